@@ -1,0 +1,104 @@
+"""The eight batch shapes that every variant stages, from many tiny leaves to a few large ones.
+
+A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors: dicts alone, because a TensorDict
+knows no lists and every rival takes such a batch as it is. All leaves of a shape have one size, so the figures read as
+cost for each leaf or as bandwidth. Content is random and differs for each leaf: a leaf in the wrong place is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+KIB, MIB = 1 << 10, 1 << 20
+FIELDS = ("values", "times", "position", "extra")
+STREAMS_PER_SAMPLE = 2
+
+# Instances of a shape are rotated so that the source of a call is not what the last call left in a cache.
+ROTATED_BYTES = 128 * MIB
+FEWEST_INSTANCES, MOST_INSTANCES = 3, 16
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """So many float32 leaves of so many bytes each."""
+
+    leaves: int
+    leaf_bytes: int
+
+    @property
+    def id(self) -> str:
+        """The name in result files: `1000x256B`."""
+        for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+            if self.leaf_bytes % unit == 0:
+                return f"{self.leaves}x{self.leaf_bytes // unit}{name}"
+        return f"{self.leaves}x{self.leaf_bytes}B"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one batch."""
+        return self.leaves * self.leaf_bytes
+
+    @property
+    def instances(self) -> int:
+        """How many distinct batches are rotated."""
+        return max(FEWEST_INSTANCES, min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes))
+
+
+SHAPES = (
+    BatchShape(64, KIB),
+    BatchShape(528, 284),
+    BatchShape(1000, 256),
+    BatchShape(10_000, 512),
+    BatchShape(1000, 16 * KIB),
+    BatchShape(1000, 256 * KIB),
+    BatchShape(64, MIB),
+    BatchShape(300, MIB),
+)
+SMOKE_SHAPES = (BatchShape(16, KIB), BatchShape(33, 284), BatchShape(3, 256 * KIB))
+
+
+def build(shape: BatchShape, seed: int) -> Batch:
+    """Return one nested batch of random float32 leaves, the same for the same seed."""
+    rng = np.random.Generator(np.random.SFC64(seed))
+    batch: Batch = {}
+    for leaf in range(shape.leaves):
+        stream, field = divmod(leaf, len(FIELDS))
+        sample, stream = divmod(stream, STREAMS_PER_SAMPLE)
+        tensor = torch.empty(shape.leaf_bytes // 4, dtype=torch.float32)
+        rng.random(dtype=np.float32, out=tensor.numpy())
+        streams = batch.setdefault(f"sample_{sample:04d}", {})
+        streams.setdefault(f"stream_{stream}", {})[FIELDS[field]] = tensor
+    return batch
+
+
+def build_instances(shape: BatchShape) -> list[Batch]:
+    """Return the distinct batches of a shape that are rotated."""
+    return [build(shape, seed) for seed in range(shape.instances)]
+
+
+def differences(batch: Batch, staged: Any, device: torch.device, path: str = "") -> Iterator[str]:
+    """Yield a line for each leaf of `staged` that is not the leaf of `batch` of that name, bit for bit, on `device`."""
+    if len(batch) != len(staged.keys()):
+        yield f"{path or 'batch'}: {len(staged.keys())} entries instead of {len(batch)}"
+    for key, value in batch.items():
+        here = f"{path}/{key}" if path else key
+        other = staged[key]
+        if isinstance(value, dict):
+            yield from differences(value, other, device, here)
+        elif not isinstance(other, torch.Tensor) or other.device != device:
+            yield f"{here}: not a tensor on {device}"
+        elif other.dtype != value.dtype or other.shape != value.shape:
+            yield f"{here}: {other.dtype} {tuple(other.shape)} instead of {value.dtype} {tuple(value.shape)}"
+        elif not torch.equal(_bytes(other), _bytes(value)):
+            yield f"{here}: other bytes"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

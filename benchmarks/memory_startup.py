@@ -1,0 +1,132 @@
+"""How long until 1 GiB of page-locked memory is ready, by each memory resource and by torch.
+
+    python benchmarks/memory_startup.py --out benchmarks/results/memory_startup.json
+
+"first" is the first allocation of a fresh process that has its CUDA context; "again" follows once that was given back.
+Each of the `--rounds` processes gives one sample of the one and `--repeats` of the other. Before the first process, the
+parent touches more memory than will be asked for: a virtual machine may get its memory from the host on first touch,
+and the variant that comes first would pay for that.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import harness
+import record
+import torch
+from harness import Outcome, Size, Variant
+
+MIB, GIB = 1 << 20, 1 << 30
+TOUCHED_FIRST = 4 * GIB
+
+Allocate = Callable[[int], Callable[[], Any]]
+"""Makes so many bytes ready, and returns what gives them back."""
+
+
+def _resource(name: str) -> Allocate:
+    from cuda.bindings import driver, runtime  # noqa: F401 - an import is paid once, and is not part of an allocation
+
+    import pinstage as ps
+
+    def allocate(nbytes: int) -> Callable[[], Any]:
+        memory = getattr(ps, name)()
+        block = memory.allocate(nbytes)
+        return lambda: memory.deallocate(block)
+
+    return allocate
+
+
+def _torch_pin_memory() -> Allocate:
+    def allocate(nbytes: int) -> Callable[[], Any]:
+        held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
+
+        def release() -> None:
+            held.clear()
+            torch._C._host_emptyCache()
+
+        return release
+
+    return allocate
+
+
+def _cuda_host_alloc() -> Allocate:
+    from cuda.bindings import runtime
+
+    runtime.cudaFree(0)  # this runtime meets the context now, not in the timer
+
+    def allocate(nbytes: int) -> Callable[[], Any]:
+        status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
+        if status != runtime.cudaError_t.cudaSuccess:
+            raise RuntimeError(f"cudaHostAlloc: {status.name}")
+        return lambda: runtime.cudaFreeHost(address)
+
+    return allocate
+
+
+def _pageable_touched() -> Allocate:
+    def allocate(nbytes: int) -> Callable[[], Any]:
+        held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
+        return held.clear
+
+    return allocate
+
+
+def _ours(name: str, about: str) -> Variant:
+    return Variant(name, partial(_resource, name), about, package="pinstage", needs_cuda=True, ours=True)
+
+
+VARIANTS = (
+    _ours("HostAllocMemory", "`ps.HostAllocMemory().allocate(n)`"),
+    _ours("RegisteredMemory", "`ps.RegisteredMemory().allocate(n)`"),
+    _ours("SharedMemory", "`ps.SharedMemory().allocate(n)`"),
+    Variant("cuda_host_alloc", _cuda_host_alloc, "`cudaHostAlloc`, portable", package="cuda.bindings", needs_cuda=True),
+    Variant("torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True),
+)
+SMOKE_VARIANTS = (Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),)
+
+
+def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
+    """Return the samples of the first allocation, which has a case of its own and comes first, or of those after it."""
+    total = []
+    for _ in range(1 if case.id.endswith("first") else repeats):
+        start = time.perf_counter()
+        release = allocate(case.nbytes)
+        total.append(time.perf_counter() - start)
+        release()
+    return {"status": "ok", "detail": "", "total": total}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed."""
+    parser = harness.parser(__doc__, repeats=2, repeats_help="allocations of each process after its first")
+    parser.add_argument("--nbytes", type=int, default=GIB, help="bytes to make ready")
+    parser.set_defaults(rounds=3)
+    args = parser.parse_args(argv)
+    harness.settle_device(args)
+    if args.smoke:
+        args.nbytes, args.rounds = min(args.nbytes, MIB), 1
+    name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
+    cases = [Size(f"{name} first", args.nbytes), Size(f"{name} again", args.nbytes)]
+    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
+    if args.child:
+        (variant,) = harness.chosen(args.child, variants, "variant")
+        harness.start_device(torch.device(args.device))
+        harness.work(cases, partial(measure, variant.setup(), args.repeats), lambda: None)
+        return 0
+    variants = tuple(harness.chosen(args.only, variants, "variant"))
+    if not args.smoke:
+        torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
+    rows = harness.collect("memory_startup", __file__, variants, cases, args, ["--nbytes", str(args.nbytes)])
+    record.compare(rows)
+    record.grid("ms until the memory is ready", rows, "median", "p10", "p90")
+    record.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
+    return harness.finish("memory_startup", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

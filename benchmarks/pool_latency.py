@@ -1,0 +1,103 @@
+"""What a lease costs: acquire, `tensor()` and release on one thread, beside torch's own warm allocators.
+
+    python benchmarks/pool_latency.py --out benchmarks/results/pool_latency.json
+
+Each cycle is timed by itself, on a pool (or a cache of torch's) that holds the slab already. One fresh process for each
+variant.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import harness
+import record
+import torch
+from harness import Outcome, Size, Variant
+
+KIB, MIB = 1 << 10, 1 << 20
+WARM_UPS = 200
+CASES = (Size("4KiB", 4 * KIB), Size("1MiB", MIB), Size("64MiB", 64 * MIB))
+
+Cycle = Callable[[int], None]
+"""Takes so many bytes and gives them back."""
+
+
+@contextmanager
+def _pool(resource: str) -> Iterator[Cycle]:
+    import pinstage as ps
+
+    with ps.SlabPool(getattr(ps, resource)(), max_bytes="1GiB") as pool:
+
+        def cycle(nbytes: int) -> None:
+            lease = pool.acquire(nbytes)
+            tensor = lease.tensor()
+            del tensor
+            lease.release()
+
+        yield cycle
+
+
+@contextmanager
+def _torch_empty(pin_memory: bool) -> Iterator[Cycle]:
+    def cycle(nbytes: int) -> None:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+        del tensor
+
+    yield cycle
+
+
+def _ours(name: str, resource: str, needs_cuda: bool) -> Variant:
+    about = f"`ps.SlabPool(ps.{resource}())`: acquire, tensor(), release"
+    return Variant(name, partial(_pool, resource), about, package="pinstage", needs_cuda=needs_cuda, ours=True)
+
+
+VARIANTS = (
+    _ours("pool_pinned", "HostAllocMemory", needs_cuda=True),
+    _ours("pool_registered", "RegisteredMemory", needs_cuda=True),
+    _ours("pool_pageable", "PageableMemory", needs_cuda=False),
+    Variant("torch_pinned", partial(_torch_empty, True), "`torch.empty(n, pin_memory=True)`, warm", needs_cuda=True),
+    Variant("torch_pageable", partial(_torch_empty, False), "`torch.empty(n)`, untouched"),
+)
+
+
+def measure(variant: Variant, repeats: int, case: harness.Case) -> Outcome:
+    """Return the samples of one variant on one size."""
+    setup: AbstractContextManager[Cycle] = variant.setup()
+    with setup as cycle:
+        for _ in range(min(WARM_UPS, repeats)):
+            cycle(case.nbytes)
+        total = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            cycle(case.nbytes)
+            total.append(time.perf_counter() - start)
+    return {"status": "ok", "detail": "", "total": total}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed."""
+    parser = harness.parser(__doc__, repeats=5000, repeats_help="cycles for each variant and size")
+    args = parser.parse_args(argv)
+    harness.settle_device(args)
+    if args.smoke:
+        args.repeats = min(args.repeats, 100)
+    if args.child:
+        (variant,) = harness.chosen(args.child, VARIANTS, "variant")
+        harness.start_device(torch.device(args.device))
+        harness.work(CASES, partial(measure, variant, args.repeats), lambda: None)
+        return 0
+    variants = harness.chosen(args.only, VARIANTS, "variant")
+    rows = harness.collect("pool_latency", __file__, variants, CASES, args, unit="us")
+    for row in rows:
+        row.gb_per_s = None  # nothing moves
+    record.grid("us for a cycle: take, make a tensor, give back", rows, "median", "p10", "p90")
+    return harness.finish("pool_latency", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What a benchmark writes down: rows of one schema, and the machine, versions and commit they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+STATUSES = ("ok", "incorrect", "error", "not installed", "needs CUDA")
+PACKAGES = ("torch", "numpy", "optree", "cuda-bindings", "pinstage", "tensordict", "spdl-io")
+
+
+@dataclass
+class Row:
+    """One variant on one case. Times are in `unit`; None where nothing was measured."""
+
+    benchmark: str
+    case: str
+    variant: str
+    status: str
+    detail: str = ""
+    ours: bool = False
+    nbytes: int = 0
+    leaves: int | None = None
+    unit: str = "ms"
+    repeats: int = 0
+    median: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    main_median: float | None = None
+    """The time until the call returned: what the main thread loses."""
+    main_p10: float | None = None
+    main_p90: float | None = None
+    gb_per_s: float | None = None
+    """nbytes over the median."""
+    vs_best_rival: float | None = None
+    """The best rival's median over this one: above 1 is faster than every rival."""
+
+    def fill(self, samples: Sequence[float], main: Sequence[float] = ()) -> None:
+        """Set the figures from the samples, which are in seconds."""
+        scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[self.unit]
+        self.repeats = len(samples)
+        self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
+        if main:
+            self.main_p10, self.main_median, self.main_p90 = (quantile(main, q) * scale for q in (0.1, 0.5, 0.9))
+        if self.nbytes and self.median:
+            self.gb_per_s = self.nbytes / (self.median / scale) / 1e9
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """Return the q-quantile of the samples, linear between neighbours."""
+    ordered = sorted(samples)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def best_rival(rows: Sequence[Row], case: str) -> Row | None:
+    """Return the fastest measured row of a case that is not ours."""
+    rivals = [row for row in rows if row.case == case and row.status == "ok" and not row.ours]
+    return min(rivals, key=lambda row: row.median or 0.0, default=None)
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Set `vs_best_rival` of each measured row."""
+    for row in rows:
+        best = best_rival(rows, row.case)
+        if best and best.median and row.median:
+            row.vs_best_rival = best.median / row.median
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, versions, commit and date, without creating a CUDA context in this process."""
+    return {
+        "schema": SCHEMA,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel."""
+    gpu, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(", ")[
+        ::2
+    ]
+    cpuinfo, meminfo = _lines("/proc/cpuinfo"), _lines("/proc/meminfo")
+    return {
+        "gpu": gpu or None,
+        "driver": driver or None,
+        "cuda": torch.version.cuda,
+        "cpu": next(
+            (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.machine()
+        ),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "memory": next((line.partition(":")[2].strip() for line in meminfo if line.startswith("MemTotal")), None),
+        "huge_pages": next(iter(_lines("/sys/kernel/mm/transparent_hugepage/enabled")), None),
+        "kernel": platform.release(),
+    }
+
+
+def version(package: str) -> str:
+    """Return a package's version, "not installed", or "source tree" where it is importable but was not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return str(getattr(import_module(package.replace("-", "_")), "__version__", "source tree"))
+    except ImportError:
+        return "not installed"
+
+
+def commit() -> str:
+    """Return the commit measured: git's answer, or PINSTAGE_COMMIT where the tree travels without its repository."""
+    if os.environ.get("PINSTAGE_COMMIT"):
+        return os.environ["PINSTAGE_COMMIT"]
+    here = str(Path(__file__).parent)
+    head = _first_line("git", "-C", here, "rev-parse", "HEAD")
+    changed = _first_line("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    return (head + ("-dirty" if changed else "")) if head else "unknown"
+
+
+def save(path: Path, benchmark: str, settings: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Write one result file."""
+    result = {"benchmark": benchmark, **environment(), "settings": settings, "rows": [_rounded(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table, by rich where it is installed. The first column is text, the others are figures."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
+        print(f"\n{title}")
+        for line in (header, *lines):
+            cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            print("  ".join([line[0].ljust(widths[0]), *cells]))
+        return
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(Text(text) for text in line))
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
+    """Print a line for each variant and a column for each case: one figure, and its spread in brackets."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        between = f" [{' .. '.join(cell(row, name) for name in spread)}]" if spread and row.status == "ok" else ""
+        lines.setdefault(row.variant, []).append(cell(row, field) + between)
+    show(title, ["variant", *cases], [[variant, *cells] for variant, cells in lines.items()])
+
+
+def cell(row: Row, field: str) -> str:
+    """Return a figure of a row to three digits, or the row's status where it has no figures."""
+    value = getattr(row, field)
+    if row.status != "ok":
+        return row.status
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _rounded(row: Row) -> dict[str, Any]:
+    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in asdict(row).items()}
+
+
+def _first_line(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

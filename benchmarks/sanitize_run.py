@@ -1,0 +1,88 @@
+"""A short staging run for compute-sanitizer: stage, check, close; non-zero exit if a bit is wrong.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/sanitize_run.py
+
+Without torch's caching allocator every device slab is an allocation of its own, so that memcheck sees a copy that ends
+behind it. `--baseline` does the same by `.to()`: what memcheck reports there is torch's, not ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import batches
+import torch
+from batches import KIB, MIB, BatchShape
+
+SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
+
+
+def mixed(seed: int) -> batches.Batch:
+    """Return a batch of several dtypes, odd sizes, an empty leaf and a 0-d one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    return {
+        "image": {"pixels": (random(3, 7, 5) * 255).to(torch.uint8), "mask": random(7, 5) > 0.5},
+        "stream": {"values": random(1001).double(), "ids": (random(17) * 1e6).long(), "half": random(33).bfloat16()},
+        "edge": {"scalar": random(1)[0].clone(), "empty": random(0, 4), "turned": random(9, 6).t()},
+    }
+
+
+def runs() -> Iterator[list[batches.Batch]]:
+    """Yield lists of batches; those of one list are staged back to back."""
+    for shape in SHAPES:
+        yield [batches.build(shape, seed) for seed in range(3)]
+    yield [mixed(seed) for seed in range(3)]
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Move each leaf by itself."""
+    if isinstance(tree, dict):
+        return {key: to_device(value, device) for key, value in tree.items()}
+    return tree.to(device, non_blocking=True)
+
+
+def main() -> int:
+    """Stage everything, on the current stream and on another one, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--baseline", action="store_true", help="stage by .to() instead")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    wrong: list[str] = []
+    count = 0
+
+    def compare(sources: list[batches.Batch], staged: list[Any]) -> None:
+        nonlocal count
+        for source, result in zip(sources, staged, strict=True):
+            wrong.extend(batches.differences(source, result, device))
+            count += 1
+
+    if args.baseline:
+        for sources in runs():
+            compare(sources, [to_device(source, device) for source in sources])
+    else:
+        import pinstage as ps
+
+        stager = ps.Stager(device, max_bytes="256MiB")
+        for sources in runs():
+            compare(sources, [stager.to_device(source) for source in sources])
+            compare(sources, list(stager.prefetch(sources, depth=2)))
+            if device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                    compare(sources, [stager.stage(source).get() for source in sources])
+        stager.close()
+    print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")
+    for line in wrong[:20]:
+        print(line)
+    return 1 if wrong or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

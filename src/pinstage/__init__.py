@@ -1,0 +1,70 @@
+"""pinstage: a reusable pool of page-locked staging buffers for PyTorch.
+
+Whatever a batch looks like, one line moves it at the speed of the bus, never corrupts it and never pins more than
+allowed::
+
+    import pinstage as ps
+
+    stager = ps.Stager("cuda:0", max_bytes="2GiB")
+    for batch in loader:
+        batch = stager.to_device(batch)  # one slab, one asynchronous copy; safe on the current stream
+
+Importing the package pins nothing and does not initialise CUDA.
+"""
+
+from ._errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    ForkedPoolError,
+    LayoutError,
+    LeaseError,
+    PoolClosedError,
+    PoolFrozenError,
+    StagingError,
+    UnreleasedLeaseWarning,
+)
+from ._layout import Layout, Slot, StagingNode, register_node
+from ._memory import (
+    Block,
+    HostAllocMemory,
+    MemoryResource,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMapping,
+    SharedMemory,
+    default_memory,
+)
+from ._pool import Lease, PoolStats, SlabPool
+from ._staging import Stager, StagerStats, Transfer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcquireTimeoutError",
+    "Block",
+    "BudgetExceededError",
+    "ForkedPoolError",
+    "HostAllocMemory",
+    "Layout",
+    "LayoutError",
+    "Lease",
+    "LeaseError",
+    "MemoryResource",
+    "PageableMemory",
+    "PoolClosedError",
+    "PoolFrozenError",
+    "PoolStats",
+    "RegisteredMemory",
+    "SharedMapping",
+    "SharedMemory",
+    "SlabPool",
+    "Slot",
+    "Stager",
+    "StagerStats",
+    "StagingError",
+    "StagingNode",
+    "Transfer",
+    "UnreleasedLeaseWarning",
+    "default_memory",
+    "register_node",
+]

@@ -1,0 +1,15 @@
+"""What can go wrong in the demo, as types that know the exit status of the command."""
+
+from __future__ import annotations
+
+
+class DemoError(Exception):
+    """A reason to stop that is shown as one message, without a traceback."""
+
+    exit_status = 2
+
+
+class LossMismatchError(DemoError):
+    """Two ways of staging the same batches trained to different losses."""
+
+    exit_status = 1

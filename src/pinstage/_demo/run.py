@@ -1,0 +1,132 @@
+"""The demo from first line to last: choose a device, make the batches, train three ways, compare, report."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from pinstage._demo.data import Archive, make_batches
+from pinstage._demo.errors import DemoError
+from pinstage._demo.model import deterministic
+from pinstage._demo.report import Report
+from pinstage._demo.train import (
+    MEASURED_BATCHES,
+    WARM_UP_BATCHES,
+    Outcome,
+    check_losses,
+    measure,
+    profile_copies,
+    warm_up,
+)
+from pinstage._demo.ways import PinThenTo, PlainTo, Staged, Way
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose.
+
+    Attributes:
+        device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
+        batch_size: Hours a batch.
+        batches: How many batches to make of the year; None for all.
+        epochs: How often to go through them.
+        seed: Fixes the order of the hours and the weights of the model.
+        max_bytes: The Stager's cap on the memory that it holds.
+    """
+
+    device: str = "auto"
+    batch_size: int = 8
+    batches: int | None = None
+    epochs: int = 1
+    seed: int = 0
+    max_bytes: str = "256MiB"
+
+
+def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
+    """Run the demo and print it.
+
+    Raises:
+        DemoError: The device is not there, or the data is not installed.
+        LossMismatchError: The ways did not train to the same losses.
+    """
+    report = report or Report()
+    device = choose_device(settings.device)
+    report.device(device, asked=settings.device == "cpu")
+
+    archive = Archive.read()
+    total = -(-len(archive.hours) // settings.batch_size)
+    if settings.batches is not None:
+        total = min(total, settings.batches)
+    with report.progress("preparing batches", total) as on_batch:
+        batches = make_batches(
+            archive, batch_size=settings.batch_size, seed=settings.seed, limit=settings.batches, on_batch=on_batch
+        )
+        # From another shuffle: batches that no way has met when it is timed.
+        others = make_batches(
+            archive,
+            batch_size=settings.batch_size,
+            seed=settings.seed + 1,
+            limit=WARM_UP_BATCHES + min(total, MEASURED_BATCHES),
+        )
+        warming, others = others[:WARM_UP_BATCHES], others[WARM_UP_BATCHES:] or others
+    report.data(archive, batches)
+
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(device))
+        ways = make_ways(device, settings.max_bytes, stack)
+        # The batches are a million objects that live until the end: the collector need not look at them meanwhile.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        outcomes = []
+        for way in ways:
+            warm_up(way, warming, device)
+            with report.progress(way.title, len(batches) * settings.epochs) as on_batch:
+                outcomes.append(
+                    measure(
+                        way,
+                        batches,
+                        others,
+                        device,
+                        seed=settings.seed,
+                        epochs=settings.epochs,
+                        on_batch=on_batch,
+                    )
+                )
+        outcomes = [profile_copies(outcome, batches, device) for outcome in outcomes]
+    report.table(outcomes)
+    check_losses(outcomes)
+    report.verdict(outcomes)
+    return outcomes
+
+
+def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
+    """Return the three ways, the Stager's last; `stack` closes what has to be closed."""
+    return [PlainTo(device), PinThenTo(device), stack.enter_context(Staged(device, max_bytes))]
+
+
+def choose_device(text: str) -> torch.device:
+    """Return the device to run on: a GPU if there is one, unless told otherwise.
+
+    Raises:
+        DemoError: The device is not known, or not there.
+    """
+    if text == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise DemoError(f'unknown device {text!r}: say "auto", "cpu", "cuda" or "cuda:1"')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= present:
+        raise DemoError(f'{text!r} is not there: torch sees {present} CUDA devices; "--device cpu" runs without one')
+    return torch.device("cuda", index)

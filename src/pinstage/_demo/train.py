@@ -1,0 +1,188 @@
+"""Train for an epoch with one way of staging, and measure that way.
+
+Three separate measurements, so that none disturbs another: the epoch (the device is waited for at its start and at
+its end only), the time of a batch from host to arrived (alone, the median of many), and the copies (under a
+profiler). Whatever is timed has not been staged before by that way: no two of these ragged batches have the same
+layout, and a second meeting would flatter a stager that remembers layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pinstage._demo.batch import RaggedBatch
+from pinstage._demo.errors import LossMismatchError
+from pinstage._demo.model import DelayModel
+from pinstage._demo.ways import HostMemory, Way
+
+LEARNING_RATE = 2e-3
+WARM_UP_BATCHES = 5
+MEASURED_BATCHES = 200
+PROFILED_BATCHES = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way did.
+
+    Attributes:
+        way: The way.
+        losses: float32 `[batches]` on the host, in order.
+        epoch_seconds: The whole epoch, training included.
+        call_seconds: The part of it that the host spent in staging calls.
+        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived.
+        leaf_seconds: The same for each leaf: median over batches of time over leaves.
+        copies: Host-to-device copies a batch, median.
+        copies_profiled: Whether `copies` was seen by a profiler, or is what the calls amount to.
+        nbytes: Bytes a batch carried to the device, median.
+        memory: What was held when the epoch had ended.
+    """
+
+    way: Way
+    losses: torch.Tensor
+    epoch_seconds: float
+    call_seconds: float
+    batch_seconds: float
+    leaf_seconds: float
+    copies: float
+    copies_profiled: bool
+    nbytes: float
+    memory: HostMemory
+
+
+def warm_up(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> None:
+    """Stage and train a few batches with a model that is thrown away, so that the first way pays for nobody."""
+    _epoch(way, batches, device, seed=0, epochs=1, on_batch=lambda: None)
+
+
+def measure(
+    way: Way,
+    batches: Sequence[RaggedBatch],
+    others: Sequence[RaggedBatch],
+    device: torch.device,
+    *,
+    seed: int,
+    epochs: int,
+    on_batch: Callable[[], None],
+) -> Outcome:
+    """Train on `batches` in order, then time the staging alone of `others`."""
+    losses, epoch_seconds, call_seconds = _epoch(way, batches, device, seed=seed, epochs=epochs, on_batch=on_batch)
+    memory = way.memory()
+    batch_seconds, leaf_seconds = _staging_alone(way, others, device)
+    issued = [way.issued(batch) for batch in batches[:MEASURED_BATCHES]]
+    return Outcome(
+        way=way,
+        losses=losses,
+        epoch_seconds=epoch_seconds,
+        call_seconds=call_seconds,
+        batch_seconds=batch_seconds,
+        leaf_seconds=leaf_seconds,
+        copies=median(copies for copies, _ in issued),
+        copies_profiled=False,
+        nbytes=median(nbytes for _, nbytes in issued),
+        memory=memory,
+    )
+
+
+def profile_copies(outcome: Outcome, batches: Sequence[RaggedBatch], device: torch.device) -> Outcome:
+    """Replace the copies that were asked for by those that the GPU carried out, where a profiler can see them.
+
+    Call it when nothing is left to be timed: the profiler's hooks stay in the driver once it has been started.
+    """
+    seen = _profiled_copies(outcome.way, batches[:PROFILED_BATCHES], device)
+    return replace(outcome, copies=median(seen), copies_profiled=True) if seen else outcome
+
+
+def check_losses(outcomes: Sequence[Outcome]) -> None:
+    """Compare the loss curves bit for bit with the first.
+
+    Raises:
+        LossMismatchError: Two curves differ, or a loss is not a number.
+    """
+    first, *others = outcomes
+    if not first.losses.isfinite().all():
+        where = int((~first.losses.isfinite()).nonzero()[0])
+        raise LossMismatchError(f"the loss of {first.way.title!r} is {first.losses[where]} at batch {where}")
+    for other in others:
+        if torch.equal(first.losses, other.losses):
+            continue
+        differs = (first.losses != other.losses).nonzero().flatten()
+        where = int(differs[0])
+        raise LossMismatchError(
+            f"losses differ: {other.way.title!r} is not {first.way.title!r} bit for bit: "
+            f"{len(differs):,} of {len(first.losses):,} batches, first batch {where} "
+            f"({other.losses[where]:.9g}, not {first.losses[where]:.9g}); "
+            "a batch arrived changed: please report this with the output above"
+        )
+
+
+def _epoch(
+    way: Way,
+    batches: Sequence[RaggedBatch],
+    device: torch.device,
+    *,
+    seed: int,
+    epochs: int,
+    on_batch: Callable[[], None],
+) -> tuple[torch.Tensor, float, float]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = DelayModel()  # on the host, so that the weights are the same numbers everywhere
+    model.to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    call_seconds = 0.0
+    _wait_for(device)
+    start = perf_counter()
+    for _ in range(epochs):
+        for batch in batches:
+            called = perf_counter()
+            staged = way.stage(batch)
+            call_seconds += perf_counter() - called
+            optimizer.zero_grad()
+            loss = model.loss(staged)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+            on_batch()
+    _wait_for(device)
+    seconds = perf_counter() - start
+    return torch.stack(losses).cpu(), seconds, call_seconds
+
+
+def _staging_alone(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> tuple[float, float]:
+    sizes = [len(batch.fragments()) for batch in batches]
+    seconds = []
+    for batch in batches:
+        _wait_for(device)
+        start = perf_counter()
+        staged = way.stage(batch)
+        _wait_for(device)
+        seconds.append(perf_counter() - start)
+        del staged  # outside the timer for every way
+    return median(seconds), median(time / size for time, size in zip(seconds, sizes, strict=True))
+
+
+def _profiled_copies(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> list[int]:
+    """Count the host-to-device copies that the GPU carried out, batch by batch; empty where no profiler can see."""
+    if device.type != "cuda":
+        return []
+    counts = []
+    for batch in batches:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            way.stage(batch)
+            _wait_for(device)
+        events = profiler.events() or []
+        counts.append(sum(event.name.startswith("Memcpy HtoD") for event in events))
+    return counts if any(counts) else []
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

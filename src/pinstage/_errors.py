@@ -1,0 +1,81 @@
+"""What can go wrong, as types that carry the numbers.
+
+Every error of the package derives from `StagingError` and also from the built-in that a caller would already catch. A
+message reads ``<what>: <numbers>; <what to do>``. CUDA's and torch's own errors pass through untouched.
+"""
+
+from __future__ import annotations
+
+
+class StagingError(Exception):
+    """Base of every error that pinstage raises."""
+
+
+class _PoolStateError(StagingError):
+    """A request the pool cannot serve, with the pool's counters at that moment.
+
+    Attributes:
+        requested_bytes: what was asked for.
+        held_bytes: page-locked bytes the pool held, idle ones included.
+        leased_bytes: bytes of slabs in use.
+        in_flight_bytes: bytes of slabs released whose copy or views were not finished.
+        max_bytes: the cap.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        requested_bytes: int = 0,
+        held_bytes: int = 0,
+        leased_bytes: int = 0,
+        in_flight_bytes: int = 0,
+        max_bytes: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+        self.held_bytes = held_bytes
+        self.leased_bytes = leased_bytes
+        self.in_flight_bytes = in_flight_bytes
+        self.max_bytes = max_bytes
+
+
+class BudgetExceededError(_PoolStateError, MemoryError):
+    """The request can never fit under ``max_bytes``; waiting would not help."""
+
+
+class AcquireTimeoutError(_PoolStateError, TimeoutError):
+    """No slab came free in time; the same request might fit later."""
+
+
+class PoolFrozenError(_PoolStateError, RuntimeError):
+    """Serving the request would need an allocation, and the pool is frozen."""
+
+
+class PoolClosedError(StagingError, RuntimeError):
+    """The pool was closed."""
+
+
+class ForkedPoolError(StagingError, RuntimeError):
+    """The pool belongs to the parent of this forked process."""
+
+
+class LeaseError(StagingError, RuntimeError):
+    """A lease was used after its release, or released twice."""
+
+
+class LayoutError(StagingError, TypeError):
+    """A leaf or object that cannot be staged, or a batch that does not match a layout.
+
+    Attributes:
+        path: where it is, as one would write it after the batch's name, for example ``['obs'][3].raw``; empty for the
+            batch itself.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class UnreleasedLeaseWarning(ResourceWarning):
+    """A lease was garbage-collected without a release; its slab went back to the pool."""

@@ -1,0 +1,409 @@
+"""`Layout`, the offset table as users see it, and `plan`, what staging needs of a batch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+import torch
+
+from .._errors import LayoutError
+from ._leaves import ALIGNMENT, KINDS, Kind, from_array, holds_tensor
+from ._moves import Moves
+from ._nodes import NodeType, flatten, learn_containers, node_types, path_text
+from ._table import Columns, Table, columns_of
+
+_MAX_TABLES = 64
+"""Offset tables remembered. Batches of fixed shapes need one or a few; ragged ones a new one each time, which should
+not add up."""
+
+_tables: dict[Columns, Table] = {}
+_tables_lock = threading.Lock()
+_ONLY_TENSORS = {torch.Tensor}
+
+
+class Plan(NamedTuple):
+    """A batch taken apart: what goes into the slab, what does not, and how it is put together again."""
+
+    table: Table
+    treespec: optree.PyTreeSpec
+    tensors: list[torch.Tensor]
+    """Tensors and arrays (as tensors), each once."""
+    rest: list[Any]
+    """Leaves that are neither."""
+    order: tuple[int, ...] | None
+    """Where each leaf stands in ``[*tensors, *rest]``; None if every leaf is a tensor met once."""
+
+    def passthrough(self) -> list[torch.Tensor]:
+        """Return the tensors that travel by their own ``.to()``."""
+        return [self.tensors[position] for position in self.table.columns.passthrough]
+
+    def join(self, views: list[Any]) -> Any:
+        """Put the batch together from one result for each of `tensors`."""
+        return _join(self.treespec, self.order, views, self.rest)
+
+
+def plan(batch: Any) -> Plan:
+    """Take a batch apart and find its offset table, computing it if no batch like this was seen lately.
+
+    Raises:
+        LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or the batch
+            refers to itself.
+    """
+    leaves, treespec = flatten(batch)
+    if set(map(type, leaves)) == _ONLY_TENSORS:
+        tensors, rest, order = leaves, list[Any](), None
+        if len(set(map(id, leaves))) < len(leaves):
+            tensors, order = _without_repeats(leaves)
+    else:
+        leaves, treespec = _with_new_containers(batch, leaves, treespec)
+        tensors, rest, order = _sort_out(leaves, treespec)
+    return Plan(_table_of(columns_of(tensors)), treespec, tensors, rest, order)
+
+
+class Slot(NamedTuple):
+    """One row of the offset table: where a tensor lives in the slab."""
+
+    path: str
+    """Where it is in the batch, as one would write it after the batch's name; the first place of an aliased one."""
+    offset: int
+    """First byte, a multiple of `ALIGNMENT`."""
+    nbytes: int
+    """Bytes, without padding."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements. Dense permuted tensors (channels last) keep theirs, others are contiguous."""
+
+
+class Layout:
+    """The offset table of a nested batch.
+
+    Made by `Layout.of`. Immutable, hashable, picklable; equal if structure and slots are equal. Values of the batch
+    play no part, but leaves that do not live in the slab (strings, numbers, tensors that cannot be packed) are
+    remembered, so that `unpack` can put the batch together.
+    """
+
+    __slots__ = ("_order", "_passthrough", "_rest", "_slots", "_table", "_treespec")
+
+    def __init__(
+        self,
+        table: Table,
+        treespec: optree.PyTreeSpec,
+        order: tuple[int, ...] | None,
+        rest: tuple[Any, ...],
+        passthrough: tuple[torch.Tensor, ...],
+    ) -> None:
+        self._table = table
+        self._treespec = treespec
+        self._order = order
+        self._rest = rest
+        self._passthrough = passthrough
+        self._slots: tuple[Slot, ...] | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> Layout:
+        """Compute the layout of a batch, or find it if a batch like this was seen lately.
+
+        Raises:
+            LayoutError: an object that holds tensors is no known container, or an array cannot become a tensor.
+        """
+        return cls.of_plan(plan(batch))
+
+    @classmethod
+    def of_plan(cls, planned: Plan) -> Layout:
+        """Return the layout that a plan was made with."""
+        passthrough = tuple(planned.passthrough())
+        return cls(planned.table, planned.treespec, planned.order, tuple(planned.rest), passthrough)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a slab needs for this layout, padding included; a multiple of `ALIGNMENT`."""
+        return self._table.nbytes
+
+    @property
+    def treespec(self) -> optree.PyTreeSpec:
+        """The structure of the batch."""
+        return self._treespec
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
+        if self._slots is None:
+            self._slots = tuple(self._slot(position) for position in self._packed())
+        return self._slots
+
+    def pack(self, batch: Any, dst: torch.Tensor) -> None:
+        """Write a batch of this layout into host memory. Blocks until the bytes are there; one thread does it.
+
+        Args:
+            batch: has this layout; values may be others than those the layout was made of.
+            dst: uint8 ``[>= nbytes]``, contiguous, on the CPU, starting at a multiple of `ALIGNMENT` bytes.
+
+        Raises:
+            LayoutError: the batch has another layout; nothing was written.
+            ValueError: `dst` is not such a tensor; nothing was written.
+        """
+        planned = plan(batch)
+        if (planned.treespec, planned.order, planned.table.columns) != self._identity():
+            raise self._mismatch(planned)
+        self._check_slab(dst, "dst")
+        if not dst.is_cpu:
+            raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
+        moves = Moves(self._table, planned.tensors, dst)
+        moves.everything()
+        moves.gather()
+
+    def unpack(self, src: torch.Tensor) -> Any:
+        """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
+
+        Args:
+            src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
+
+        Returns:
+            A batch of the same types, in which tensors and arrays are views of `src`. Leaves that do not live in the
+            slab are those that the layout was made of, unmoved.
+
+        Raises:
+            ValueError: `src` is not such a tensor.
+        """
+        self._check_slab(src, "src")
+        return _join(self._treespec, self._order, self._table.views(src, self._passthrough), self._rest)
+
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        """Return the offset table as a structured array.
+
+        Returns:
+            Fields ``path`` (text), ``offset``, ``nbytes`` (int64), ``dtype`` (text), ``ndim`` (int64), ``shape`` and
+            ``stride`` (int64, as wide as the largest number of dimensions; -1 where a row has fewer).
+        """
+        slots = self.slots
+        width = max((len(slot.shape) for slot in slots), default=0)
+
+        def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*sizes, *[-1] * (width - len(sizes)))
+
+        rows = [
+            (s.path, s.offset, s.nbytes, _name(s.dtype), len(s.shape), padded(s.shape), padded(s.stride)) for s in slots
+        ]
+        path_width = max((len(slot.path) for slot in slots), default=1) or 1
+        name_width = max((len(_name(slot.dtype)) for slot in slots), default=1)
+        fields: list[Any] = [
+            ("path", f"U{path_width}"),
+            ("offset", np.int64),
+            ("nbytes", np.int64),
+            ("dtype", f"U{name_width}"),
+            ("ndim", np.int64),
+            ("shape", np.int64, (width,)),
+            ("stride", np.int64, (width,)),
+        ]
+        return np.array(rows, dtype=fields)
+
+    def _packed(self) -> list[int]:
+        return [position for position, offset in enumerate(self._table.offsets) if offset >= 0]
+
+    def _path(self, position: int) -> str:
+        leaf = position if self._order is None else self._order.index(position)
+        return path_text(self._treespec, leaf)
+
+    def _leaf(self, leaf: int) -> tuple[int, str]:
+        """Return which tensor a leaf is, and what it looks like; (-1, ...) if it is none."""
+        position = leaf if self._order is None else self._order[leaf]
+        if position >= len(self._table.offsets):
+            return -1, "no tensor"
+        return position, self._table.describe(position)
+
+    def _slot(self, position: int) -> Slot:
+        table = self._table
+        dtype, shape = table.columns.dtypes[position], tuple(table.columns.shapes[position])
+        nbytes = dtype.itemsize * math.prod(shape)
+        return Slot(self._path(position), table.offsets[position], nbytes, dtype, shape, table.stride_of(position))
+
+    def _check_slab(self, slab: torch.Tensor, name: str) -> None:
+        if slab.dtype is not torch.uint8 or slab.ndim != 1 or not slab.is_contiguous():
+            raise ValueError(
+                f"{name} must be a contiguous uint8 tensor of one dimension: {slab.dtype} {list(slab.shape)}; pass "
+                "lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
+            )
+        if slab.numel() < self.nbytes:
+            raise ValueError(
+                f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at least layout.nbytes"
+            )
+        if self.nbytes and (slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT):
+            raise ValueError(
+                f"{name} must start at a multiple of {ALIGNMENT} bytes: offset {slab.storage_offset()}, address "
+                f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"
+            )
+
+    def _mismatch(self, planned: Plan) -> LayoutError:
+        if planned.treespec != self._treespec:
+            return LayoutError(
+                f"batch has another structure than the layout: {planned.treespec} instead of {self._treespec}; make a "
+                "layout with Layout.of(batch)"
+            )
+        other = Layout.of_plan(planned)
+        for leaf in range(self._treespec.num_leaves):
+            (position, expected), (other_position, found) = self._leaf(leaf), other._leaf(leaf)
+            path = path_text(self._treespec, leaf)
+            if expected != found:
+                return LayoutError(
+                    f"batch{path} does not match the layout: {found} instead of {expected}; make "
+                    "a layout with Layout.of(batch)",
+                    path,
+                )
+            if position != other_position:
+                return LayoutError(
+                    f"batch{path} does not match the layout: which leaves are one tensor differs from there on, "
+                    f"{len(planned.table.offsets)} distinct tensors instead of {len(self._table.offsets)}; "
+                    "make a layout with Layout.of(batch)",
+                    path,
+                )
+        raise AssertionError("a batch that does not match differs in some leaf")
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self._treespec, self._order, self._table.columns
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        nodes = node_types(self._treespec)  # unpickled first, so that the structure finds its classes registered
+        return _restore, (nodes, self._treespec, self._table.columns, self._order, self._rest, self._passthrough)
+
+    def __repr__(self) -> str:
+        return f"<Layout nbytes={self.nbytes} slots={len(self._packed())} {self._treespec}>"
+
+    def __str__(self) -> str:
+        header = ("path", "offset", "bytes", "dtype", "shape")
+        rows = [
+            header,
+            *(
+                (s.path or "(batch)", str(s.offset), str(s.nbytes), _name(s.dtype), str(list(s.shape)))
+                for s in self.slots
+            ),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = []
+        for path, offset, nbytes, dtype, shape in rows:
+            lines.append(
+                f"{path:<{widths[0]}}  {offset:>{widths[1]}}  {nbytes:>{widths[2]}}  {dtype:<{widths[3]}}  "
+                f"{shape}".rstrip()
+            )
+        lines.append(
+            f"{len(rows) - 1} slots, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding"
+        )
+        return "\n".join(lines)
+
+
+def _restore(
+    _nodes: tuple[NodeType, ...],
+    treespec: optree.PyTreeSpec,
+    columns: Columns,
+    order: tuple[int, ...] | None,
+    rest: tuple[Any, ...],
+    passthrough: tuple[torch.Tensor, ...],
+) -> Layout:
+    return Layout(_table_of(columns), treespec, order, rest, passthrough)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _join(treespec: optree.PyTreeSpec, order: tuple[int, ...] | None, views: list[Any], rest: Any) -> Any:
+    if order is None:
+        return optree.tree_unflatten(treespec, views)
+    values = [*views, *rest]
+    return optree.tree_unflatten(treespec, [values[index] for index in order])
+
+
+def _table_of(columns: Columns) -> Table:
+    table = _tables.get(columns)
+    if table is None:
+        table = Table(columns)
+        with _tables_lock:
+            while len(_tables) >= _MAX_TABLES:
+                del _tables[next(iter(_tables))]
+            _tables[columns] = table
+    return table
+
+
+def _with_new_containers(
+    batch: Any, leaves: list[Any], treespec: optree.PyTreeSpec
+) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Walk again as long as leaves turn out to be containers that were not known before."""
+    while learn_containers(set(map(type, leaves))):
+        leaves, treespec = flatten(batch)
+    return leaves, treespec
+
+
+def _without_repeats(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    first: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
+    order = []
+    for leaf in leaves:
+        index = first.setdefault(id(leaf), len(tensors))
+        if index == len(tensors):
+            tensors.append(leaf)
+        order.append(index)
+    return tensors, tuple(order)
+
+
+def _sort_out(
+    leaves: list[Any], treespec: optree.PyTreeSpec
+) -> tuple[list[torch.Tensor], list[Any], tuple[int, ...] | None]:
+    """Tell tensors and arrays, each once, from the rest; refuse what hides tensors."""
+    first: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    order: list[int] = []
+    for position, leaf in enumerate(leaves):
+        kind = KINDS[type(leaf)]
+        if kind is Kind.TENSOR or kind is Kind.ARRAY:
+            known = first.get(id(leaf))
+            if known is not None:
+                order.append(known)
+                continue
+            tensor = leaf if kind is Kind.TENSOR else _tensor_of(leaf, treespec, position)
+            if tensor is not None:
+                first[id(leaf)] = len(tensors)
+                order.append(len(tensors))
+                tensors.append(tensor)
+                continue
+        if kind is not Kind.ATOM and holds_tensor(leaf):
+            raise _opaque(leaf, treespec, position)
+        rest.append(leaf)
+        order.append(-len(rest))
+    if not rest and order == list(range(len(tensors))):
+        return tensors, rest, None
+    return tensors, rest, tuple(index if index >= 0 else len(tensors) - 1 - index for index in order)
+
+
+def _tensor_of(array: np.ndarray[Any, Any], treespec: optree.PyTreeSpec, position: int) -> torch.Tensor | None:
+    try:
+        return from_array(array)
+    except TypeError as error:
+        path = path_text(treespec, position)
+        raise LayoutError(
+            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
+            "convert it to a dtype that torch has",
+            path,
+        ) from error
+
+
+def _opaque(leaf: Any, treespec: optree.PyTreeSpec, position: int) -> LayoutError:
+    path, name = path_text(treespec, position), type(leaf).__qualname__
+    if isinstance(leaf, np.ndarray | set | frozenset):
+        return LayoutError(f"batch{path} holds tensors in {name}, which cannot be staged; use a list", path)
+    return LayoutError(
+        f"batch{path} holds tensors and is no known container: {type(leaf).__module__}.{name}; make it known with "
+        f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten and "
+        "tree_unflatten",
+        path,
+    )

@@ -1,0 +1,155 @@
+"""What a leaf is: packed, sent by its own ``.to()``, left as it is, or an error."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import pathlib
+import types
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._nodes import stored_attributes
+
+ALIGNMENT = 16
+"""Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores (complex128; a view
+of another dtype needs an offset that is a multiple of its element), and of the widest load of a GPU thread, which
+cuBLAS, bulk copies and vectorised kernels ask for."""
+
+QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
+_ATOMS: tuple[type, ...] = (
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
+    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, pathlib.PurePath,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+"""Types that hold no tensor: leaves of these types and their subclasses are not searched."""
+
+_ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
+"""Types whose items are searched by iterating."""
+
+_SEARCH_LIMIT = 100_000
+"""Objects looked at inside one opaque leaf before it is taken to hold no tensor."""
+
+
+class Kind(enum.Enum):
+    """How a leaf's type is treated."""
+
+    TENSOR = "a tensor"
+    ARRAY = "a numpy array"
+    ATOM = "holds no tensor, whatever its value"
+    OPAQUE = "has to be searched for tensors"
+
+
+class _Kinds(dict[type, Kind]):
+    """Kinds by type, found out when a type is met first."""
+
+    def __missing__(self, cls: type) -> Kind:
+        if issubclass(cls, torch.Tensor):
+            kind = Kind.TENSOR
+        elif issubclass(cls, np.ndarray):
+            kind = Kind.ARRAY
+        else:
+            kind = Kind.ATOM if issubclass(cls, _ATOMS) else Kind.OPAQUE
+        self[cls] = kind
+        return kind
+
+
+KINDS = _Kinds()
+
+
+def packable(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's bytes can go into a slab: plain, dense, on the CPU, and no part of an autograd graph.
+
+    A tensor that requires grad travels by its own ``.to()``, which autograd follows.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype not in QUANTIZED
+        and not tensor.is_nested
+        and not tensor.requires_grad
+    )
+
+
+def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a tensor over a numpy array, without a copy where torch can read it in place.
+
+    Returns:
+        The tensor, or None if the array is not numeric (strings, dates, records, objects): it is left as it is.
+
+    Raises:
+        TypeError: the array is numeric, and torch has no such dtype (long double), or it is masked.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask; pass .filled(...) and .mask separately")
+    if array.dtype.kind not in "biufc":
+        return None
+    if type(array) is not np.ndarray:
+        array = array.view(np.ndarray)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(step < 0 for step in array.strides) or any(step % array.itemsize for step in array.strides):
+        array = array.copy(order="C")
+    if array.dtype.char == "Q":  # ulonglong, which torch does not know for the uint64 it is
+        array = array.view(np.uint64)
+    if not array.flags.writeable:
+        array = _writable_alias(array)
+    return torch.from_numpy(array)
+
+
+def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the same memory as a writable array: torch warns of read-only ones, and staging only reads."""
+    if array.size == 0:
+        return np.empty_like(array)
+    reach = sum((size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)) + array.itemsize
+    buffer = (ctypes.c_char * reach).from_address(array.__array_interface__["data"][0])
+    buffer.owner = array
+    return np.ndarray(array.shape, array.dtype, buffer, strides=array.strides)
+
+
+def holds_tensor(leaf: Any) -> bool:
+    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+
+    Follows attributes, slots and Python's containers. What a C extension hides, or a closure, is not seen.
+    """
+    seen: set[int] = set()
+    pending = [leaf]
+    while pending and len(seen) < _SEARCH_LIMIT:
+        obj = pending.pop()
+        if isinstance(obj, torch.Tensor):
+            return True
+        if isinstance(obj, np.ndarray):
+            if obj.dtype.kind in "biufc" and obj is not leaf:
+                return True
+            if obj.dtype.kind == "O":
+                pending.extend(obj.ravel().tolist())
+            continue
+        if isinstance(obj, _ATOMS) or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, dict):
+            pending.extend(dict.values(obj))
+        elif isinstance(obj, _ITERABLES):
+            pending.extend(obj)
+        elif isinstance(obj, types.MappingProxyType):
+            pending.extend(obj.values())
+        elif isinstance(obj, partial):
+            pending += (obj.args, obj.keywords)
+        pending.extend(stored_attributes(obj).values())
+    return False

@@ -1,0 +1,219 @@
+"""The only module that calls CUDA to pin memory; return codes become exceptions here.
+
+The calls go through cuda-python, because ``torch.cuda.cudart()`` has no ``cudaHostAlloc``, ``cudaFreeHost`` or
+``cudaGetLastError``. Its runtime library is another instance than torch's: an error left behind in one is neither
+seen nor cleared by the other, so each failed call clears its own. The bindings are imported at the first use, never
+before, and release the interpreter lock in every call (cuda-bindings 12.9.1 release notes).
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ._sizes import format_bytes
+
+Device = int | str | torch.device | None
+
+
+class CudaError(RuntimeError):
+    """A CUDA call failed. The error was cleared: it will not surface again in an unrelated call."""
+
+    def __init__(self, call: str, name: str, text: str, nbytes: int | None = None) -> None:
+        size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
+        super().__init__(f"{call}{size} failed: {name} ({text}){self._remedy}")
+        self.call = call
+        """The CUDA function."""
+        self.name = name
+        """CUDA's name of the error, such as ``cudaErrorInvalidValue``."""
+        self.nbytes = nbytes
+        """Bytes asked for, where the call takes a size."""
+
+    _remedy = ""
+
+
+class CudaOutOfMemoryError(CudaError, MemoryError):
+    """The driver could not page-lock that much *host* memory (or make a context on the device).
+
+    A ``MemoryError`` as well, since that is what it is and what pageable memory raises in its place: one ``except
+    MemoryError`` serves all kinds. torch raises a plain ``RuntimeError`` here, hence the other base.
+    """
+
+    _remedy = "; ask for less, or free page-locked memory first"
+
+
+_OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """cuda-python's two modules, after they were seen to work; tests put doubles here."""
+
+    runtime: Any
+    driver: Any
+    contexts: dict[int, Any] = field(default_factory=dict)
+    """The primary context of each device used. Retained once and never released, as torch does: releasing the last
+    reference would destroy the context, and page-locked memory with it."""
+
+
+_bindings: Bindings | None = None
+
+
+def _forget() -> None:
+    # What works in the parent does not in a child forked after CUDA was initialised: ask again there.
+    global _bindings  # noqa: PLW0603
+    _bindings = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
+    """Call a runtime or driver function; returns what it gives beside the code, or clears the error and raises."""
+    code, *results = getattr(module, name)(*args)
+    if int(code):
+        prefix = name[: 4 if name.startswith("cuda") else 2]
+        if prefix == "cuda":  # only the runtime keeps a last error
+            module.cudaGetLastError()
+        error, text = (
+            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
+        )
+        raise (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
+    return results[0] if results else None
+
+
+def why_unusable() -> str | None:
+    """Say why memory cannot be page-locked in this process; None where it can.
+
+    Initialises the CUDA driver where there is one, as ``torch.cuda.is_available()`` does; makes no context. Nothing
+    that the bindings raise or return without a driver comes out of here.
+    """
+    global _bindings  # noqa: PLW0603
+    if _bindings is not None:
+        return None
+    if torch.version.cuda is None:
+        return "this build of PyTorch has no CUDA"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA device"
+    try:
+        from cuda.bindings import driver, runtime
+    except ImportError as error:
+        return f"cuda-python cannot be imported ({error})"
+    try:
+        _call(driver, "cuInit", 0)
+        _call(runtime, "cudaGetDeviceCount")
+    except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
+        return f"cuda-python cannot use the driver ({error})"
+    _bindings = Bindings(runtime, driver)
+    return None
+
+
+def is_usable() -> bool:
+    """Whether memory can be page-locked; warns where torch has a GPU and still it cannot."""
+    reason = why_unusable()
+    if reason is not None and torch.version.cuda is not None and torch.cuda.is_available():
+        warnings.warn(
+            f"staging uses pageable memory, which is slow, though PyTorch has a CUDA device: {reason}; install a "
+            f"cuda-python for CUDA {torch.version.cuda}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return reason is None
+
+
+def require(kind: str) -> None:
+    """Raise a ``RuntimeError`` that says what to use instead, unless memory can be page-locked here."""
+    reason = why_unusable()
+    if reason is not None:
+        raise RuntimeError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
+
+
+def is_not_cuda(device: Device) -> bool:
+    """Whether a device is named, and is no CUDA device."""
+    return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
+
+
+def check_device(device: Device) -> Device:
+    """Return ``device`` if it can be the owner of page-locked memory, else raise ``ValueError``."""
+    if is_not_cuda(device):
+        raise ValueError(f"page-locked memory belongs to a CUDA device, not {str(device)!r}; use PageableMemory()")
+    return device
+
+
+def device_index(device: Device) -> int:
+    """The index of a CUDA device; for None, or "cuda" alone, of torch's current one in this thread."""
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Make a device's primary context current in this thread, and afterwards what was current before.
+
+    Pinning acts on the current context, and makes one where there is none: 600 MiB on a GPU that nobody meant
+    (LMCache#4018). The runtime follows the driver's current context ("Interactions with the CUDA Driver API"), so a
+    push and a pop make a context on ``index`` and nowhere else. ``torch.cuda.device`` would not do: it only compares
+    with what torch takes for current, and does not always go back.
+    """
+    bindings = _loaded()
+    driver = bindings.driver
+    if index not in bindings.contexts:
+        bindings.contexts[index] = _call(driver, "cuDevicePrimaryCtxRetain", _call(driver, "cuDeviceGet", index))
+    _call(driver, "cuCtxPushCurrent", bindings.contexts[index])
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
+
+
+def _loaded() -> Bindings:
+    if _bindings is None:
+        require("page-locked memory")
+    assert _bindings is not None
+    return _bindings
+
+
+def registers_well(index: int) -> bool:
+    """Whether registering memory of one's own page-locks it for this device as ``cudaHostAlloc`` would.
+
+    Not where the device cannot register, and not where it uses the host's page tables (Grace Hopper): there
+    registering does not page-lock. Makes no context.
+    """
+    driver = _loaded().driver
+    device = _call(driver, "cuDeviceGet", index)
+    supported, host_page_tables = (
+        _call(driver, "cuDeviceGetAttribute", getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+        for name in ("HOST_REGISTER_SUPPORTED", "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
+    )
+    return bool(supported) and not host_page_tables
+
+
+def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
+    """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its address."""
+    runtime = _loaded().runtime
+    flags = runtime.cudaHostAllocPortable | (runtime.cudaHostAllocWriteCombined if write_combined else 0)
+    with on_device(device):
+        return int(_call(runtime, "cudaHostAlloc", nbytes, flags, nbytes=nbytes))
+
+
+def free_host(address: int, device: int) -> None:
+    """``cudaFreeHost``: waits for the device."""
+    with on_device(device):
+        _call(_loaded().runtime, "cudaFreeHost", address)
+
+
+def register(address: int, nbytes: int, device: int) -> None:
+    """``cudaHostRegister``: page-lock mapped memory, for all devices."""
+    runtime = _loaded().runtime
+    with on_device(device):
+        _call(runtime, "cudaHostRegister", address, nbytes, runtime.cudaHostRegisterPortable, nbytes=nbytes)
+
+
+def unregister(address: int, device: int) -> None:
+    """``cudaHostUnregister``: waits for the device. ``address`` is exactly what was registered."""
+    with on_device(device):
+        _call(_loaded().runtime, "cudaHostUnregister", address)

@@ -1,0 +1,46 @@
+"""Page-locked memory from the CUDA driver."""
+
+from . import _cuda
+from ._pages import HUGE_PAGE_BYTES, PAGE_BYTES
+from ._resource import Block, Resource, leak
+from ._sizes import round_up
+
+
+class HostAllocMemory(Resource):
+    """Page-locked memory from ``cudaHostAlloc``, usable from all devices ("portable").
+
+    The plain case: right everywhere that CUDA is, and slow to start (342 ms for 1 GiB on the reference machine).
+
+    Args:
+        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
+            gets a context.
+        write_combined: bypass the CPU's caches. Reading it back on the CPU is very slow: only for slabs that travel
+            one way, to the device.
+
+    Raises:
+        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        ValueError: ``device`` is not a CUDA device.
+    """
+
+    def __init__(self, device: _cuda.Device = None, *, write_combined: bool = False) -> None:
+        super().__init__(pinned=True, device=_cuda.check_device(device))
+        self._write_combined = write_combined
+        _cuda.require(type(self).__name__)
+
+    def _take(self, nbytes: int) -> Block:
+        device = _cuda.device_index(self._device)
+        # The driver may cut a small request out of a chunk of its own, at any 512 bytes. One page more makes room for a
+        # page-aligned address; it is not counted, as the rest of the driver's chunk is not.
+        slack = PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else 0
+        raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
+        block = Block(round_up(raw, PAGE_BYTES), nbytes, _raw=raw, _device=device)
+        if block.ptr + nbytes > raw + nbytes + slack:
+            self._give(block)
+            raise RuntimeError(f"cudaHostAlloc returned {raw:#x} for {nbytes} bytes, which is not page-aligned")
+        return block
+
+    def _give(self, block: Block) -> None:
+        try:
+            _cuda.free_host(block._raw, block._device)
+        except _cuda.CudaError as error:
+            leak(block, error)

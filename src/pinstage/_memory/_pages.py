@@ -1,0 +1,156 @@
+"""Pages from the kernel: map, advise, touch, unmap, through libc.
+
+``mmap.mmap`` objects are not used: one refuses to close while a buffer over it is exported, and unmaps itself when it
+is collected. A block must do neither; its address is all that the rest of the package holds.
+"""
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from ._limits import most_bytes
+from ._sizes import format_bytes, round_up
+
+PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
+"""Size and alignment of a transparent huge page on x86-64, and on arm64 with 4 KiB pages."""
+
+# Not all of these are in Python's mmap module; the numbers are the same on every Linux that CUDA runs on.
+MADV_DONTFORK = 10
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+
+POPULATE_PIECE_BYTES = 16 << 20
+"""What one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough (a
+millisecond or more) that handing it out costs nothing."""
+
+POPULATE_THREADS = 8
+"""Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; beyond, the kernel's zeroing
+is limited by memory bandwidth."""
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    # Calls through CDLL release the interpreter lock.
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
+    libc.munmap.argtypes = [address, size]
+    libc.madvise.argtypes = [address, size, number]
+    return libc
+
+
+def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:
+    text = f"{call} of {format_bytes(nbytes)} failed: {os.strerror(number)}"
+    if number == errno.ENOMEM:
+        return MemoryError(f"{text}; ask for less, or free memory first")
+    return OSError(number, text)
+
+
+def _map(nbytes: int, flags: int, fd: int) -> int:
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        raise _error("mmap", nbytes, ctypes.get_errno())
+    return int(address)
+
+
+def map_anonymous(nbytes: int, *, alignment: int = PAGE_BYTES) -> int:
+    """Map private zeroed pages; nothing is touched yet.
+
+    Args:
+        nbytes: bytes to map; a multiple of the page size when ``alignment`` exceeds it.
+        alignment: of the address; a multiple of the page size. Beyond a page, more is mapped and the ends cut off.
+
+    Returns:
+        The address. Exactly ``nbytes`` are mapped there, so ``unmap(address, nbytes)`` gives all of it back.
+
+    Raises:
+        MemoryError: the kernel has not that much to promise.
+        OSError: it refused for another reason.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    slack = alignment - PAGE_BYTES
+    start = _map(nbytes + slack, flags, -1)
+    address = round_up(start, alignment)
+    for end_address, end_nbytes in ((start, address - start), (address + nbytes, start + slack - address)):
+        if end_nbytes:
+            unmap(end_address, end_nbytes)
+    return address
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map the first ``nbytes`` of a file, shared with every other mapping of it; raises as ``map_anonymous`` does."""
+    return _map(nbytes, mmap.MAP_SHARED, fd)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Unmap; no CUDA registration may be left in the range.
+
+    Raises:
+        OSError: the kernel refused; the range stays mapped.
+    """
+    if _libc().munmap(address, nbytes):
+        raise _error("munmap", nbytes, ctypes.get_errno())
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Give the kernel advice; returns whether it took it. A kernel that does not know the advice is no error."""
+    return not _libc().madvise(address, nbytes, advice)
+
+
+def populate(address: int, nbytes: int, *, threads: int | None = None) -> None:
+    """Give every page of a fresh private or shared mapping its memory, by several threads.
+
+    Blocks until all is touched, with the interpreter lock released. The contents stay zero.
+
+    Args:
+        address: start of the mapping, page-aligned.
+        nbytes: its length.
+        threads: how many touch; by default ``POPULATE_THREADS``, or the CPUs of this process where they are fewer.
+
+    Raises:
+        MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
+            the process), or the kernel ran out.
+        OSError: the kernel refused for another reason.
+    """
+    most, whose = most_bytes()
+    if nbytes > most:
+        raise MemoryError(
+            f"{format_bytes(nbytes)} asked, {format_bytes(most)} exist ({whose}); ask for less than the limit"
+        )
+    starts = range(address, address + nbytes, POPULATE_PIECE_BYTES)
+    end = address + nbytes
+    workers = min(threads or default_threads(), len(starts))
+    if workers == 1:
+        for start in starts:
+            _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start))
+        return
+    # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
+    with ThreadPoolExecutor(workers, thread_name_prefix="pinstage-populate") as pool:
+        pieces = [pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start)) for start in starts]
+        try:
+            for piece in pieces:
+                piece.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def default_threads() -> int:
+    """How many threads touch a mapping when nobody says."""
+    return min(POPULATE_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _populate_piece(address: int, nbytes: int) -> None:
+    if advise(address, nbytes, MADV_POPULATE_WRITE):
+        return
+    number = ctypes.get_errno()
+    if number != errno.EINVAL:  # EINVAL: a kernel before 5.14 does not know it
+        raise _error("madvise(MADV_POPULATE_WRITE)", nbytes, number)
+    ctypes.memset(address, 0, nbytes)

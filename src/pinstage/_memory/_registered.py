@@ -1,0 +1,60 @@
+"""Memory of one's own, page-locked afterwards."""
+
+from contextlib import ExitStack
+
+from . import _cuda, _pages
+from ._resource import Block, Resource, leak
+
+
+class RegisteredMemory(Resource):
+    """Anonymous pages, huge where the system has them, touched by several threads, then ``cudaHostRegister``.
+
+    Ready four times sooner than ``cudaHostAlloc`` (88 against 342 ms for 1 GiB on the reference machine), because huge
+    pages are touched in parallel and registered as few large pieces; as fast once it is there.
+
+    **Fork.** The pages are not inherited (``MADV_DONTFORK``): a forked child that follows a pointer into them is ended
+    by the kernel. Without this, Linux 5.9 and later copies page-locked private memory in every fork: 1.4 s, and 1 GiB
+    more memory, for each forked DataLoader worker and each GiB. Where forked children must read the bytes, use
+    ``SharedMemory``.
+
+    Args:
+        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
+            gets a context.
+        huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align these to 2 MiB. The system
+            may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then start-up is slower, and nothing else.
+        threads: how many touch pages; by default 8, or the CPUs of this process where they are fewer.
+
+    Raises:
+        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        ValueError: ``device`` is not a CUDA device, or ``threads`` is less than 1.
+    """
+
+    def __init__(self, device: _cuda.Device = None, *, huge_pages: bool = True, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be 1 or more: {threads}")
+        super().__init__(pinned=True, device=_cuda.check_device(device))
+        self._huge_pages = huge_pages
+        self._threads = threads
+        _cuda.require(type(self).__name__)
+
+    def _take(self, nbytes: int) -> Block:
+        device = _cuda.device_index(self._device)
+        huge = self._huge_pages and nbytes >= _pages.HUGE_PAGE_BYTES
+        with ExitStack() as undo:
+            address = _pages.map_anonymous(nbytes, alignment=_pages.HUGE_PAGE_BYTES if huge else _pages.PAGE_BYTES)
+            undo.callback(_pages.unmap, address, nbytes)
+            if huge:
+                _pages.advise(address, nbytes, _pages.MADV_HUGEPAGE)
+            _pages.advise(address, nbytes, _pages.MADV_DONTFORK)
+            _pages.populate(address, nbytes, threads=self._threads)
+            _cuda.register(address, nbytes, device)
+            undo.pop_all()
+        return Block(address, nbytes, _device=device)
+
+    def _give(self, block: Block) -> None:
+        try:
+            _cuda.unregister(block.ptr, block._device)
+        except _cuda.CudaError as error:
+            leak(block, error)
+        else:
+            _pages.unmap(block.ptr, block.nbytes)

@@ -1,0 +1,179 @@
+"""What every memory resource promises, and what all kinds share."""
+
+import os
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from . import _cuda
+from ._pages import PAGE_BYTES
+from ._sizes import format_bytes, parse_bytes, round_up
+
+LEAKED: "list[Block]" = []
+"""Blocks that CUDA would not give up: still mapped, on purpose, until the process ends."""
+
+_CUDA_IS_GONE = {"cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A page-aligned run of host memory, held until its resource takes it back.
+
+    A block is a handle, not an owner: dropping the last reference frees nothing. Two blocks are equal only when they
+    are the same object.
+    """
+
+    ptr: int
+    """Address of the first byte; a multiple of the page size."""
+    nbytes: int
+    """Bytes held, all usable: a multiple of the resource's granularity, at least what was asked."""
+    fd: int | None = None
+    """File descriptor of the same bytes, when the resource is shared. Owned by the block: never close it."""
+
+    _raw: int = 0  # what cudaHostAlloc returned; at most one page before ptr
+    _device: int = -1  # whose context pinned it; -1 for pageable
+
+
+@runtime_checkable
+class MemoryResource(Protocol):
+    """Where slabs come from. Anything with these five members can serve a ``SlabPool``.
+
+    The pool counts ``Block.nbytes`` against its cap, calls from any thread, and calls outside its own lock, so both
+    methods must be thread-safe, and may be slow.
+    """
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether blocks are page-locked for CUDA, so that copies from them are asynchronous."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process can map the same bytes."""
+        ...
+
+    @property
+    def granularity(self) -> int:
+        """The allocation unit in bytes."""
+        ...
+
+    def allocate(self, nbytes: int) -> Block:
+        """Hold at least ``nbytes`` more; the caller owns the block. A failed call changes nothing."""
+        ...
+
+    def deallocate(self, block: Block) -> None:
+        """Take a block back; no pointer into it may be used afterwards."""
+        ...
+
+
+class Resource(ABC):
+    """What the kinds share: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
+
+    def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
+        self._pinned = pinned
+        self._device = device
+        self._pid = os.getpid()
+        # One add and one remove for each block, each of them atomic: no lock that a fork could leave locked.
+        self._live: set[Block] = set()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether blocks are page-locked for CUDA."""
+        return self._pinned
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process can map the same bytes."""
+        return False
+
+    @property
+    def granularity(self) -> int:
+        """The allocation unit in bytes."""
+        return PAGE_BYTES
+
+    def allocate(self, nbytes: int) -> Block:
+        """Hold at least ``nbytes`` more bytes of host memory.
+
+        Blocks while the kernel and the driver find the pages: milliseconds for each 10 MiB, with the interpreter lock
+        released. Never waits for the device. Any thread may call. The caller owns the block and gives it back with
+        ``deallocate``; a block that is dropped instead stays held.
+
+        Args:
+            nbytes: bytes wanted, rounded up to ``granularity``.
+
+        Returns:
+            A new block.
+
+        Raises:
+            ValueError: ``nbytes`` is zero or negative.
+            MemoryError: there is not that much. From CUDA it is a ``RuntimeError`` as well.
+            RuntimeError: CUDA refused for another reason, or this is a forked child of the process that made the
+                resource. A failed call holds nothing, and leaves no CUDA error behind.
+        """
+        size = parse_bytes(nbytes)
+        if size == 0:
+            raise ValueError("a block cannot be empty: 0 bytes asked; ask for 1 or more")
+        if self._pinned and self._is_forked():
+            raise RuntimeError(
+                f"{type(self).__name__} belongs to process {self._pid}, and this is {os.getpid()}, forked from it: "
+                "CUDA cannot pin here; allocate before the fork, or use PageableMemory()"
+            )
+        block = self._take(round_up(size, self.granularity))
+        self._live.add(block)
+        return block
+
+    def deallocate(self, block: Block) -> None:
+        """Take a block back, and its memory with it.
+
+        A page-locked block makes CUDA wait until the device is idle (200 ms behind a 200 ms kernel), with the
+        interpreter lock released. Any thread may call.
+
+        Where CUDA may not be called, page-locked blocks stay as they are: in a forked child, whose parent owns them,
+        and while the interpreter shuts down. When CUDA refuses to give a block up, its memory is leaked on purpose,
+        and a ``RuntimeWarning`` says so once: a mapping that goes while still registered makes later, unrelated
+        pinning fail, and leaves the device with a pointer into nothing.
+
+        Args:
+            block: from this resource's ``allocate``. No pointer into it may be used afterwards.
+
+        Raises:
+            ValueError: the block is not this resource's, or was taken back before. Nothing is freed.
+        """
+        if sys.is_finalizing() or (self._pinned and self._is_forked()):
+            return
+        try:
+            self._live.remove(block)
+        except KeyError:
+            raise ValueError(
+                f"not a block that {self!r} holds: it came from another resource, or was deallocated before"
+            ) from None
+        self._give(block)
+
+    def __repr__(self) -> str:
+        live = list(self._live)
+        return f"<{type(self).__name__}: {len(live)} blocks, {format_bytes(sum(block.nbytes for block in live))}>"
+
+    @abstractmethod
+    def _take(self, nbytes: int) -> Block:
+        """Make a block of exactly ``nbytes``, or raise and leave nothing."""
+
+    @abstractmethod
+    def _give(self, block: Block) -> None:
+        """Undo ``_take``."""
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+
+def leak(block: Block, error: _cuda.CudaError) -> None:
+    """Keep a block for ever because CUDA would not give it up, and say so the first time."""
+    LEAKED.append(block)
+    if len(LEAKED) == 1 and error.name not in _CUDA_IS_GONE:
+        warnings.warn(
+            f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
+            f"{error}; this is said once",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,116 @@
+"""Memory that other processes can map, page-locked in this one."""
+
+import fcntl
+import os
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from . import _cuda, _pages
+from ._resource import Block, Resource, leak
+
+
+class SharedMapping:
+    """The bytes of a ``SharedMemory`` block, seen from another process (or once more from the same).
+
+    Pageable here: a process that only writes needs no CUDA. What is written is what the owner's GPU reads, at once; who
+    may write when is up to the two processes. The mapping lives until ``close``; one that is dropped unclosed stays
+    mapped, since views of it may be alive.
+    """
+
+    def __init__(self, ptr: int, nbytes: int) -> None:
+        self.ptr = ptr
+        """Address of the first byte in this process; a multiple of the page size."""
+        self.nbytes = nbytes
+        """Bytes mapped."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Unmap; a second call does nothing. No view of the bytes may be used afterwards."""
+        if self._is_open:
+            self._is_open = False
+            _pages.unmap(self.ptr, self.nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SharedMemory(Resource):
+    """Pages of a ``memfd``, mapped shared and registered; another process maps the same bytes by ``Block.fd``.
+
+    For DataLoader workers: what a worker writes, the GPU of this process reads, with no copy between. A forked child
+    sees the bytes too. A memfd has no name to unlink, no tracker that unlinks it, and no part in the size limit of
+    ``/dev/shm``; its size is sealed, so that no process can cut it under the others.
+
+    Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned`` is False.
+
+    Args:
+        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
+            gets a context.
+        register: page-lock the memory where CUDA is usable.
+
+    Raises:
+        ValueError: ``device`` is not a CUDA device.
+    """
+
+    def __init__(self, device: _cuda.Device = None, *, register: bool = True) -> None:
+        _cuda.check_device(device)
+        super().__init__(pinned=register and _cuda.is_usable(), device=device)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another process can map the same bytes: yes."""
+        return True
+
+    @staticmethod
+    def attach(fd: int, nbytes: int) -> SharedMapping:
+        """Map a block's bytes into this process, which touches no CUDA.
+
+        Args:
+            fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
+            nbytes: the block's ``nbytes``, or fewer.
+
+        Returns:
+            A mapping that the caller closes.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
+            OSError: ``fd`` is no open file, or the kernel refused.
+        """
+        size = os.fstat(fd).st_size
+        if not 0 < nbytes <= size:
+            raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
+        return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)
+
+    def _take(self, nbytes: int) -> Block:
+        device = _cuda.device_index(self._device) if self._pinned else -1
+        with ExitStack() as undo:
+            fd = os.memfd_create("pinstage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            address = _pages.map_shared(fd, nbytes)
+            undo.callback(_pages.unmap, address, nbytes)
+            if self._pinned:
+                # Taken only where shmem_enabled is "advise"; elsewhere small pages, which several threads touch faster.
+                _pages.advise(address, nbytes, _pages.MADV_HUGEPAGE)
+                _pages.populate(address, nbytes)
+                _cuda.register(address, nbytes, device)
+            undo.pop_all()
+        return Block(address, nbytes, fd, _device=device)
+
+    def _give(self, block: Block) -> None:
+        assert block.fd is not None
+        try:
+            if self._pinned:
+                _cuda.unregister(block.ptr, block._device)
+        except _cuda.CudaError as error:
+            leak(block, error)
+        else:
+            _pages.unmap(block.ptr, block.nbytes)
+            os.close(block.fd)

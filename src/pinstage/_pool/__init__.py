@@ -1,0 +1,23 @@
+"""Who may use a slab, and when.
+
+A *slab* is one host allocation and lives as long as the pool keeps it; a *lease* is the right to use one slab once; the
+*pool* decides. The life of a slab::
+
+                    acquire()                 release()
+        free  ------------------->  leased  --------------->  free        no event, no view alive
+         ^                            |
+         |                            |  release(after=event), or a view is still alive
+         |                            v
+         +-----------------------  in flight                              comes back when the event is done
+                                                                          and the last view has died
+
+The pool counts bytes and knows nothing of shapes. It touches CUDA through two small protocols only, a memory resource
+(`allocate`, `deallocate`) and an event (`query`, `synchronize`), so all of it is tested without a GPU.
+"""
+
+from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, size_class
+from ._lease import Event, Lease
+from ._pool import SlabPool
+from ._stats import PoolStats
+
+__all__ = ["CLASSES_PER_DOUBLING", "REUSE_FACTOR", "Event", "Lease", "PoolStats", "SlabPool", "size_class"]

@@ -1,0 +1,99 @@
+"""Counters of the pool: integers kept up to date at each transition, never recomputed by a scan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class Meter:
+    """Bytes and slabs in one state: current, peak and total ever entered."""
+
+    __slots__ = ("bytes", "peak_bytes", "peak_slabs", "slabs", "total_bytes", "total_slabs")
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = self.total_bytes = 0
+        self.slabs = self.peak_slabs = self.total_slabs = 0
+
+    def enter(self, nbytes: int) -> None:
+        """Count a slab of `nbytes` that comes into this state."""
+        self.bytes += nbytes
+        self.slabs += 1
+        self.total_bytes += nbytes
+        self.total_slabs += 1
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes = self.bytes
+        if self.slabs > self.peak_slabs:
+            self.peak_slabs = self.slabs
+
+    def leave(self, nbytes: int) -> None:
+        """Count a slab of `nbytes` that leaves this state."""
+        self.bytes -= nbytes
+        self.slabs -= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """A consistent snapshot of a pool's counters.
+
+    Each of the four states has current, ``peak_`` and ``total_`` values, in bytes (capacities) and in slabs; ``total_``
+    counts every entry into the state since the pool was made. Always ``held = free + leased + in_flight`` and
+    ``held <= max_bytes``. A slab that is being allocated at this very moment counts against the cap, but nowhere here
+    yet; one that is being freed counts as held and free until it is gone.
+    """
+
+    held_bytes: int
+    """Bytes of all slabs of the pool, idle ones included: what the cap limits."""
+    leased_bytes: int
+    """Bytes of slabs in somebody's hands."""
+    in_flight_bytes: int
+    """Bytes of released slabs whose event is not done or of which a view is alive."""
+    free_bytes: int
+    """Bytes of idle slabs."""
+    max_bytes: int
+    """The cap."""
+    max_bytes_reason: str
+    """Where the cap comes from."""
+    requested_bytes: int
+    """What the holders of the current leases asked for; ``leased_bytes`` minus this is rounding."""
+
+    held_slabs: int
+    leased_slabs: int
+    in_flight_slabs: int
+    free_slabs: int
+
+    peak_held_bytes: int
+    peak_leased_bytes: int
+    peak_in_flight_bytes: int
+    peak_free_bytes: int
+    peak_held_slabs: int
+    peak_leased_slabs: int
+    peak_in_flight_slabs: int
+    peak_free_slabs: int
+
+    total_held_bytes: int
+    total_leased_bytes: int
+    total_in_flight_bytes: int
+    total_free_bytes: int
+    total_requested_bytes: int
+    total_held_slabs: int
+    total_leased_slabs: int
+    total_in_flight_slabs: int
+    total_free_slabs: int
+
+    hits: int
+    """Leases served by a slab that was already there."""
+    misses: int
+    """Leases that needed an allocation."""
+    waits: int
+    """Requests that had to wait."""
+    wait_seconds: float
+    """Time spent waiting, summed over all requests."""
+    trims: int
+    """Idle slabs given back to the system."""
+
+    @property
+    def rounding_waste(self) -> float:
+        """Share of all leased bytes that nobody asked for, from 0.0 to 1.0."""
+        if not self.total_leased_bytes:
+            return 0.0
+        return 1.0 - self.total_requested_bytes / self.total_leased_bytes

@@ -1,0 +1,17 @@
+"""The five verbs in order: acquire, pack, copy, unpack, release.
+
+::
+
+    batch --plan--> table, tensors
+    acquire a host slab --pack--> bytes in place --copy, on a stream of ours--> device slab --unpack--> views
+                    |                                |
+                    +---- release(after=event) ------+---- event: the consumer's stream waits for it, the host never
+                    does
+
+Here the pool, which counts bytes, and the layout, which knows shapes, meet.
+"""
+
+from ._stager import Stager, StagerStats
+from ._transfer import Transfer
+
+__all__ = ["Stager", "StagerStats", "Transfer"]

@@ -1,0 +1,101 @@
+"""A batch on its way to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._layout import Layout, Plan
+from .._pool import Event
+from ._targets import Target
+
+
+class Transfer:
+    """A staged batch, perhaps still travelling. Made by `Stager.stage`.
+
+    The host is free at once: what was packed may be changed or freed when `stage` returns. Not for use by several
+    threads at the same time.
+    """
+
+    __slots__ = ("_batch", "_copies", "_event", "_moved", "_moved_event", "_plan", "_slab", "_target", "_unpacked")
+
+    def __init__(
+        self,
+        target: Target,
+        plan: Plan,
+        slab: torch.Tensor | None,
+        event: Event | None,
+        copies: int,
+        moved: list[torch.Tensor],
+        moved_event: Event | None,
+    ) -> None:
+        self._target = target
+        self._plan = plan
+        self._slab = slab
+        self._event = event
+        self._copies = copies
+        self._moved = moved
+        self._moved_event = moved_event
+        self._unpacked = False
+        self._batch: Any = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where each leaf lives in the slab."""
+        return Layout.of_plan(self._plan)
+
+    @property
+    def copies(self) -> int:
+        """Host-to-device copies issued for the packed leaves: 1, or more for very large batches."""
+        return self._copies
+
+    @property
+    def passthrough(self) -> int:
+        """Tensors that travelled by their own ``.to()``."""
+        return len(self._moved)
+
+    @property
+    def done(self) -> bool:
+        """Whether the bytes are on the device. Does not block."""
+        return all(event is None or event.query() for event in (self._event, self._moved_event))
+
+    def wait(self) -> None:
+        """Block the host until the bytes are on the device. Rarely needed: `get` orders streams without waiting."""
+        for event in (self._event, self._moved_event):
+            if event is not None:
+                event.synchronize()
+
+    def get(self, stream: torch.cuda.Stream | None = None) -> Any:
+        """Return the batch, safe to use on a stream.
+
+        Does not block: the stream waits for the copy, the host does not. Use on another stream as well needs another
+        `get` with that stream, which returns the same batch.
+
+        Args:
+            stream: the consumer's stream; None is the current one. Ignored on the CPU.
+
+        Returns:
+            A batch of the same types. Tensors and arrays are tensors on the device; those that were packed are views of
+            one device slab, which lives as long as any of them.
+        """
+        if self._slab is not None:
+            self._target.hand_over(self._event, [self._slab], stream)
+        if self._moved:
+            self._target.hand_over(self._moved_event, [t for t in self._moved if _records_stream(t)], stream)
+        if not self._unpacked:
+            # No slab: nothing was packed but perhaps empty tensors.
+            slab = torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
+            self._batch = self._plan.join(self._plan.table.views(slab, self._moved))
+            self._unpacked = True
+        return self._batch
+
+    def __repr__(self) -> str:
+        nbytes = self._plan.table.nbytes
+        return (
+            f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{' done' if self.done else ''}>"
+        )
+
+
+def _records_stream(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested

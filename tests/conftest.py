@@ -1,0 +1,55 @@
+"""Fixtures of the pool's tests: whatever a test makes through them must be given back by its end."""
+
+import concurrent.futures
+
+import pytest
+from doubles import CountingMemory
+
+from pinstage import SlabPool
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail a test that leaves live bytes in any `CountingMemory`."""
+    CountingMemory.made.clear()
+    yield
+    live = [memory.live_bytes for memory in CountingMemory.made]
+    CountingMemory.made.clear()
+    assert not any(live), f"live bytes left behind: {live}"
+
+
+@pytest.fixture
+def memory():
+    return CountingMemory()
+
+
+@pytest.fixture
+def background():
+    """Call a function in another thread: ``background(function, *args, **kwargs)`` returns its future."""
+    with concurrent.futures.ThreadPoolExecutor(64) as executor:
+        yield executor.submit
+
+
+@pytest.fixture
+def make_pool(background, memory):
+    """Make pools over `memory` that close at the end of the test, and fail it if a slab is still in use then."""
+    # After `background`, so that a thread that still waits in a pool is woken before it is joined.
+    pools = []
+
+    def make(max_bytes=1000, *, memory=memory):
+        pools.append(SlabPool(memory, max_bytes=max_bytes))
+        return pools[-1]
+
+    yield make
+    in_use = []
+    for pool in pools:
+        stats = pool.stats()
+        if stats.leased_slabs or stats.in_flight_slabs:
+            in_use.append((pool, stats))
+        pool.close()
+    assert not in_use, f"slabs left behind in use: {in_use}"
+
+
+@pytest.fixture
+def pool(make_pool):
+    return make_pool()

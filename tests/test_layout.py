@@ -1,0 +1,630 @@
+"""The offset table: what a slot says, which leaves are packed and how, what does not match."""
+
+import concurrent.futures
+import gc
+import itertools
+import pickle
+import threading
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from strategies import DTYPES, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
+
+from pinstage import Layout, LayoutError, PageableMemory, SlabPool, Slot
+from pinstage._layout import ALIGNMENT, plan
+from pinstage._layout import _layout as layout_module
+
+experimental = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*quantize")
+
+
+def slab_for(layout):
+    return torch.empty(layout.nbytes, dtype=torch.uint8)
+
+
+def ids(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch():
+    return {
+        "image": torch.arange(24, dtype=torch.uint8).view(2, 3, 4),
+        "weight": 1.5,
+        "more": [torch.zeros(3, dtype=torch.float64), torch.tensor(7), None, "text"],
+    }
+
+
+def test_slots_stand_in_the_order_of_the_batch_and_say_where_each_tensor_is(batch):
+    layout = Layout.of(batch)
+    assert [slot.path for slot in layout.slots] == ["['image']", "['more'][0]", "['more'][1]"]
+    assert [slot.dtype for slot in layout.slots] == [torch.uint8, torch.float64, torch.int64]
+    assert [slot.shape for slot in layout.slots] == [(2, 3, 4), (3,), ()]
+    assert [slot.stride for slot in layout.slots] == [(12, 4, 1), (1,), ()]
+    assert [slot.nbytes for slot in layout.slots] == [24, 24, 8]
+    assert all(type(slot) is Slot for slot in layout.slots)
+
+
+def test_a_slots_bytes_are_where_it_says(batch):
+    layout = Layout.of(batch)
+    slab = slab_for(layout)
+    layout.pack(batch, slab)
+    tensors = [batch["image"], *batch["more"][:2]]
+    for slot, tensor in zip(layout.slots, tensors, strict=True):
+        found = slab[slot.offset : slot.offset + slot.nbytes].view(slot.dtype).as_strided(slot.shape, slot.stride)
+        assert torch.equal(found, tensor)
+
+
+def test_slots_are_aligned_disjoint_and_inside(batch):
+    layout = Layout.of([batch, *(torch.zeros(n, dtype=torch.int8) for n in range(40))])
+    spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
+    assert all(start % ALIGNMENT == 0 for start, _ in spans)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+    assert spans[0][0] >= 0
+    assert spans[-1][1] <= layout.nbytes
+    assert layout.nbytes % ALIGNMENT == 0
+
+
+def test_the_alignment_is_a_multiple_of_every_element_torch_stores():
+    assert all(ALIGNMENT % dtype.itemsize == 0 for dtype in DTYPES)
+
+
+def test_padding_is_less_than_the_alignment_for_each_leaf():
+    leaves = [torch.zeros(n, 3, dtype=dtype) for n in range(1, 30) for dtype in (torch.int8, torch.float32)]
+    layout = Layout.of(leaves)
+    padding = layout.nbytes - sum(leaf.nbytes for leaf in leaves)
+    # Leaves of one trailing shape are padded by whole rows: of 3 bytes up to 15 of them, of 12 bytes up to 3.
+    assert padding <= len(leaves) * 3 * (ALIGNMENT - 1)
+    assert Layout.of([leaf.flatten() for leaf in leaves]).nbytes < sum(leaf.nbytes + ALIGNMENT for leaf in leaves)
+
+
+def test_a_layout_is_known_by_structure_and_shapes_not_by_values(batch):
+    other = {**batch, "image": batch["image"] + 1, "weight": 2.5}
+    assert Layout.of(batch) == Layout.of(other)
+    assert hash(Layout.of(batch)) == hash(Layout.of(other))
+    assert len({Layout.of(batch), Layout.of(other)}) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda t: [t, t],
+        lambda t: (t, t.clone()),
+        lambda t: [t, t.double()],
+        lambda t: [t, t.view(2, 3).t()],
+        lambda t: [t, t[:5]],
+        lambda t: [t, None],
+        lambda t: [t, "text"],
+        lambda t: [t, t.to_sparse()],
+        lambda t: "nothing of this kind",
+    ],
+)
+def test_layouts_of_different_batches_differ(changed):
+    t = torch.arange(6.0)
+    assert Layout.of([t, t.clone()]) != Layout.of(changed(t))
+
+
+def test_a_layout_cannot_be_mistaken_for_something_else():
+    assert Layout.of([torch.zeros(2)]) != [torch.zeros(2)]
+
+
+def test_the_offset_table_is_printed_with_path_offset_bytes_dtype_and_shape(batch):
+    lines = str(Layout.of(batch)).splitlines()
+    assert lines[0].split() == ["path", "offset", "bytes", "dtype", "shape"]
+    rows = [line.split(maxsplit=4) for line in lines[1:-1]]
+    expected = [
+        [slot.path, str(slot.offset), str(slot.nbytes), ids(slot.dtype), str(list(slot.shape))]
+        for slot in Layout.of(batch).slots
+    ]
+    assert rows == expected
+    assert lines[-1] == "3 slots, 80 bytes, 24 of them padding"
+
+
+def test_a_batch_that_is_one_tensor_is_called_the_batch():
+    assert "(batch)" in str(Layout.of(torch.zeros(2)))
+    assert Layout.of(torch.zeros(2)).slots[0].path == ""
+
+
+def test_repr_says_how_large_it_is(batch):
+    assert "nbytes=80 slots=3" in repr(Layout.of(batch))
+
+
+def test_the_offset_table_is_given_as_a_structured_array(batch):
+    layout = Layout.of(batch)
+    table = layout.to_numpy()
+    assert table.dtype.names == ("path", "offset", "nbytes", "dtype", "ndim", "shape", "stride")
+    assert table["path"].tolist() == [slot.path for slot in layout.slots]
+    assert table["offset"].tolist() == [slot.offset for slot in layout.slots]
+    assert table["nbytes"].tolist() == [slot.nbytes for slot in layout.slots]
+    assert table["dtype"].tolist() == ["uint8", "float64", "int64"]
+    assert table["ndim"].tolist() == [3, 1, 0]
+    assert table["shape"].tolist() == [[2, 3, 4], [3, -1, -1], [-1, -1, -1]]
+    assert table["stride"].tolist() == [[12, 4, 1], [1, -1, -1], [-1, -1, -1]]
+
+
+def test_the_structured_array_of_no_tensors_has_no_rows():
+    assert len(Layout.of({"a": "text"}).to_numpy()) == 0
+
+
+# -- leaves that are tensors -------------------------------------------------------------------------------------------
+
+
+FORMS = {
+    "contiguous": lambda t: t,
+    "0-d": lambda t: t[0, 0, 0],
+    "empty": lambda t: t[:, :0],
+    "transposed": lambda t: t.transpose(0, 2),
+    "every other": lambda t: t[:, :, ::2],
+    "offset": lambda t: t[1:],
+    "expanded": lambda t: t[:, :1].expand(-1, 5, -1),
+    "overlapping": lambda t: t.flatten().unfold(0, 4, 2),
+}
+
+
+@experimental
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+def test_every_dtype_survives_in_every_form(dtype, form):
+    tensor = FORMS[form](tensor_of(dtype, (3, 4, 6)))
+    batch = [tensor, {"beside": tensor_of(torch.int8, (3,))}]
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_all_dtypes_that_torch_stores_densely_are_tried():
+    named = ["bool", "bfloat16", "float16", "complex32", "complex64", "complex128", "uint16", "uint32", "uint64"]
+    named += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    present = {getattr(torch, name) for name in named if hasattr(torch, name)}
+    assert present <= set(DTYPES)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 5).t(),
+        torch.randn(40, 50, 60).permute(2, 0, 1),
+        torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
+    ],
+    ids=["channels_last", "channels_last_3d", "transposed", "large and permuted", "batch of one"],
+)
+def test_dense_permuted_tensors_keep_their_strides(tensor):
+    staged = through_slab([tensor, torch.zeros(1)])[0]
+    assert staged.stride() == tensor.stride()
+    assert torch.equal(staged, tensor)
+    assert Layout.of([tensor]).slots[0].stride == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 1).expand(3, 4),
+        torch.randn(6, 8)[:, ::2],
+        torch.randn(6, 8)[1:4, 2:5],
+        torch.randn(9).unfold(0, 3, 1),
+    ],
+    ids=["expanded", "every other", "window", "overlapping"],
+)
+def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
+    staged = through_slab(tensor)
+    assert staged.is_contiguous()
+    assert torch.equal(staged, tensor)
+    assert Layout.of(tensor).nbytes < tensor.numel() * 4 + ALIGNMENT
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_lazy_conjugation_and_negation_are_carried_out(dtype):
+    z = torch.randn(3, 4, dtype=dtype)
+    batch = [z.conj(), z.conj().imag, z.conj().t(), z]
+    assert batch[0].is_conj()
+    assert batch[1].is_neg()
+    staged = through_slab(batch)
+    assert not staged[0].is_conj()
+    assert not staged[1].is_neg()
+    assert_same(batch, staged, "cpu")
+
+
+@pytest.mark.parametrize("stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"])
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
+        (torch.tensor([0x7F800001, 0x7FC12345, -0x80000000], dtype=torch.int32), torch.float32),
+        (torch.tensor([0x7FF0000000000001, -0x8000000000000000]), torch.float64),
+        (torch.tensor([0x7C01, -0x8000], dtype=torch.int16), torch.float16),
+        (torch.tensor([0x7F81, -0x8000], dtype=torch.int16), torch.bfloat16),
+        (torch.tensor([0, 1, 2, 255], dtype=torch.uint8), torch.bool),
+    ],
+    ids=str,
+)
+def test_signalling_nans_negative_zeros_and_odd_bools_keep_every_bit(integers, dtype, stride_form):
+    staged = through_slab(stride_form(integers.view(dtype)))
+    assert torch.equal(bits(staged), stride_form(integers))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+@pytest.mark.parametrize("trailing", [(), (1,), (3,), (4,), (5, 7), (0,), (1000,)], ids=str)
+def test_leaves_of_one_kind_but_different_lengths_survive(trailing, count):
+    batch = [tensor_of(torch.int16, (length % 5, *trailing), length) for length in range(count)]
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+@pytest.mark.parametrize("nbytes", [65_535, 65_536, 65_537, 1 << 20, (1 << 20) + 1])
+def test_large_leaves_survive_beside_small_ones(nbytes):
+    batch = [tensor_of(torch.uint8, (n,), n) for n in (7, nbytes, 0, 1, nbytes, 16, nbytes + 3)]
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_the_same_tensor_met_twice_is_packed_once_and_comes_back_as_one():
+    shared, array = torch.randn(100), np.arange(50.0)
+    batch = {"a": shared, "b": [shared, array, {"c": array, "d": shared}]}
+    layout = Layout.of(batch)
+    assert layout.nbytes == 400 + 400
+    assert [slot.path for slot in layout.slots] == ["['a']", "['b'][1]"]
+    staged = through_slab(batch)
+    assert staged["a"] is staged["b"][0] is staged["b"][2]["d"]
+    assert staged["b"][1] is staged["b"][2]["c"]
+    assert_same(batch, staged, "cpu")
+
+
+def test_two_views_of_one_tensor_are_two_leaves():
+    base = torch.arange(6.0)
+    staged = through_slab([base, base.view(2, 3)])
+    staged[0].zero_()
+    assert torch.equal(staged[1], base.view(2, 3))
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(3,)] * 6, [(n, 3) for n in range(1, 8)], [(2, 3), (3,)], [(3,), (200, 300)]], ids=str
+)
+def test_changing_one_leaf_does_not_make_autograd_refuse_another(shapes):
+    staged = through_slab([torch.ones(shape) for shape in shapes])
+    weight = torch.ones(4, 3, requires_grad=True)
+    saved, other = staged[0], staged[-1]
+    loss = (saved @ weight.t()).sum()  # keeps the leaf for backward
+    version = saved._version
+    other.add_(1)
+    assert saved._version == version
+    loss.backward()
+    assert weight.grad.eq(saved.numel() // 3).all()
+
+
+# -- leaves that are not packed ----------------------------------------------------------------------------------------
+
+
+class Reticent(torch.Tensor):
+    """Has no strides to speak of."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func not in (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+NOT_PACKED = {
+    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+    "requires grad": lambda: torch.randn(3, requires_grad=True),
+    "part of a graph": lambda: torch.randn(3, requires_grad=True) * 2,
+    "subclass": lambda: torch.randn(3).as_subclass(TensorSubclass),
+    "subclass without strides": lambda: torch.randn(3).as_subclass(Reticent),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+    "meta": lambda: torch.empty(3, device="meta"),
+}
+unusual = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize", "ignore:The PyTorch API of nested", "ignore:.*deprecated"
+)
+
+
+@unusual
+@pytest.mark.parametrize("kind", NOT_PACKED)
+def test_a_tensor_that_cannot_be_packed_has_no_slot_and_comes_back_as_it_is(kind):
+    tensor = NOT_PACKED[kind]()
+    batch = [torch.randn(2), tensor, torch.randn(4, 4)]
+    layout = Layout.of(batch)
+    assert [slot.path for slot in layout.slots] == ["[0]", "[2]"]
+    staged = through_slab(batch)
+    assert staged[1] is tensor
+    assert torch.equal(staged[0], batch[0])
+    assert torch.equal(staged[2], batch[2])
+
+
+# -- leaves that are arrays --------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "plain": lambda a: a,
+    "0-d": lambda a: a[0, 0, ...],
+    "empty": lambda a: a[:0],
+    "negative strides": lambda a: a[::-1, ::-1],
+    "negative stride of one element": lambda a: a[:1, ::-1][::-1, :1],
+    "every other": lambda a: a[:, ::2],
+    "fortran": np.asfortranarray,
+    "transposed": lambda a: a.T,
+    "broadcast": lambda a: np.broadcast_to(a, (2, *a.shape)),
+    "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")),
+    "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
+    "subclass": lambda a: a.view(ArraySubclass),
+    "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
+    "field of records": lambda a: np.rec.fromarrays([a, np.ones(a.shape, "i1")], names="x,y").x,
+    "field of padded records": lambda a: np.ones(
+        a.shape, [("x", "i1"), ("y", a.dtype), ("z", "V", 2 * a.itemsize - 1)]
+    )["y"],
+}
+
+
+@pytest.mark.parametrize("writeable", [True, False], ids=["writeable", "read-only"])
+@pytest.mark.parametrize("form", ARRAYS)
+@pytest.mark.parametrize("code", "?bBhHiIlLqQefdFD")
+def test_numeric_arrays_of_every_dtype_and_form_arrive_as_tensors_without_a_warning(code, form, writeable):
+    array = ARRAYS[form](np.random.default_rng(0).integers(0, 2, (4, 6)).astype(code))
+    if not writeable and isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        staged = through_slab({"a": array, "b": torch.zeros(3)})
+    assert_same({"a": array, "b": torch.zeros(3)}, staged, "cpu")
+    assert staged["a"].numpy().tolist() == array.tolist()
+
+
+def test_a_file_mapped_read_only_is_read_in_place(tmp_path):
+    np.arange(1000.0).tofile(tmp_path / "values")
+    mapped = np.memmap(tmp_path / "values", dtype=np.float64, mode="r")
+    staged = through_slab([mapped, mapped[100:200:3]])
+    assert torch.equal(staged[0], torch.arange(1000.0, dtype=torch.float64))
+    assert torch.equal(staged[1], torch.arange(1000.0, dtype=torch.float64)[100:200:3])
+
+
+def test_a_read_only_array_is_not_written_and_lives_no_longer_than_needed():
+    array = np.arange(1000.0)
+    array.flags.writeable = False
+    gone = weakref.ref(array)
+    planned = plan([array])
+    assert planned.tensors[0].data_ptr() == array.__array_interface__["data"][0], "was copied"
+    del array
+    gc.collect()
+    assert gone() is not None, "the tensor does not keep the array's memory"
+    assert torch.equal(planned.tensors[0], torch.arange(1000.0, dtype=torch.float64))
+    del planned
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "bc"]),
+        np.array([b"a", b"bc"]),
+        np.array(["2024-02-29"], dtype="M8[D]"),
+        np.array([3], dtype="m8[s]"),
+        np.zeros(3, dtype=[("x", "f4"), ("y", "i8", (2,))]),
+        np.array([None, "text", {"a": 1}], dtype=object),
+        np.array([b"raw"], dtype="V3"),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_that_are_not_numeric_are_left_as_they_are(array):
+    batch = [torch.zeros(2), array]
+    assert through_slab(batch)[1] is array
+    assert len(Layout.of(batch).slots) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "mask"),
+        (np.zeros(2, dtype=np.longdouble), "longdouble|float128"),
+        (np.zeros(2, dtype=np.clongdouble), "longdouble|complex256"),
+    ],
+    ids=["masked", "long double", "complex long double"],
+)
+def test_an_array_that_no_tensor_can_be_is_an_error_that_names_it(array, reason):
+    with pytest.raises(LayoutError, match=reason) as caught:
+        Layout.of({"a": [1, array]})
+    assert caught.value.path == "['a'][1]"
+    assert "batch['a'][1]" in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_numpy_scalars_are_left_as_they_are():
+    scalar = np.float32(1.5)
+    assert through_slab([scalar, torch.zeros(1)])[0] is scalar
+
+
+# -- packing by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_packed_into_a_lease_and_read_back(batch):
+    layout = Layout.of(batch)
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, pool.acquire(layout.nbytes) as lease:
+        layout.pack(batch, lease.tensor())
+        assert_same(batch, layout.unpack(lease.tensor()), "cpu")
+
+
+def test_a_layout_packs_other_batches_like_the_one_it_was_made_of(batch):
+    layout = Layout.of(batch)
+    other = {**batch, "image": batch["image"] + 100}
+    slab = torch.zeros(layout.nbytes + 64, dtype=torch.uint8)
+    layout.pack(other, slab)
+    assert torch.equal(layout.unpack(slab)["image"], other["image"])
+    assert not slab[layout.nbytes :].any(), "wrote behind the layout's end"
+
+
+def test_unpack_copies_nothing_and_keeps_the_slab_alive(batch):
+    layout = Layout.of(batch)
+    slab = slab_for(layout)
+    layout.pack(batch, slab)
+    unpacked = layout.unpack(slab)
+    assert unpacked["image"].untyped_storage().data_ptr() == slab.data_ptr()
+    slab.zero_()
+    assert not unpacked["image"].any()
+    del slab
+    assert not unpacked["image"].any()
+
+
+def test_a_part_of_a_slab_that_is_aligned_will_do(batch):
+    layout = Layout.of(batch)
+    part = torch.zeros(layout.nbytes + 5 * ALIGNMENT, dtype=torch.uint8)[3 * ALIGNMENT :]
+    layout.pack(batch, part)
+    assert_same(batch, layout.unpack(part), "cpu")
+
+
+WRONG_SLABS = {
+    "too small": (lambda n: torch.empty(n - 1, dtype=torch.uint8), "too small: 79 bytes for a layout of 80"),
+    "another dtype": (lambda n: torch.empty(n, dtype=torch.int8), "uint8"),
+    "two dimensions": (lambda n: torch.empty(n, 1, dtype=torch.uint8), "one dimension"),
+    "with gaps": (lambda n: torch.empty(2 * n, dtype=torch.uint8)[::2], "contiguous"),
+    "not aligned": (lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:], f"multiple of {ALIGNMENT} bytes: offset 1"),
+    "not aligned in memory": (
+        lambda n: torch.frombuffer(bytearray(n + 17), dtype=torch.uint8, offset=1),
+        f"multiple of {ALIGNMENT} bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_SLABS)
+def test_a_slab_that_does_not_fit_is_refused_and_not_written(batch, kind):
+    layout = Layout.of(batch)
+    make, reason = WRONG_SLABS[kind]
+    slab = make(layout.nbytes).zero_()
+    with pytest.raises(ValueError, match=f"dst .*{reason}.*; pass"):
+        layout.pack(batch, slab)
+    assert not slab.any()
+    with pytest.raises(ValueError, match=f"src .*{reason}.*; pass"):
+        layout.unpack(slab)
+
+
+def test_packing_into_a_device_is_refused(batch):
+    layout = Layout.of(batch)
+    with pytest.raises(ValueError, match="dst must be on the CPU: it is on meta"):
+        layout.pack(batch, torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+
+
+def test_a_batch_of_another_shape_is_refused_with_the_path(batch):
+    layout = Layout.of(batch)
+    slab = slab_for(layout).zero_()
+    with pytest.raises(LayoutError) as caught:
+        layout.pack({**batch, "more": [torch.zeros(4, dtype=torch.float64), *batch["more"][1:]]}, slab)
+    assert caught.value.path == "['more'][0]"
+    assert "batch['more'][0] does not match the layout: float64 [4] instead of float64 [3]" in str(caught.value)
+    assert "Layout.of(batch)" in str(caught.value)
+    assert not slab.any(), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "path", "reason"),
+    [
+        (lambda t: [t, t.clone()], lambda t: [t, t.double()], "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
+        (lambda t: [t, t.t()], lambda t: [t, t.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
+        (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of no tensor"),
+        (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "no tensor instead of float32"),
+        (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
+        (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", "2 distinct tensors instead of 1"),
+        (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "1 distinct tensors instead of 2"),
+        (lambda t: [t, None], lambda t: [t, t], "", "another structure"),
+        (lambda t: {"a": t}, lambda t: {"b": t}, "", "another structure"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_match_is_refused_with_the_path(ours, theirs, path, reason):
+    t = torch.zeros(2, 3)
+    layout = Layout.of(ours(t))
+    slab = slab_for(layout).fill_(1)
+    with pytest.raises(LayoutError, match=reason) as caught:
+        layout.pack(theirs(t), slab)
+    assert caught.value.path == path
+    assert slab.eq(1).all(), "something was written"
+
+
+@pytest.mark.parametrize(
+    "batch", [None, {}, [], "text", {"a": [(), None, 3]}, [torch.zeros(0), torch.zeros(2, 0)]], ids=repr
+)
+def test_a_batch_without_bytes_needs_no_slab(batch):
+    layout = Layout.of(batch)
+    assert layout.nbytes == 0
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+# -- remembering -------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_seen_before_is_not_computed_again():
+    first = plan([torch.randn(3, 5), {"a": torch.randn(7).t()}]).table
+    assert plan([torch.randn(3, 5), {"a": torch.randn(7)}]).table is first
+    strided = plan([torch.randn(5, 3).t(), torch.randn(8)[::2]]).table
+    assert plan([torch.randn(5, 3).t(), torch.randn(8)[::2]]).table is strided
+    assert strided is not first
+
+
+def test_a_table_is_shared_by_batches_of_another_structure():
+    assert plan([torch.randn(2), torch.randn(9)]).table is plan({"a": torch.randn(2), "b": (torch.randn(9),)}).table
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda t: t.t().contiguous().t(),
+        lambda t: t.double(),
+        lambda t: t.view(4, 2),
+        lambda t: t[:, ::2],
+        lambda t: t.clone().requires_grad_(),
+        lambda t: t.to_sparse(),
+        lambda t: t.to("meta"),
+        lambda t: t.as_subclass(TensorSubclass),
+        torch._neg_view,
+    ],
+)
+def test_leaves_that_differ_in_any_way_do_not_share_a_table(other):
+    t = torch.zeros(2, 4)
+    assert plan([t]).table is not plan([other(t)]).table
+
+
+def test_the_memory_of_tables_is_bounded():
+    kept = plan([torch.zeros(1)]).table
+    for size in range(2 * layout_module._MAX_TABLES):
+        plan([torch.zeros(size), torch.zeros(3)])
+    assert len(layout_module._tables) <= layout_module._MAX_TABLES
+    assert plan([torch.zeros(1)]).table.nbytes == kept.nbytes
+
+
+def test_several_threads_compute_layouts_at_once():
+    barrier = threading.Barrier(4)
+
+    def work(seed):
+        barrier.wait(20)
+        for size in range(150):
+            batch = {"a": torch.full((size % 80,), seed), "b": [np.full((3, size), seed), None]}
+            assert_same(batch, through_slab(batch), "cpu")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        for future in [executor.submit(work, seed) for seed in range(4)]:
+            future.result()
+    assert len(layout_module._tables) <= layout_module._MAX_TABLES
+
+
+# -- travelling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_that_was_pickled_is_equal_and_works(batch):
+    layout = Layout.of(batch)
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout
+    assert hash(copy) == hash(layout)
+    assert copy.slots == layout.slots
+    assert copy.nbytes == layout.nbytes
+    slab = slab_for(layout)
+    copy.pack(batch, slab)
+    assert_same(batch, layout.unpack(slab), "cpu")
+    assert_same(batch["more"][:3], copy.unpack(slab)["more"][:3], "cpu")
+
+
+def test_a_layout_error_that_was_pickled_keeps_its_path():
+    error = pickle.loads(pickle.dumps(LayoutError("it is wrong", "['a'].b")))
+    assert (str(error), error.path) == ("it is wrong", "['a'].b")

@@ -1,0 +1,128 @@
+"""What holds for every batch, however nested."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import assert_same, batches, bits, tensors
+
+from pinstage import Layout
+from pinstage._layout import ALIGNMENT, Moves, plan
+from pinstage._packing import Packer
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+moderate = settings(max_examples=250, deadline=None)
+
+
+@moderate
+@given(batches())
+def test_what_is_packed_and_unpacked_is_what_it_was_bit_for_bit(batch):
+    assert_same(batch, known.through_slab(batch), "cpu")
+
+
+@moderate
+@given(batches())
+def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
+    layout = Layout.of(batch)
+    spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
+    end = 0
+    for (start, stop), slot in zip(spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True):
+        assert start % ALIGNMENT == 0
+        assert start >= end or slot.nbytes == 0
+        end = max(end, stop)
+    assert end <= layout.nbytes
+    assert layout.nbytes % ALIGNMENT == 0
+
+
+@moderate
+@given(batches())
+def test_there_is_a_slot_for_each_distinct_tensor_that_can_be_packed_and_for_nothing_else(batch):
+    leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
+    packed = [
+        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+        for leaf in leaves
+        if (isinstance(leaf, torch.Tensor) and known.packable(leaf))
+        or (isinstance(leaf, np.ndarray) and known.is_numeric(leaf))
+    ]
+    slots = Layout.of(batch).slots
+    found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
+    assert found == sorted((str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed)
+
+
+@moderate
+@given(batches())
+def test_a_path_leads_to_the_tensor_of_its_slot(batch):
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    unpacked = layout.unpack(slab)
+    for slot in layout.slots:
+        if not any(odd in slot.path for odd in ("<", "self")):  # an enum as a key, or a node that gives no names
+            tensor = eval(f"batch{slot.path}", {"batch": unpacked})
+            assert tensor.dtype == slot.dtype
+            assert tensor.shape == slot.shape
+            assert tensor.numel() == 0 or tensor.data_ptr() == slab.data_ptr() + slot.offset
+
+
+@moderate
+@given(batches(passthrough=False))
+def test_a_layout_travels_by_pickle(batch):
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy.slots == layout.slots
+    ours, theirs = known.leaves_of(batch), known.leaves_of(copy.unpack(slab))
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(bits(one), bits(other))
+    assert str(copy) == str(layout)
+
+
+@moderate
+@given(batches(passthrough=False))
+def test_a_layout_packs_every_batch_like_the_one_it_was_made_of(batch):
+    layout = Layout.of(batch)
+    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    other = layout.unpack(slab ^ 0xFF)  # the same batch with all bits turned
+    if Layout.of(other) == layout:  # no strides that the slab does not have
+        layout.pack(other, slab)
+        assert_same(other, layout.unpack(slab), "cpu")
+
+
+@moderate
+@given(batches(), st.sampled_from([1, 2, 3]))
+def test_the_packer_writes_the_same_bytes(batch, threads):
+    planned = plan(batch)
+    slabs = torch.zeros(2, planned.table.nbytes, dtype=torch.uint8)
+    Layout.of_plan(planned).pack(batch, slabs[0])
+    packer = Packer(threads)
+    ends = list(packer.pack(planned.table, planned.tensors, slabs[1]))
+    packer.close()
+    assert ends[-1] == planned.table.nbytes
+    assert torch.equal(slabs[0], slabs[1])
+
+
+@moderate
+@given(st.lists(tensors(), min_size=1, max_size=8), st.lists(st.integers(0, 500_000), max_size=6), st.booleans())
+def test_a_slab_may_be_filled_in_any_ranges(leaves, cuts, by_system_call):
+    table = plan(leaves).table
+    whole, pieces = torch.zeros(2, table.nbytes, dtype=torch.uint8)
+    Moves(table, leaves, whole).everything()
+    moves = Moves(table, leaves, pieces)
+    if not by_system_call:
+        moves.writev = None
+    moves.prepare()
+    ends = sorted({0, table.raw_end, *(cut for cut in cuts if cut < table.raw_end)})
+    for low, high in itertools.pairwise(reversed(ends)):
+        before = pieces.clone()
+        moves.range(high, low)
+        assert torch.equal(pieces[:high], before[:high])
+        assert torch.equal(pieces[low:], before[low:])
+    assert torch.equal(pieces, whole)

@@ -1,0 +1,143 @@
+import pytest
+
+from pinstage._memory import auto_max_bytes
+from pinstage._memory._limits import most_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a function that writes files into a fake root; it has 64 GiB, 40 of them available."""
+
+    def write(**files):
+        for path, text in files.items():
+            file = tmp_path / path.replace("__", "/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(str(text))
+        return tmp_path
+
+    write(proc__meminfo=f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable:   {40 << 20} kB\n")
+    return write
+
+
+def put(root, folder, **files):
+    folder = root / folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(str(text))
+
+
+def test_a_quarter_of_available_memory_is_taken_on_a_plain_machine(tree):
+    assert auto_max_bytes(root=tree()) == (10 * GIB, "25% of 40.00 GiB available (memory available on this machine)")
+
+
+def test_ranks_of_this_host_share_the_cap(tree, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cap, reason = auto_max_bytes(root=tree())
+    assert cap == 10 * GIB // 4
+    assert reason.endswith(", divided by 4 local ranks")
+    assert auto_max_bytes(root=tree(), local_world_size=2)[0] == 5 * GIB
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two", ""])
+def test_a_senseless_number_of_ranks_is_refused(tree, monkeypatch, ranks):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE must be 1 or more"):
+        auto_max_bytes(root=tree())
+
+
+def test_the_headroom_of_the_own_cgroup_decides_when_it_is_smaller(tree):
+    root = tree(proc__self__cgroup="0::/job\n")
+    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high="max", memory__current=4 * GIB)
+    assert auto_max_bytes(root=root) == (3 * GIB, "25% of 12.00 GiB available (cgroup headroom)")
+
+
+def test_a_parent_cgroup_with_less_headroom_decides(tree):
+    root = tree(proc__self__cgroup="0::/slice/job\n")
+    put(root, "sys/fs/cgroup/slice/job", memory__max="max", memory__high="max", memory__current=GIB)
+    put(root, "sys/fs/cgroup/slice", memory__max=8 * GIB, memory__current=6 * GIB)
+    assert auto_max_bytes(root=root)[0] == GIB // 2
+
+
+def test_memory_high_is_a_limit_too(tree):
+    root = tree(proc__self__cgroup="0::/job\n")
+    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high=8 * GIB, memory__current=4 * GIB)
+    assert auto_max_bytes(root=root)[0] == GIB
+
+
+def test_cached_file_pages_count_as_headroom(tree):
+    root = tree(proc__self__cgroup="0::/job\n")
+    stat = f"anon {GIB}\nfile {15 * GIB}\ninactive_file {12 * GIB}\n"
+    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__current=16 * GIB, memory__stat=stat)
+    assert auto_max_bytes(root=root)[0] == 3 * GIB
+
+
+def test_the_container_root_is_read_when_the_path_is_not_visible(tree):
+    for path in ("/docker/abc", "/../../elsewhere", "/"):
+        root = tree(proc__self__cgroup=f"0::{path}\n")
+        put(root, "sys/fs/cgroup", memory__max=16 * GIB, memory__current=8 * GIB)
+        assert auto_max_bytes(root=root)[0] == 2 * GIB
+
+
+def test_a_version_1_cgroup_limits_as_well(tree):
+    root = tree(proc__self__cgroup="9:name=systemd:/\n4:cpu,memory:/job\n0::/\n")
+    files = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 6 * GIB}
+    put(root, "sys/fs/cgroup/memory/job", **files, memory__stat=f"total_inactive_file {2 * GIB}\n")
+    put(root, "sys/fs/cgroup/memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=20 * GIB)
+    assert auto_max_bytes(root=root) == (GIB, "25% of 4.00 GiB available (cgroup headroom)")
+
+
+def test_a_full_cgroup_leaves_the_least_useful_cap_and_says_so(tree):
+    root = tree(proc__self__cgroup="0::/job\n")
+    put(root, "sys/fs/cgroup/job", memory__max=GIB, memory__current=GIB + 4096)
+    cap, reason = auto_max_bytes(root=root)
+    assert cap == 1 << 20
+    assert reason == "25% of 0 B available (cgroup headroom), raised to the least useful 1.00 MiB"
+
+
+LIMITS = (
+    "Limit Soft Limit Hard Limit Units\nMax locked memory         67108864             67108864             bytes\n"
+)
+
+
+def test_the_locked_memory_limit_decides_only_where_it_binds(tree):
+    root = tree(proc__self__limits=LIMITS)
+    assert auto_max_bytes(root=root)[0] == 10 * GIB
+    expected = (16 << 20, "25% of 64.00 MiB available (locked-memory limit)")
+    assert auto_max_bytes(root=root, locked_limit_binds=True) == expected
+
+
+def test_an_unlimited_locked_memory_limit_is_no_limit(tree):
+    root = tree(proc__self__limits=LIMITS.replace("67108864", "unlimited"))
+    assert auto_max_bytes(root=root, locked_limit_binds=True)[0] == 10 * GIB
+
+
+def test_wsl_has_a_limit_of_its_own(tree):
+    root = tree(proc__sys__kernel__osrelease="5.15.167.4-microsoft-standard-WSL2\n")
+    assert auto_max_bytes(root=root) == (GIB // 4, "25% of 1.00 GiB available (limit of WSL2)")
+
+
+def test_where_nothing_can_be_read_a_stated_amount_is_assumed(tmp_path):
+    cap, reason = auto_max_bytes(root=tmp_path)
+    assert cap == GIB // 4
+    assert "assumed" in reason
+    assert most_bytes(tmp_path)[0] == 1 << 63
+
+
+def test_what_exists_in_all_is_the_smaller_of_machine_and_cgroup_used_or_not(tree):
+    root = tree(proc__self__cgroup="0::/job\n")
+    assert most_bytes(root) == (64 * GIB, "memory of this machine")
+    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__current=15 * GIB)
+    assert most_bytes(root) == (16 * GIB, "limit of this cgroup")
+
+
+def test_this_machine_gives_an_answer_with_a_reason():
+    cap, reason = auto_max_bytes()
+    assert 1 << 20 <= cap <= most_bytes()[0] // 4
+    assert reason.startswith("25% of ")

@@ -1,0 +1,490 @@
+"""The page-locked kinds against a double of cuda-python, which counts what is live and fails when told to."""
+
+# ruff: noqa: N802, N815 (the double has the names of what it doubles)
+
+import ctypes
+import mmap
+import os
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from pinstage._memory import (
+    HostAllocMemory,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMemory,
+    _cuda,
+    _resource,
+    default_memory,
+)
+from pinstage._memory import _pages as pages
+
+OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
+NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 4: "cudaErrorCudartUnloading"}
+
+
+class FakeCuda:
+    """Both modules of cuda-python. Answers as they do: a tuple of the code and the results."""
+
+    cudaHostAllocPortable = cudaHostRegisterPortable = 1
+    cudaHostAllocWriteCombined = 4
+
+    def __init__(self):
+        self.calls = []
+        self.registered = {}
+        self.allocated = {}
+        self.context_stack = []
+        self.contexts = []
+        self.last_error = 0
+        self.failing = {}
+        self.offset = 0
+        self.attributes = {"HOST_REGISTER_SUPPORTED": 1, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0}
+        prefix = "CU_DEVICE_ATTRIBUTE_"
+        self.CUdevice_attribute = types.SimpleNamespace(**{prefix + name: name for name in self.attributes})
+
+    def fail(self, call, code, *, nth=1):
+        """Make the ``nth`` next call of that name return ``code``."""
+        self.failing[call] = [nth, code]
+
+    def _code(self, call, *args):
+        self.calls.append((call, *args))
+        if call in self.failing:
+            self.failing[call][0] -= 1
+            if self.failing[call][0] == 0:
+                self.last_error = self.failing.pop(call)[1]
+                return self.last_error
+        return 0
+
+    # the driver's
+
+    def cuDeviceGet(self, index):
+        return self._code("cuDeviceGet", index), f"device {index}"
+
+    def cuDeviceGetAttribute(self, attribute, device):
+        return self._code("cuDeviceGetAttribute", attribute), self.attributes[attribute]
+
+    def cuDevicePrimaryCtxRetain(self, device):
+        self.contexts.append(device)
+        return self._code("cuDevicePrimaryCtxRetain", device), f"context of {device}"
+
+    def cuCtxPushCurrent(self, context):
+        code = self._code("cuCtxPushCurrent", context)
+        if not code:
+            self.context_stack.append(context)
+        return (code,)
+
+    def cuCtxPopCurrent(self):
+        return self._code("cuCtxPopCurrent"), self.context_stack.pop()
+
+    # the runtime's
+
+    def cudaHostAlloc(self, nbytes, flags):
+        code = self._code("cudaHostAlloc", nbytes, flags)
+        if code:
+            return code, None
+        assert self.context_stack
+        address = pages.map_anonymous(pages.round_up(nbytes + self.offset, mmap.PAGESIZE)) + self.offset
+        self.allocated[address] = nbytes
+        return code, address
+
+    def cudaFreeHost(self, address):
+        code = self._code("cudaFreeHost", address)
+        if not code:
+            assert self.context_stack
+            pages.unmap(address - self.offset, self.allocated.pop(address))
+        return (code,)
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        code = self._code("cudaHostRegister", address, nbytes, flags)
+        if not code:
+            assert self.context_stack
+            assert is_mapped(address)
+            self.registered[address] = nbytes
+        return (code,)
+
+    def cudaHostUnregister(self, address):
+        code = self._code("cudaHostUnregister", address)
+        assert is_mapped(address), "unmapped before it was unregistered"
+        if not code:
+            assert self.context_stack
+            del self.registered[address]
+        return (code,)
+
+    def cudaGetLastError(self):
+        self.calls.append(("cudaGetLastError",))
+        code, self.last_error = self.last_error, 0
+        return (code,)
+
+    def cudaGetErrorName(self, code):
+        return 0, NAMES[code].encode()
+
+    def cudaGetErrorString(self, code):
+        return 0, f"text {code}".encode()
+
+    cuGetErrorName, cuGetErrorString = cudaGetErrorName, cudaGetErrorString
+
+    def names(self):
+        return [call[0] for call in self.calls if call[0].startswith("cudaHost") or call[0] == "cudaFreeHost"]
+
+
+def is_mapped(address):
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(fake, fake))
+    monkeypatch.setattr(_resource, "LEAKED", [])
+    open_files = descriptors()
+    yield fake
+    assert fake.context_stack == [], "another context than before stayed current"
+    assert fake.last_error == 0, "an error was left behind"
+    assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(fake.allocated), "bytes are live"
+    if not _resource.LEAKED:
+        assert descriptors() == open_files, "a descriptor was left open"
+
+
+KINDS = {
+    "host alloc": (HostAllocMemory, "cudaHostAlloc", "cudaFreeHost"),
+    "registered": (RegisteredMemory, "cudaHostRegister", "cudaHostUnregister"),
+    "shared": (SharedMemory, "cudaHostRegister", "cudaHostUnregister"),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request, cuda):
+    return request.param
+
+
+@pytest.fixture
+def memory(kind):
+    return kind[0](0)
+
+
+def test_a_block_is_pinned_page_aligned_and_given_back(kind, memory, cuda):
+    block = memory.allocate(3_000_001)
+    assert memory.is_pinned
+    assert memory.is_shared == (block.fd is not None) == (kind[0] is SharedMemory)
+    assert block.ptr % mmap.PAGESIZE == 0
+    assert block.nbytes == pages.round_up(3_000_001, memory.granularity)
+    ctypes.memset(block.ptr, 1, block.nbytes)
+    memory.deallocate(block)
+    assert cuda.names() == [kind[1], kind[2]]
+    assert not is_mapped(block.ptr)
+
+
+def test_no_allocation_makes_a_context_on_another_device(kind, cuda):
+    memory = kind[0]("cuda:3")
+    blocks = [memory.allocate(4096), memory.allocate(4096)]
+    for block in blocks:
+        memory.deallocate(block)
+    assert cuda.contexts == ["device 3"]
+    assert [call for call in cuda.calls if call[0] == "cuCtxPushCurrent"] == 4 * [
+        ("cuCtxPushCurrent", "context of device 3")
+    ]
+
+
+def test_no_device_means_the_current_one_at_each_allocation_and_a_block_goes_back_to_its_own(kind, cuda, monkeypatch):
+    memory = kind[0]()
+    assert cuda.calls == []
+    blocks = []
+    for index in (1, 2):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda index=index: index)
+        blocks.append(memory.allocate(4096))
+    for block in blocks:
+        memory.deallocate(block)
+    pushed = [call[1] for call in cuda.calls if call[0] == "cuCtxPushCurrent"]
+    assert pushed == [f"context of device {index}" for index in (1, 2, 1, 2)]
+
+
+def test_all_devices_may_use_the_memory(kind, memory, cuda):
+    memory.deallocate(memory.allocate(4096))
+    (flags,) = (call[-1] for call in cuda.calls if call[0] == kind[1])
+    assert flags == 1
+
+
+def test_write_combined_is_asked_for(cuda):
+    memory = HostAllocMemory(0, write_combined=True)
+    memory.deallocate(memory.allocate(4096))
+    assert cuda.calls[3] == ("cudaHostAlloc", 8192, 5)
+
+
+def test_a_driver_that_cuts_from_a_chunk_still_gives_page_aligned_blocks(cuda):
+    cuda.offset = 512
+    memory = HostAllocMemory(0)
+    block = memory.allocate(8192)
+    assert block.ptr % mmap.PAGESIZE == 0
+    ctypes.memset(block.ptr, 1, block.nbytes)
+    (raw,) = cuda.allocated
+    assert raw <= block.ptr
+    assert block.ptr + block.nbytes <= raw + cuda.allocated[raw]
+    memory.deallocate(block)
+
+
+def test_a_large_block_that_is_not_page_aligned_is_refused_and_given_back(cuda):
+    cuda.offset = 512
+    with pytest.raises(RuntimeError, match="not page-aligned"):
+        HostAllocMemory(0).allocate(4 << 20)
+    assert cuda.allocated == {}
+
+
+def test_large_registered_blocks_are_aligned_for_huge_pages(cuda):
+    memory = RegisteredMemory(0)
+    blocks = [memory.allocate((2 << 20) + 4096) for _ in range(3)]
+    assert all(block.ptr % (2 << 20) == 0 for block in blocks)
+    assert [block.nbytes for block in blocks] == 3 * [(2 << 20) + 4096]
+    for block in blocks:
+        memory.deallocate(block)
+
+
+def test_registered_pages_have_their_memory_before_they_are_registered(cuda, monkeypatch):
+    memory = RegisteredMemory(0, threads=2, huge_pages=False)
+    resident = []
+    inner = cuda.cudaHostRegister
+
+    def register(address, nbytes, flags):
+        residency = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), residency)
+        resident.append(sum(residency))
+        return inner(address, nbytes, flags)
+
+    monkeypatch.setattr(cuda, "cudaHostRegister", register)
+    memory.deallocate(memory.allocate(40 << 20))
+    assert resident == [(40 << 20) // mmap.PAGESIZE]
+
+
+# Failure
+
+
+@pytest.mark.parametrize(("code", "error"), [(INVALID_VALUE, _cuda.CudaError), (OUT_OF_MEMORY, MemoryError)])
+def test_a_failed_allocation_names_call_error_and_size_and_holds_nothing(kind, memory, cuda, code, error):
+    maps = len(Path("/proc/self/maps").read_text().splitlines())
+    kept = memory.allocate(4 << 20)
+    cuda.fail(kind[1], code)
+    with pytest.raises(error, match=rf"{kind[1]} of 4.00 MiB failed: {NAMES[code]} \(text {code}\)") as caught:
+        memory.allocate(4 << 20)
+    assert isinstance(caught.value, RuntimeError)
+    assert (caught.value.call, caught.value.name, caught.value.nbytes) == (kind[1], NAMES[code], 4 << 20)
+    assert cuda.last_error == 0
+    assert repr(memory).endswith("1 blocks, 4.00 MiB>")
+    memory.deallocate(kept)
+    assert cuda.names() == [kind[1], kind[1], kind[2]]
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 2  # the heap may have grown; no 4 MiB stay
+
+
+def test_a_failed_registration_unmaps_what_it_mapped(cuda):
+    for memory in (RegisteredMemory(0), SharedMemory(0)):
+        cuda.fail("cudaHostRegister", INVALID_VALUE)
+        with pytest.raises(_cuda.CudaError):
+            memory.allocate(4 << 20)
+        address = next(call[1] for call in reversed(cuda.calls) if call[0] == "cudaHostRegister")
+        assert not is_mapped(address)
+
+
+@pytest.mark.parametrize("call", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"])
+def test_a_device_that_cannot_be_used_fails_the_allocation_and_nothing_else(kind, memory, cuda, call):
+    cuda.fail(call, OUT_OF_MEMORY)
+    with pytest.raises(_cuda.CudaOutOfMemoryError, match=f"{call} failed: cudaErrorMemoryAllocation"):
+        memory.allocate(4096)
+    cuda.last_error = 0  # the driver has none to clear
+    memory.deallocate(memory.allocate(4096))
+
+
+def test_an_interrupt_while_pages_are_touched_rolls_back(cuda, monkeypatch):
+    def interrupted(address, nbytes, **_):
+        touched.append(address)
+        raise KeyboardInterrupt
+
+    touched = []
+    monkeypatch.setattr(pages, "populate", interrupted)
+    for memory in (RegisteredMemory(0), SharedMemory(0)):
+        with pytest.raises(KeyboardInterrupt):
+            memory.allocate(4 << 20)
+        assert not is_mapped(touched[-1])
+    assert cuda.registered == {}
+
+
+def test_memory_that_cuda_does_not_give_up_stays_mapped_and_is_reported_once(kind, memory, cuda):
+    blocks = [memory.allocate(1 << 20) for _ in range(2)]
+    cuda.fail(kind[2], INVALID_VALUE)
+    with pytest.warns(RuntimeWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv") as caught:
+        memory.deallocate(blocks[0])
+    assert caught[0].filename == __file__
+    cuda.fail(kind[2], INVALID_VALUE)
+    with warnings.catch_warnings(record=True) as silent:
+        memory.deallocate(blocks[1])
+    assert silent == []
+    assert blocks == _resource.LEAKED
+    assert all(is_mapped(block.ptr) for block in blocks)
+    with pytest.raises(ValueError, match="deallocated before"):
+        memory.deallocate(blocks[0])
+
+
+def test_a_runtime_that_is_gone_is_no_news(kind, memory, cuda):
+    block = memory.allocate(4096)
+    cuda.fail(kind[2], UNLOADING)
+    memory.deallocate(block)
+    assert [block] == _resource.LEAKED
+
+
+# Where CUDA must not be called
+
+
+def test_an_interpreter_that_shuts_down_calls_no_cuda(kind, memory, cuda, monkeypatch):
+    block = memory.allocate(4096)
+    calls = len(cuda.calls)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: True)
+        memory.deallocate(block)
+    assert len(cuda.calls) == calls
+    assert is_mapped(block.ptr)
+    memory.deallocate(block)
+
+
+def in_child(claim):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if claim() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_gives_nothing_back_and_calls_no_cuda(kind, memory, cuda):
+    block = memory.allocate(4096)
+
+    def claim():
+        calls = len(cuda.calls)
+        memory.deallocate(block)
+        memory.deallocate(block)
+        return len(cuda.calls) == calls and (block.fd is None or os.fstat(block.fd))
+
+    assert in_child(claim) == 0
+    memory.deallocate(block)
+
+
+def test_a_forked_child_is_refused_more(kind, memory, cuda):
+    def claim():
+        with pytest.raises(RuntimeError, match="forked from it: CUDA cannot pin here"):
+            memory.allocate(4096)
+        return True
+
+    assert in_child(claim) == 0
+
+
+def test_a_forked_child_asks_again_whether_cuda_works(cuda):
+    assert _cuda.why_unusable() is None
+    assert in_child(lambda: _cuda._bindings is None) == 0
+
+
+def test_registered_pages_are_not_copied_into_a_forked_child(cuda):
+    memory = RegisteredMemory(0)
+    block = memory.allocate(4 << 20)
+    assert in_child(lambda: not is_mapped(block.ptr)) == 0
+    memory.deallocate(block)
+
+
+# Which kind
+
+
+def test_the_default_is_registered_memory_where_cuda_is_usable(cuda):
+    assert type(default_memory(0)) is RegisteredMemory
+    assert cuda.contexts == []
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("HOST_REGISTER_SUPPORTED", 0), ("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES", 1)]
+)
+def test_the_default_is_the_drivers_own_memory_where_registering_does_not_page_lock(cuda, attribute, value):
+    cuda.attributes[attribute] = value
+    assert type(default_memory(0)) is HostAllocMemory
+
+
+def test_shared_memory_that_is_not_to_be_registered_calls_no_cuda(cuda):
+    memory = SharedMemory(0, register=False)
+    memory.deallocate(memory.allocate(4096))
+    assert (memory.is_pinned, cuda.calls) == (False, [])
+
+
+def test_less_than_one_thread_is_refused(cuda):
+    with pytest.raises(ValueError, match="threads must be 1 or more: 0"):
+        RegisteredMemory(0, threads=0)
+
+
+# Bindings and driver that do not work
+
+
+@pytest.fixture
+def torch_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(_cuda, "_bindings", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture
+def bindings(monkeypatch):
+    """Put doubles in the place of cuda-python's modules."""
+
+    def put(driver, runtime):
+        package = types.SimpleNamespace(driver=driver, runtime=runtime)
+        monkeypatch.setitem(sys.modules, "cuda", types.SimpleNamespace(bindings=package))
+        monkeypatch.setitem(sys.modules, "cuda.bindings", package)
+
+    return put
+
+
+class _NoDriver:
+    def cuInit(self, flags):
+        raise RuntimeError("DynamicLibNotFoundError")
+
+
+def _old_driver():
+    fake = FakeCuda()
+    fake.cuInit = lambda flags: (0,)
+    fake.cudaGetDeviceCount = lambda: (INVALID_VALUE, None)
+    return fake
+
+
+@pytest.mark.parametrize("driver", [_NoDriver, _old_driver])
+def test_bindings_that_do_not_work_are_reported_and_pageable_memory_used(torch_with_a_gpu, bindings, driver):
+    fake = driver()
+    bindings(fake, fake)
+    for make, expected in ((lambda: default_memory(0), PageableMemory), (lambda: SharedMemory(0), SharedMemory)):
+        with pytest.warns(RuntimeWarning, match=r"pageable memory, .*; install a cuda-python for CUDA 13.0"):
+            memory = make()
+        assert type(memory) is expected
+        assert not memory.is_pinned
+    with pytest.raises(RuntimeError, match=r"RegisteredMemory needs CUDA: cuda-python cannot use the driver"):
+        RegisteredMemory(0)
+
+
+def test_missing_bindings_are_reported(torch_with_a_gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(RuntimeError, match="cuda-python cannot be imported"):
+        HostAllocMemory(0)
+
+
+def test_working_bindings_are_asked_once(torch_with_a_gpu, bindings):
+    fake = FakeCuda()
+    asked = []
+    fake.cuInit = lambda flags: asked.append(flags) or (0,)
+    fake.cudaGetDeviceCount = lambda: (0, 1)
+    bindings(fake, fake)
+    assert _cuda.why_unusable() is None
+    assert _cuda.why_unusable() is None
+    assert asked == [0]

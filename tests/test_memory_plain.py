@@ -1,0 +1,325 @@
+"""The kinds that need no CUDA, and what holds for all kinds."""
+
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from pinstage._memory import (
+    Block,
+    HostAllocMemory,
+    MemoryResource,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMemory,
+    default_memory,
+)
+from pinstage._memory import _pages as pages
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+
+# Some versions of torch import cuda-python themselves.
+NO_CUDA = """
+assert not [name for name in set(sys.modules) - torchs_own if name.split(".")[0] == "cuda"], "cuda-python was imported"
+assert not torch.cuda.is_initialized(), "CUDA was initialised"
+"""
+
+
+def plain_shared():
+    return SharedMemory(register=False)
+
+
+def fill(ptr, nbytes, byte):
+    ctypes.memset(ptr, byte, nbytes)
+
+
+def read(ptr, nbytes):
+    return ctypes.string_at(ptr, nbytes)
+
+
+def is_mapped(address):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = ([int(end, 16) for end in line.split()[0].split("-")] for line in lines)
+    return any(start <= address < end for start, end in spans)
+
+
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+def in_child(claim):
+    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if claim() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture(params=[PageableMemory, plain_shared], ids=["pageable", "shared"])
+def memory(request):
+    return request.param()
+
+
+def test_the_kinds_are_memory_resources(memory):
+    assert isinstance(memory, MemoryResource)
+    assert not memory.is_pinned
+
+
+def test_a_block_is_page_aligned_zeroed_and_usable_to_its_last_byte(memory):
+    block = memory.allocate(100_001)
+    assert block.ptr % mmap.PAGESIZE == 0
+    assert block.nbytes >= 100_001
+    assert block.nbytes % memory.granularity == 0
+    assert read(block.ptr, block.nbytes) == bytes(block.nbytes)
+    fill(block.ptr, block.nbytes, 7)
+    assert read(block.ptr, block.nbytes) == b"\x07" * block.nbytes
+    memory.deallocate(block)
+
+
+def test_pageable_memory_holds_exactly_what_was_asked():
+    memory = PageableMemory()
+    block = memory.allocate(12_345)
+    assert (memory.granularity, block.nbytes) == (1, 12_345)
+    memory.deallocate(block)
+
+
+def test_a_deallocated_block_is_unmapped(memory):
+    block = memory.allocate(1 << 20)
+    assert is_mapped(block.ptr)
+    memory.deallocate(block)
+    assert not is_mapped(block.ptr)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, -4096])
+def test_an_empty_or_negative_block_is_refused(memory, nbytes):
+    with pytest.raises(ValueError, match=r"empty|negative"):
+        memory.allocate(nbytes)
+
+
+def test_a_block_is_given_back_only_once_and_only_to_its_resource(memory):
+    block, stranger = memory.allocate(4096), PageableMemory().allocate(4096)
+    for wrong in (stranger, Block(block.ptr, block.nbytes)):
+        with pytest.raises(ValueError, match="another resource"):
+            memory.deallocate(wrong)
+    assert is_mapped(stranger.ptr)
+    memory.deallocate(block)
+    with pytest.raises(ValueError, match="deallocated before"):
+        memory.deallocate(block)
+
+
+def test_blocks_are_equal_only_to_themselves():
+    assert Block(4096, 4096) != Block(4096, 4096)
+
+
+def test_a_resource_shows_what_it_holds(memory):
+    blocks = [memory.allocate(1 << 20), memory.allocate(1 << 19)]
+    assert repr(memory).endswith("2 blocks, 1.50 MiB>")
+    for block in blocks:
+        memory.deallocate(block)
+    assert repr(memory).endswith("0 blocks, 0 B>")
+
+
+def test_more_than_an_address_space_is_a_memory_error_and_holds_nothing(memory):
+    open_files = descriptors()
+    with pytest.raises((MemoryError, OSError)):
+        memory.allocate(1 << 62)
+    assert repr(memory).endswith("0 blocks, 0 B>")
+    assert descriptors() == open_files
+
+
+def test_an_interpreter_that_shuts_down_leaves_the_memory_alone(memory, monkeypatch):
+    block = memory.allocate(4096)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: True)
+        memory.deallocate(block)
+    assert is_mapped(block.ptr)
+    memory.deallocate(block)
+
+
+# Shared
+
+
+def test_what_a_forked_child_writes_is_read_here():
+    memory = plain_shared()
+    block = memory.allocate(1 << 20)
+    assert memory.is_shared
+    assert in_child(lambda: fill(block.ptr, block.nbytes, 9) is None) == 0
+    assert read(block.ptr, block.nbytes) == b"\x09" * block.nbytes
+    memory.deallocate(block)
+
+
+def test_what_another_process_writes_through_its_own_mapping_is_read_here():
+    memory = plain_shared()
+    block = memory.allocate(1 << 20)
+    code = f"""
+import ctypes, sys, torch
+torchs_own = set(sys.modules)
+from pinstage._memory import SharedMemory
+with SharedMemory.attach({block.fd}, {block.nbytes}) as mapping:
+    ctypes.memset(mapping.ptr, 5, mapping.nbytes)
+{NO_CUDA}
+"""
+    subprocess.run([sys.executable, "-c", code], pass_fds=[block.fd], check=True)
+    assert read(block.ptr, block.nbytes) == b"\x05" * block.nbytes
+    memory.deallocate(block)
+
+
+def test_an_attached_mapping_outlives_the_descriptor_and_is_closed_once():
+    memory = plain_shared()
+    block = memory.allocate(4096)
+    fd = os.dup(block.fd)
+    mapping = SharedMemory.attach(fd, 4096)
+    os.close(fd)
+    assert mapping.ptr % mmap.PAGESIZE == 0
+    fill(mapping.ptr, 4096, 3)
+    assert read(block.ptr, 4096) == b"\x03" * 4096
+    mapping.close()
+    mapping.close()
+    assert not is_mapped(mapping.ptr)
+    memory.deallocate(block)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 8193])
+def test_more_than_a_block_has_is_not_attached(nbytes):
+    memory = plain_shared()
+    block = memory.allocate(8192)
+    with pytest.raises(ValueError, match="the file has 8192"):
+        SharedMemory.attach(block.fd, nbytes)
+    memory.deallocate(block)
+
+
+def test_no_process_can_cut_a_shared_block_under_another():
+    memory = plain_shared()
+    block = memory.allocate(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(block.fd, 4096)
+    memory.deallocate(block)
+
+
+def test_a_deallocated_shared_block_closes_its_descriptor():
+    memory = plain_shared()
+    block = memory.allocate(4096)
+    memory.deallocate(block)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(block.fd)
+
+
+# Pages
+
+
+def test_an_aligned_mapping_keeps_nothing_beside_it():
+    before = mapped_bytes()
+    for _ in range(100):
+        address = pages.map_anonymous(3 << 20, alignment=pages.HUGE_PAGE_BYTES)
+        assert address % pages.HUGE_PAGE_BYTES == 0
+        pages.unmap(address, 3 << 20)
+    assert mapped_bytes() - before < 100 << 20  # the slack of all would be 200 MiB
+
+
+def mapped_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+@pytest.mark.parametrize("nbytes", [4096, pages.POPULATE_PIECE_BYTES, 2 * pages.POPULATE_PIECE_BYTES + 4096])
+def test_populated_pages_have_their_memory_and_are_zero(threads, nbytes):
+    address = pages.map_anonymous(nbytes)
+    assert resident_pages(address, nbytes) == 0
+    pages.populate(address, nbytes, threads=threads)
+    assert resident_pages(address, nbytes) == nbytes // mmap.PAGESIZE
+    assert not any(read(address, nbytes))
+    pages.unmap(address, nbytes)
+
+
+def resident_pages(address, nbytes):
+    residency = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), residency) == 0
+    return sum(page & 1 for page in residency)
+
+
+def test_a_kernel_that_cannot_populate_has_its_pages_touched(monkeypatch):
+    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 0x7FFF)  # no kernel knows it: EINVAL
+    address = pages.map_anonymous(1 << 20)
+    pages.populate(address, 1 << 20)
+    assert resident_pages(address, 1 << 20) == 256
+    pages.unmap(address, 1 << 20)
+
+
+def test_touching_more_than_exists_is_refused_before_it_ends_the_process():
+    address = pages.map_anonymous(4096)
+    with pytest.raises(MemoryError, match=r"1.00 PiB asked, .* exist"):
+        pages.populate(address, 1 << 50)
+    pages.unmap(address, 4096)
+
+
+def test_touching_what_is_not_mapped_is_an_error_and_no_crash():
+    address = pages.map_anonymous(1 << 26)
+    pages.unmap(address, 1 << 26)
+    with pytest.raises((MemoryError, OSError), match="MADV_POPULATE_WRITE"):
+        pages.populate(address, 1 << 26, threads=2)
+
+
+def test_a_refused_unmapping_is_an_error():
+    with pytest.raises(OSError, match=r"munmap of 4.00 KiB failed: Invalid argument"):
+        pages.unmap(1, 4096)
+
+
+# Without CUDA
+
+
+def test_importing_the_room_imports_no_bindings_and_initialises_nothing():
+    code = f"""
+import sys, torch
+torchs_own = set(sys.modules)
+import pinstage._memory
+{NO_CUDA}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@without_cuda
+@pytest.mark.parametrize("kind", [HostAllocMemory, RegisteredMemory])
+def test_a_page_locked_kind_without_cuda_says_what_to_use_instead(kind):
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__} needs CUDA: .*; use PageableMemory\(\) or default_mem"):
+        kind()
+
+
+@without_cuda
+def test_shared_memory_without_cuda_is_pageable():
+    memory = SharedMemory()
+    assert (memory.is_pinned, memory.is_shared) == (False, True)
+
+
+@without_cuda
+@pytest.mark.parametrize("device", [None, 0, "cuda:0", "cpu"])
+def test_the_default_without_cuda_is_pageable(device):
+    assert type(default_memory(device)) is PageableMemory
+
+
+@pytest.mark.parametrize("kind", [HostAllocMemory, RegisteredMemory, SharedMemory])
+def test_page_locked_memory_for_the_cpu_is_refused(kind):
+    with pytest.raises(ValueError, match=r"CUDA device, not 'cpu'; use PageableMemory\(\)"):
+        kind("cpu")
+
+
+def test_the_default_for_the_cpu_is_pageable():
+    assert type(default_memory(torch.device("cpu"))) is PageableMemory
+
+
+def test_a_child_of_a_signal_is_told_from_one_that_fails():
+    # The double above is used to prove a crash in the GPU tests: it must see one.
+    assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
+    assert in_child(lambda: False) == 2

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pinstage._memory import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        (np.int64(7), 7),
+        ("0", 0),
+        ("4096", 4096),
+        ("12 B", 12),
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 << 30),
+        (" 1.5 GiB ", 3 << 29),
+        ("1TiB", 1 << 40),
+        ("3KiB", 3072),
+        ("2kB", 2000),
+        ("2KB", 2000),
+        ("64 MB", 64_000_000),
+        ("0.3GB", 300_000_000),
+    ],
+)
+def test_sizes_are_read_as_written(text, nbytes):
+    assert parse_bytes(text) == nbytes
+    assert type(parse_bytes(text)) is int
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "-1GiB", "1 Gib", "1mb", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"]
+)
+def test_text_that_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="'512MiB'"):
+        parse_bytes(text)
+
+
+def test_a_fraction_of_a_byte_is_refused():
+    with pytest.raises(ValueError, match="whole number of bytes"):
+        parse_bytes("0.1 KiB")
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match="negative: -4096"):
+        parse_bytes(-4096)
+
+
+@pytest.mark.parametrize("size", [True, False, 1.0, None, b"1MiB", [1]])
+def test_what_is_neither_int_nor_text_is_a_type_error(size):
+    with pytest.raises(TypeError, match=type(size).__name__):
+        parse_bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 << 29, "1.50 GiB"),
+        ((1 << 20) - 1, "1.00 MiB"),
+        (5 << 60, "5120.00 PiB"),
+        (-(3 << 29), "-1.50 GiB"),
+        (-5, "-5 B"),
+    ],
+)
+def test_sizes_are_printed_with_two_decimals_and_a_binary_unit(nbytes, text):
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(0, 1 << 60))
+def test_what_is_printed_is_read_back_within_half_a_percent(nbytes):
+    assert abs(parse_bytes(_exact(format_bytes(nbytes))) - nbytes) <= max(1, nbytes * 0.005)
+
+
+def _exact(text):
+    # Two decimals of a binary unit are seldom whole bytes: read the number of hundredths.
+    number, unit = text.split()
+    return str(round(float(number) * parse_bytes(f"1{unit}")))

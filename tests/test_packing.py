@@ -1,0 +1,325 @@
+"""How bytes get into a slab: by one thread or several, in chunks, and what happens when it fails."""
+
+import concurrent.futures
+import itertools
+import os
+import threading
+
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, wait_until
+from strategies import tensor_of
+
+from pinstage._layout import Moves, Table, plan
+from pinstage._packing import BYTES_PER_THREAD, CHUNK_BYTES, MAX_CHUNKS, MAX_THREADS, Packer, chunk_ends, usable_cpus
+
+BATCHES = {
+    "nothing": [],
+    "empty leaves": [(0,), (0, 3)],
+    "one small leaf": [(7,)],
+    "many small leaves": [(n % 50,) for n in range(3000)],
+    "one large leaf": [(3 * BYTES_PER_THREAD + 3,)],
+    "large leaves": [(BYTES_PER_THREAD // 2 + n,) for n in range(5)],
+    "small and large leaves": [(n**4,) for n in range(50)],
+    "a chunked leaf": [(2 * CHUNK_BYTES + 5,)],
+    "many chunks": [(3,), (3 * CHUNK_BYTES // 2,), (5,), (CHUNK_BYTES - 1,), (1, 3)],
+}
+
+
+def packing_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pinstage-pack")]
+
+
+@pytest.fixture
+def make_packer():
+    packers = []
+
+    def make(threads):
+        packers.append(Packer(threads))
+        return packers[-1]
+
+    yield make
+    for packer in packers:
+        packer.close()
+    assert not packing_threads()
+
+
+@pytest.fixture(scope="module", params=BATCHES)
+def batch(request):
+    tensors = [tensor_of(torch.uint8, shape, seed % 7) for seed, shape in enumerate(BATCHES[request.param])]
+    if len(tensors) > 2:
+        tensors[1] = tensors[1].expand(2, *tensors[1].shape)  # one that is gathered
+    table = plan(tensors).table
+    expected = torch.full((table.nbytes,), 0xEE, dtype=torch.uint8)
+    for tensor, offset in zip(tensors, table.offsets, strict=True):
+        expected[offset : offset + tensor.numel()] = tensor.flatten()
+    return table, tensors, expected
+
+
+def packed(packer, table, tensors):
+    slab = torch.full((table.nbytes + 64,), 0xEE, dtype=torch.uint8)
+    ends = list(packer.pack(table, tensors, slab))
+    assert slab[table.nbytes :].eq(0xEE).all(), "wrote behind the end"
+    return slab[: table.nbytes], ends
+
+
+def leaves_are_equal(table, tensors, slab, expected):
+    # Padding is nobody's; what it is filled with may differ.
+    return all(
+        torch.equal(slab[offset : offset + tensor.numel()], expected[offset : offset + tensor.numel()])
+        for tensor, offset in zip(tensors, table.offsets, strict=True)
+    )
+
+
+# -- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 5])
+def test_any_number_of_threads_writes_the_same_bytes(batch, make_packer, threads):
+    table, tensors, expected = batch
+    slab, _ = packed(make_packer(threads), table, tensors)
+    assert leaves_are_equal(table, tensors, slab, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "writev", [None, lambda *arguments: -1, lambda *arguments: 5], ids=["absent", "refused", "short"]
+)
+def test_where_the_system_call_does_not_work_the_bytes_are_the_same(batch, make_packer, threads, writev, monkeypatch):
+    monkeypatch.setattr(Moves, "writev", writev)
+    table, tensors, expected = batch
+    slab, _ = packed(make_packer(threads), table, tensors)
+    assert leaves_are_equal(table, tensors, slab, expected)
+
+
+def test_a_system_call_that_was_refused_is_not_tried_again(monkeypatch):
+    calls = []
+    monkeypatch.setattr(Moves, "writev", staticmethod(lambda *arguments: calls.append(arguments) or -1))
+    tensors = [tensor_of(torch.uint8, (9,), seed) for seed in range(100)]
+    for _ in range(3):
+        packed(Packer(1), plan(tensors).table, tensors)
+    assert len(calls) == 1
+
+
+def test_padding_does_not_carry_what_the_slab_held_before(make_packer):
+    tensors = [tensor_of(torch.uint8, (n % 13 + 1,), n) for n in range(100)]
+    table = plan(tensors).table
+    slab, _ = packed(make_packer(1), table, tensors)
+    again = torch.zeros(table.nbytes, dtype=torch.uint8)
+    list(make_packer(1).pack(table, tensors, again))
+    assert torch.equal(slab, again)
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_what_is_reported_is_in_the_slab_already(batch, make_packer, threads):
+    table, tensors, expected = batch
+    slab = torch.full((table.nbytes,), 0xEE, dtype=torch.uint8)
+    done = 0
+    for end in make_packer(threads).pack(table, tensors, slab):
+        assert end > done or table.nbytes == 0
+        ready = torch.zeros(table.nbytes, dtype=torch.uint8)
+        ready[:end] = slab[:end]
+        for tensor, offset in zip(tensors, table.offsets, strict=True):
+            stop = min(offset + tensor.numel(), end)
+            assert torch.equal(ready[offset:stop], expected[offset:stop])
+        done = end
+    assert done == table.nbytes
+
+
+def test_a_batch_below_two_chunks_is_reported_once(make_packer):
+    tensors = [tensor_of(torch.uint8, (CHUNK_BYTES // 2,)) for _ in range(3)]
+    _, ends = packed(make_packer(4), plan(tensors).table, tensors)
+    assert ends == [plan(tensors).table.nbytes]
+
+
+def test_a_batch_of_two_chunks_and_more_is_reported_in_turns(make_packer):
+    tensors = [tensor_of(torch.uint8, (CHUNK_BYTES // 2 + 1,)) for _ in range(6)]
+    table = plan(tensors).table
+    _, ends = packed(make_packer(4), table, tensors)
+    assert len(ends) == 3
+    assert ends[-1] == table.nbytes
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 1, 2 * CHUNK_BYTES, 100 * CHUNK_BYTES, 10**9 + 7]
+)
+def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(nbytes):
+    ends = chunk_ends(nbytes)
+    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
+    assert ends[-1] == nbytes
+    assert max(sizes) - min(sizes) <= 1
+    assert len(ends) <= MAX_CHUNKS
+    assert len(ends) == 1 or min(sizes) >= CHUNK_BYTES
+
+
+def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer):
+    packer = make_packer(4)
+    tensors = [tensor_of(torch.uint8, (BYTES_PER_THREAD,)), tensor_of(torch.uint8, (100,))]
+    packed(packer, plan(tensors).table, tensors)
+    assert not packing_threads()
+
+
+def test_threads_are_kept_from_batch_to_batch(make_packer):
+    packer = make_packer(3)
+    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    packed(packer, plan(tensors).table, tensors)
+    first = packing_threads()
+    packed(packer, plan(tensors).table, tensors)
+    assert set(first) <= set(packing_threads())
+    assert 1 <= len(packing_threads()) <= 2  # the third is the calling one
+
+
+# -- errors and ends ---------------------------------------------------------------------------------------------------
+
+
+class FailingTable(Table):
+    """Fails while a packing thread, or the calling one, reads it."""
+
+    __slots__ = ("fail_in",)
+
+    @property
+    def fragments(self):
+        in_background = threading.current_thread() in packing_threads()
+        if {"caller": not in_background, "thread": in_background, "nobody": False}[self.fail_in]:
+            raise RuntimeError(f"failed in the {self.fail_in}")
+        return super().fragments
+
+
+@pytest.mark.parametrize("size", [8 * BYTES_PER_THREAD, 3 * CHUNK_BYTES])
+def test_an_error_in_a_packing_thread_reaches_the_caller_and_the_next_batch_is_packed(make_packer, size):
+    packer = make_packer(3)
+    tensors = [tensor_of(torch.uint8, (size,))]
+    table = FailingTable(plan(tensors).table.columns)
+    table.fail_in = "thread"
+    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="failed in the thread"):
+        list(packer.pack(table, tensors, slab))
+    table.fail_in = "nobody"
+    list(packer.pack(table, tensors, slab))
+    assert torch.equal(slab[:size], tensors[0])
+
+
+def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
+    packer = make_packer(3)
+    tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]
+    table = FailingTable(plan(tensors).table.columns)
+    table.fail_in = "caller"
+    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="failed in the caller"):
+        list(packer.pack(table, tensors, slab))
+    slab.zero_()
+    table.fail_in = "nobody"
+    for _ in range(3):
+        list(packer.pack(table, tensors, slab))
+        assert torch.equal(slab[: tensors[0].numel()], tensors[0])
+
+
+def test_a_pack_that_is_left_early_leaves_no_thread_writing(make_packer):
+    packer = make_packer(4)
+    tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,)).fill_(1)]
+    table = plan(tensors).table
+    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
+    for _ in range(3):
+        packing = packer.pack(table, tensors, slab)
+        next(packing)
+        packing.close()
+        slab.zero_()
+        other = tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))
+        list(packer.pack(plan([other]).table, [other], torch.empty(other.numel(), dtype=torch.uint8)))
+        assert not slab.any(), "written after it was closed"
+
+
+def test_when_no_thread_can_be_started_those_that_were_write_no_more(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def start_one(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    packer = Packer(4)
+    tensors = [tensor_of(torch.uint8, (2 * CHUNK_BYTES,)).fill_(1)]
+    table = plan(tensors).table
+    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(packer.pack(table, tensors, slab))
+    slab.zero_()
+    packer.close()  # waits for what was begun
+    assert not slab.any()
+
+
+def test_several_threads_pack_with_one_packer_at_once(make_packer):
+    packer = make_packer(2)
+    barrier = threading.Barrier(3)
+
+    def work(seed):
+        tensors = [tensor_of(torch.uint8, (2 * BYTES_PER_THREAD + seed,), seed), tensor_of(torch.int64, (100,), seed)]
+        table = plan(tensors).table
+        barrier.wait(PATIENCE_SECONDS)
+        for _ in range(5):
+            slab, _ = packed(packer, table, tensors)
+            for tensor, offset in zip(tensors, table.offsets, strict=True):
+                assert torch.equal(slab[offset : offset + tensor.nbytes].view(tensor.dtype), tensor)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as executor:
+        for future in [executor.submit(work, seed) for seed in range(3)]:
+            future.result()
+
+
+def test_closing_ends_the_threads_and_may_be_done_twice():
+    packer = Packer(3)
+    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    packed(packer, plan(tensors).table, tensors)
+    assert packing_threads()
+    packer.close()
+    assert not packing_threads()
+    packer.close()
+    Packer(3).close()
+
+
+def test_a_packer_that_is_forgotten_ends_its_threads():
+    packer = Packer(2)
+    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    packed(packer, plan(tensors).table, tensors)
+    assert packing_threads()
+    del packer
+    wait_until(lambda: not packing_threads())
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_less_than_one_thread_is_refused(threads):
+    with pytest.raises(ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"):
+        Packer(threads)
+
+
+# -- how many threads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"),
+    [
+        ("100000 100000\n", 1),
+        ("50000 100000\n", 1),
+        ("1000000 10000\n", 100),
+        ("max 100000\n", None),
+        ("nonsense\n", None),
+        ("1 2 3\n", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_usable_cpus_are_those_of_the_affinity_and_the_quota_of_the_cgroup(tmp_path, quota, cpus):
+    if quota is not None:
+        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota)
+    affinity = len(os.sched_getaffinity(0))
+    assert usable_cpus(tmp_path) == (affinity if cpus is None else min(cpus, affinity))
+
+
+def test_by_default_a_packer_takes_the_usable_cpus_but_not_too_many():
+    assert Packer().threads == min(usable_cpus(), MAX_THREADS)

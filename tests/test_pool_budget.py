@@ -1,0 +1,514 @@
+"""The cap, and what changes the bytes held: growth, trim, reserve, freeze; also when memory fails."""
+
+import threading
+
+import pytest
+from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
+
+from pinstage import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    PageableMemory,
+    PoolFrozenError,
+    SlabPool,
+)
+
+
+def idle_in_order(pool, *sizes):
+    """Make idle slabs of these sizes, the least recently used first."""
+    leases = [pool.acquire(nbytes) for nbytes in sizes]
+    for lease in leases:
+        lease.release()
+
+
+# -- the cap
+
+
+@pytest.mark.parametrize(("given", "nbytes"), [(1000, 1000), ("1KiB", 1024), ("1.5 MiB", 1536 * 1024)])
+def test_the_cap_is_given_as_bytes_or_text_and_the_stats_say_where_it_comes_from(make_pool, given, nbytes):
+    stats = make_pool(given).stats()
+    assert (stats.max_bytes, stats.max_bytes_reason) == (nbytes, f"given: {given}")
+
+
+@pytest.mark.parametrize("senseless", [0, "0 MiB"])
+def test_a_cap_of_nothing_is_refused(make_pool, senseless):
+    with pytest.raises(ValueError, match="max_bytes must be positive"):
+        make_pool(senseless)
+
+
+@pytest.mark.parametrize("senseless", [-1, "plenty", "512mb"])
+def test_a_cap_that_is_no_size_is_refused(make_pool, senseless):
+    with pytest.raises(ValueError, match=r"negative|not a size"):
+        make_pool(senseless)
+
+
+def test_the_automatic_cap_is_a_share_of_what_is_available_and_the_stats_say_of_what(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with SlabPool(PageableMemory()) as pool:
+        stats = pool.stats()
+    assert stats.max_bytes == pool.max_bytes > 0
+    assert "25% of " in stats.max_bytes_reason
+    assert "available (" in stats.max_bytes_reason
+
+
+def test_the_automatic_cap_is_divided_among_the_ranks_of_this_host(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with SlabPool(PageableMemory()) as alone:
+        pass
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with SlabPool(PageableMemory(), max_bytes="auto") as shared:
+        assert shared.max_bytes == pytest.approx(alone.max_bytes / 4, rel=0.2)  # other programs take memory meanwhile
+        assert "divided by 4 local ranks" in shared.stats().max_bytes_reason
+        with pytest.raises(BudgetExceededError, match="divided by 4 local ranks"):
+            shared.acquire(alone.max_bytes * 2)
+
+
+def test_a_request_above_the_cap_fails_at_once_even_without_a_timeout(pool, memory):
+    with pytest.raises(BudgetExceededError):
+        pool.acquire(1001)
+    assert (memory.allocations, pool.stats().waits) == (0, 0)
+
+
+def test_a_cap_that_is_no_whole_number_of_units_is_not_exceeded():
+    memory = CountingMemory(granularity=4096)
+    with SlabPool(memory, max_bytes=3 * 4096 - 1) as pool:
+        with pytest.raises(BudgetExceededError):
+            pool.acquire(2 * 4096 + 1)
+        with pool.acquire(2 * 4096):
+            assert memory.live_bytes == 2 * 4096
+
+
+def test_idle_slabs_count_against_the_cap(pool, memory):
+    idle_in_order(pool, 400, 400)
+    with pool.acquire(500):
+        assert memory.live_bytes <= 1000
+    assert memory.peak_live_bytes <= 1000
+
+
+def test_an_allocation_under_way_counts_against_the_cap(pool, memory, background):
+    memory.allocate_gate = Gate()
+    first = background(pool.acquire, 600)
+    memory.allocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(600, timeout=0)
+    second = background(pool.acquire, 600)
+    wait_until(lambda: pool.stats().waits == 2)
+    memory.allocate_gate.open()
+    outcome(first).release()
+    outcome(second).release()
+    assert (memory.allocations, memory.peak_live_bytes) == (1, 640)
+
+
+def test_the_cap_holds_while_idle_slabs_are_still_being_freed(pool, memory, background):
+    idle_in_order(pool, 400, 400)
+    memory.deallocate_gate = Gate()
+    large = background(pool.acquire, 700)
+    memory.deallocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(320, timeout=0)  # would fit beside what is held then, were it not promised to the other
+    small = background(pool.acquire, 320)
+    wait_until(lambda: pool.stats().waits == 2)
+    assert memory.live_bytes == pool.stats().held_bytes == 832
+    memory.deallocate_gate.open()
+    outcome(large).release()
+    outcome(small).release()
+    assert memory.peak_live_bytes <= 1000
+
+
+def test_the_cap_holds_while_a_trim_is_under_way(pool, memory, background):
+    idle_in_order(pool, 448, 448)
+    memory.deallocate_gate = Gate()
+    trim = background(pool.trim)
+    memory.deallocate_gate.wait_for_arrival()
+    lease = background(pool.acquire, 448)
+    wait_until(lambda: pool.stats().waits == 1)
+    assert stays_blocked(lease)
+    memory.deallocate_gate.open()
+    assert outcome(trim) == 896
+    outcome(lease).release()
+    assert memory.peak_live_bytes == 896
+
+
+def test_a_slab_being_freed_is_not_handed_out(pool, memory, background):
+    pool.reserve(1000)
+    memory.deallocate_gate = Gate()
+    trim = background(pool.trim)
+    memory.deallocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(1000, timeout=0)
+    memory.deallocate_gate.open()
+    outcome(trim)
+
+
+def test_growing_does_not_hold_up_others(pool, memory, background):
+    pool.reserve(96)
+    memory.allocate_gate = Gate()
+    growing = background(pool.acquire, 500)
+    memory.allocate_gate.wait_for_arrival()
+    with pool.acquire(96, timeout=0):
+        assert not growing.done()
+    memory.allocate_gate.open()
+    outcome(growing).release()
+
+
+# -- trim
+
+
+def test_at_the_cap_idle_slabs_of_other_classes_make_room_the_least_recently_used_first(pool, memory):
+    idle_in_order(pool, 320, 288, 352)
+    with pool.acquire(288):  # this one is the most recently used now
+        pass
+    with pool.acquire(500):
+        assert memory.freed == [320, 352]
+    assert pool.stats().trims == 2
+
+
+def test_no_more_idle_slabs_are_freed_than_the_request_needs(pool, memory):
+    idle_in_order(pool, 208, 192, 176)
+    with pool.acquire(512):
+        assert memory.freed == [208]
+
+
+def test_idle_slabs_are_kept_while_freeing_all_of_them_would_not_make_room(pool, memory):
+    with pool.acquire(512):
+        pool.reserve(256)
+        with pytest.raises(AcquireTimeoutError):
+            pool.acquire(512, timeout=0)
+        assert memory.deallocations == 0
+
+
+def test_trim_frees_the_least_recently_used_first_until_no_more_than_asked_is_held(pool, memory):
+    idle_in_order(pool, 96, 208, 112, 192)
+    assert pool.trim(to_bytes=400) == 304
+    assert memory.freed == [96, 208]
+    assert pool.stats().held_bytes == 304
+    assert pool.trim(to_bytes="304") == 0
+    assert pool.trim() == 304
+    assert memory.live_bytes == 0
+
+
+def test_trim_leaves_leased_and_in_flight_slabs_alone(pool, memory):
+    event = ManualEvent()
+    with pool.acquire(100):
+        pool.acquire(200).release(after=event)
+        pool.reserve(300)
+        assert pool.trim() == 320
+        assert memory.live_bytes == 104 + 208
+    event.finish()
+
+
+def test_trim_frees_slabs_whose_event_or_last_view_nobody_has_noticed(pool, memory):
+    event = ManualEvent()
+    pool.acquire(100).release(after=event)
+    lease = pool.acquire(200)
+    view = lease.tensor()
+    lease.release()
+    event.finish()
+    del view
+    assert pool.trim() == 312
+    assert memory.live_bytes == 0
+
+
+def test_two_trims_at_once_free_no_more_than_one(pool, memory, background):
+    idle_in_order(pool, 96, 96, 96, 96)
+    memory.deallocate_gate = Gate()
+    first = background(pool.trim, to_bytes=192)
+    memory.deallocate_gate.wait_for_arrival()
+    second = background(pool.trim, to_bytes=192)
+    memory.deallocate_gate.open()
+    assert outcome(first) + outcome(second) == 192
+    assert memory.live_bytes == 192
+
+
+# -- reserve
+
+
+def test_reserved_slabs_serve_as_many_leases_without_an_allocation(pool, memory):
+    pool.reserve(200, count=4)
+    assert memory.allocations == 4
+    leases = [pool.acquire(200, timeout=0) for _ in range(4)]
+    assert memory.allocations == 4
+    for lease in leases:
+        lease.release()
+    assert (pool.stats().hits, pool.stats().misses) == (4, 0)
+
+
+def test_idle_slabs_that_would_serve_count_as_reserved(pool, memory):
+    idle_in_order(pool, 104, 208, 216)  # 216 is beyond twice the class of 100
+    pool.reserve(100, count=3)
+    assert memory.allocations == 4
+
+
+def test_in_flight_slabs_that_have_come_back_count_as_reserved(pool, memory):
+    event = ManualEvent()
+    pool.acquire(100).release(after=event)
+    event.finish()
+    pool.reserve(100)
+    assert memory.allocations == 1
+
+
+def test_a_slab_that_is_leased_does_not_count_as_reserved(pool, memory):
+    with pool.acquire(100):
+        pool.reserve(100)
+        assert memory.allocations == 2
+
+
+def test_reserving_none_or_fewer_than_are_there_allocates_nothing(pool, memory):
+    pool.reserve(100, count=0)
+    assert memory.allocations == 0
+    pool.reserve(100, count=2)
+    pool.reserve(100, count=1)
+    assert memory.allocations == 2
+
+
+def test_a_reservation_beyond_the_cap_allocates_nothing_and_says_what_is_missing(pool, memory):
+    with pool.acquire(500):
+        before = pool.stats()
+        with pytest.raises(BudgetExceededError, match="2 slabs of 256 B are missing") as caught:
+            pool.reserve(250, count=2)
+        assert pool.stats() == before
+        assert memory.allocations == 1
+    assert (caught.value.requested_bytes, caught.value.leased_bytes) == (512, 512)
+
+
+def test_a_reservation_larger_than_the_cap_can_never_fit(pool, memory):
+    with pytest.raises(BudgetExceededError, match="can never fit"):
+        pool.reserve(1001)
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(0, 1), (1, -1)])
+def test_a_senseless_reservation_is_refused(pool, nbytes, count):
+    with pytest.raises(ValueError, match="reserve needs nbytes >= 1 and count >= 0"):
+        pool.reserve(nbytes, count=count)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_reservation_whose_allocation_fails_leaves_the_pool_as_it_was(pool, memory, nth):
+    with pool.acquire(100):
+        before = pool.stats()
+        memory.fail_allocate(MemoryError("no pages"), nth=nth)
+        with pytest.raises(MemoryError, match="no pages"):
+            pool.reserve(200, count=3)
+        assert pool.stats() == before
+        assert memory.live_bytes == before.held_bytes
+        pool.reserve(200, count=3)  # nothing of the cap was lost
+
+
+def test_the_cap_holds_while_a_failed_reservation_is_rolled_back(pool, memory, background):
+    memory.fail_allocate(MemoryError("no pages"), nth=2)
+    memory.deallocate_gate = Gate()
+    reservation = background(pool.reserve, 480, count=2)
+    memory.deallocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(600, timeout=0)
+    memory.deallocate_gate.open()
+    with pytest.raises(MemoryError):
+        outcome(reservation)
+    assert memory.peak_live_bytes <= 1000
+    pool.acquire(1000, timeout=0).release()
+
+
+def test_a_reservation_under_way_counts_against_the_cap(pool, memory, background):
+    memory.allocate_gate = Gate()
+    reservation = background(pool.reserve, 256, count=3)
+    memory.allocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(256, timeout=0)
+    with pytest.raises(BudgetExceededError):
+        pool.reserve(256)
+    memory.allocate_gate.open()
+    outcome(reservation)
+    assert memory.live_bytes == 768
+
+
+def test_a_reservation_wakes_a_waiter(pool, memory, background):
+    lease = pool.acquire(512)
+    memory.allocate_gate = Gate()
+    reservation = background(pool.reserve, 480)
+    memory.allocate_gate.wait_for_arrival()
+    waiter = background(pool.acquire, 480)
+    wait_until(lambda: pool.stats().waits == 1)
+    memory.allocate_gate.open()
+    outcome(reservation)
+    outcome(waiter).release()
+    lease.release()
+    assert memory.allocations == 2
+
+
+# -- freeze
+
+
+def test_a_frozen_pool_serves_what_it_has_and_allocates_nothing(pool, memory):
+    pool.reserve(200, count=2)
+    assert not pool.frozen
+    pool.freeze()
+    assert pool.frozen
+    with pool.acquire(200), pool.acquire(200):
+        assert memory.allocations == 2
+
+
+def test_a_frozen_pool_lends_any_larger_slab(pool, memory):
+    pool.reserve(900)
+    pool.freeze()
+    with pool.acquire(1) as lease:
+        assert lease.capacity == 960
+
+
+def test_a_frozen_pool_without_a_slab_as_large_raises_at_once_and_says_what_to_do(pool, memory):
+    pool.reserve(200)
+    pool.freeze()
+    before = pool.stats()
+    with pytest.raises(PoolFrozenError, match=r"300 B, largest slab 208 B.*; reserve\(\) .* before freeze") as caught:
+        pool.acquire(300)
+    assert (caught.value.requested_bytes, caught.value.held_bytes) == (300, 208)
+    assert (pool.stats(), memory.allocations) == (before, 1)
+
+
+def test_a_frozen_pool_waits_for_a_slab_that_is_in_use(pool, memory, background):
+    lease = pool.acquire(200)
+    pool.freeze()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(200, timeout=0)
+    waiter = background(pool.acquire, 200)
+    wait_until(lambda: pool.stats().waits == 2)
+    lease.release()
+    outcome(waiter).release()
+    assert memory.allocations == 1
+
+
+def test_freezing_ends_the_wait_for_room_that_only_an_allocation_could_use(pool, background):
+    leases = [pool.acquire(500), pool.acquire(480)]
+    waiter = background(pool.acquire, 600)
+    wait_until(lambda: pool.stats().waits == 1)
+    pool.freeze()
+    with pytest.raises(PoolFrozenError):
+        outcome(waiter)
+    for lease in leases:
+        lease.release()
+
+
+def test_a_frozen_pool_refuses_a_reservation_that_needs_an_allocation_and_no_other(pool, memory):
+    pool.reserve(200, count=2)
+    pool.freeze()
+    pool.reserve(200, count=2)
+    with pytest.raises(PoolFrozenError):
+        pool.reserve(200, count=3)
+    assert memory.allocations == 2
+
+
+def test_freezing_keeps_the_other_slabs_at_the_cap_instead_of_trimming_them(pool, memory):
+    pool.reserve(900)
+    pool.freeze()
+    with pool.acquire(900), pytest.raises(AcquireTimeoutError):
+        pool.acquire(100, timeout=0)
+    assert memory.deallocations == 0
+
+
+def test_a_frozen_pool_can_be_trimmed_by_hand_and_then_says_that_nothing_is_left(pool):
+    pool.reserve(200)
+    pool.freeze()
+    assert pool.trim() == 208
+    with pytest.raises(PoolFrozenError, match="largest slab 0 B"):
+        pool.acquire(100)
+
+
+# -- memory that fails
+
+
+def test_a_failed_allocation_passes_through_and_leaves_the_pool_as_it_was(pool, memory):
+    pool.reserve(96)
+    with pool.acquire(200):
+        before = pool.stats()
+        memory.fail_allocate(MemoryError("no pages"))
+        with pytest.raises(MemoryError, match="no pages"):
+            pool.acquire(300)
+        assert pool.stats() == before
+        pool.acquire(600).release()  # nothing of the cap was lost
+
+
+def test_a_failed_allocation_after_a_trim_has_only_freed_idle_slabs(pool, memory):
+    idle_in_order(pool, 400, 400)
+    memory.fail_allocate(MemoryError("no pages"))
+    with pytest.raises(MemoryError, match="no pages"):
+        pool.acquire(900)
+    assert pool.stats().held_bytes == memory.live_bytes == 0
+    pool.acquire(1000, timeout=0).release()
+
+
+def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
+    memory.allocate_gate = Gate()
+    memory.fail_allocate(MemoryError("no pages"))
+    failing = background(pool.acquire, 1000)
+    memory.allocate_gate.wait_for_arrival()
+    waiter = background(pool.acquire, 1000)
+    wait_until(lambda: pool.stats().waits == 1)
+    memory.allocate_gate.open()
+    with pytest.raises(MemoryError):
+        outcome(failing)
+    outcome(waiter).release()
+
+
+def test_a_slab_whose_freeing_fails_is_never_lent_again_and_the_others_are_as_before(pool, memory):
+    idle_in_order(pool, 96, 112, 128)
+    lost = memory.live_blocks[1]
+    memory.fail_deallocate(RuntimeError("device is gone"), nth=2)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        pool.trim()
+    stats = pool.stats()
+    assert (stats.held_bytes, stats.free_bytes, stats.free_slabs) == (128, 128, 1)
+    with pool.acquire(112) as lease:
+        assert lease.capacity == 128
+    assert pool.trim() == 128
+    assert memory.live_blocks == [lost]
+    memory.deallocate(lost)
+
+
+def test_a_failed_freeing_on_behalf_of_a_request_fails_the_request_and_loses_nothing_of_the_cap_but_that_slab(
+    pool, memory
+):
+    idle_in_order(pool, 400, 400)
+    lost = memory.live_blocks[0]
+    memory.fail_deallocate(RuntimeError("device is gone"))
+    with pytest.raises(RuntimeError, match="device is gone"):
+        pool.acquire(900)
+    stats = pool.stats()
+    assert (stats.held_bytes, stats.free_bytes, stats.leased_bytes) == (416, 416, 0)
+    memory.deallocate(lost)
+    pool.acquire(1000, timeout=0).release()
+
+
+def test_an_event_whose_query_fails_passes_its_error_through_and_changes_nothing(pool):
+    good, bad = ManualEvent(), ManualEvent()
+    pool.acquire(96).release(after=good)
+    pool.acquire(112).release(after=bad)
+    before = pool.stats()
+    good.finish()
+    bad.error = RuntimeError("CUDA error: device-side assert triggered")
+    for verb in (pool.stats, pool.trim, lambda: pool.acquire(96, timeout=0), lambda: pool.reserve(96)):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            verb()
+    bad.error = None
+    after = pool.stats()
+    assert (after.free_slabs, after.in_flight_slabs) == (1, 1)
+    assert after.held_bytes == before.held_bytes == after.free_bytes + after.in_flight_bytes
+    bad.finish()
+    with pool.acquire(96) as one, pool.acquire(96) as two:
+        assert one.data_ptr() != two.data_ptr()
+
+
+def test_the_cap_holds_when_many_threads_grow_and_trim_at_once(make_pool, memory, background):
+    pool = make_pool(10_000)
+    start = threading.Barrier(8)
+
+    def work(seed):
+        start.wait()
+        for step in range(60):
+            with pool.acquire(1 + (seed * 977 + step * 1543) % 5000):
+                pass
+            if step % 10 == seed:
+                pool.trim(to_bytes=2000)
+
+    for future in [background(work, seed) for seed in range(8)]:
+        outcome(future)
+    assert 0 < memory.peak_live_bytes <= 10_000
+    assert memory.deallocations > 0

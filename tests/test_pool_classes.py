@@ -1,0 +1,132 @@
+"""Size classes, and which slab serves a request."""
+
+import pytest
+from doubles import CountingMemory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pinstage import PageableMemory, SlabPool
+from pinstage._pool import CLASSES_PER_DOUBLING, REUSE_FACTOR, size_class
+
+sizes = st.integers(1, 2**40) | st.integers(0, 40).flatmap(lambda power: st.integers(-2, 2).map(lambda d: 2**power + d))
+sizes = sizes.filter(lambda nbytes: nbytes >= 1)
+units = st.sampled_from([1, 2, 512, 4096, 65536, 2 << 20])
+
+
+@given(sizes)
+def test_a_class_holds_its_request_and_rounds_by_at_most_an_eighth(nbytes):
+    assert nbytes <= size_class(nbytes) <= nbytes * 1.125
+
+
+@given(sizes, sizes)
+def test_a_larger_request_never_has_a_smaller_class(one, other):
+    small, large = sorted([one, other])
+    assert size_class(small) <= size_class(large)
+
+
+@given(sizes, units)
+def test_a_class_is_a_class_of_its_own(nbytes, granularity):
+    assert size_class(size_class(nbytes, granularity), granularity) == size_class(nbytes, granularity)
+
+
+@given(st.integers(3, 40))
+def test_there_are_at_least_eight_classes_in_each_doubling(power):
+    low, high = 2**power, 2 ** (power + 1)
+    step = max(1, low // 64)
+    assert len({size_class(nbytes) for nbytes in range(low + 1, high + 1, step)}) >= CLASSES_PER_DOUBLING >= 8
+
+
+@given(sizes, units)
+def test_classes_are_whole_allocation_units_and_waste_no_more_than_one_of_them_or_an_eighth(nbytes, granularity):
+    capacity = size_class(nbytes, granularity)
+    assert capacity % granularity == 0
+    assert capacity >= nbytes
+    assert capacity - nbytes < granularity or capacity <= nbytes * 1.125
+
+
+@given(st.integers(1, 200_000))
+def test_the_slab_of_a_lease_is_its_class(nbytes):
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, pool.acquire(nbytes) as lease:
+        assert (lease.nbytes, lease.capacity) == (nbytes, size_class(nbytes))
+
+
+def test_slabs_are_whole_allocation_units_of_the_memory(make_pool):
+    pool = make_pool(100_000, memory=CountingMemory(granularity=4096))
+    with pool.acquire(1) as small, pool.acquire(40_000) as large:
+        assert (small.capacity, large.capacity) == (4096, 40_960)
+
+
+def test_a_request_of_exactly_the_cap_fits_even_where_its_class_would_not(make_pool):
+    pool = make_pool(1001)
+    assert size_class(1001) > 1001
+    with pool.acquire(1001) as lease:
+        assert lease.capacity == 1001
+
+
+def test_sizes_may_be_text(make_pool):
+    with make_pool("1MiB").acquire("1.5KiB") as lease:
+        assert lease.nbytes == 1536
+
+
+def test_the_same_size_gets_the_same_slab_again(pool, memory):
+    addresses = set()
+    for _ in range(5):
+        with pool.acquire(100) as lease:
+            addresses.add(lease.data_ptr())
+    assert (len(addresses), memory.allocations) == (1, 1)
+
+
+def test_a_larger_idle_slab_within_the_reuse_factor_serves_before_the_pool_grows(pool, memory):
+    pool.reserve(REUSE_FACTOR * size_class(100))
+    with pool.acquire(100) as lease:
+        assert lease.capacity == REUSE_FACTOR * size_class(100)
+    assert memory.allocations == 1
+
+
+def test_a_larger_idle_slab_beyond_the_reuse_factor_does_not_serve_while_the_pool_can_grow(pool, memory):
+    pool.reserve(REUSE_FACTOR * size_class(100) + 16)
+    with pool.acquire(100) as lease:
+        assert lease.capacity == size_class(100)
+    assert memory.allocations == 2
+
+
+def test_at_the_cap_any_larger_idle_slab_serves(make_pool, memory):
+    pool = make_pool(1024)
+    pool.reserve(1024)
+    with pool.acquire(10) as lease:
+        assert lease.capacity == 1024
+    assert (memory.allocations, memory.deallocations) == (1, 0)
+
+
+def test_the_smallest_idle_slab_that_fits_serves(pool):
+    for nbytes in (112, 144, 176):
+        pool.reserve(nbytes)
+    with pool.acquire(104) as lease:
+        assert lease.capacity == 112
+
+
+def test_an_idle_slab_of_a_smaller_class_than_the_request_serves_if_it_holds_it(make_pool, memory):
+    pool = make_pool(1001)
+    pool.reserve(1001)  # the cap cuts this class from 1024
+    with pool.acquire(1000) as lease:
+        assert lease.capacity == 1001
+    assert memory.allocations == 1
+
+
+def test_an_idle_slab_that_is_too_small_never_serves(pool, memory):
+    pool.reserve(96)
+    with pool.acquire(97) as lease:
+        assert lease.capacity >= 97
+    assert memory.allocations == 2
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, "0B"])
+def test_an_empty_lease_is_refused(pool, nbytes):
+    with pytest.raises(ValueError, match=r"at least 1|negative"):
+        pool.acquire(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [True, 1.5, None])
+def test_what_is_no_size_is_refused(pool, nbytes):
+    with pytest.raises(TypeError, match="a size is an int or text"):
+        pool.acquire(nbytes)

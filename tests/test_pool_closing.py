@@ -1,0 +1,202 @@
+"""The end of a pool: closed, or dropped."""
+
+import gc
+
+import pytest
+from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+
+from pinstage import PoolClosedError, SlabPool, UnreleasedLeaseWarning
+
+
+def test_close_frees_all_idle_slabs(pool, memory):
+    pool.reserve(100, count=3)
+    pool.close()
+    assert pool.closed
+    assert memory.live_bytes == pool.stats().held_bytes == 0
+
+
+def test_a_pool_is_closed_at_the_end_of_its_block(memory):
+    with SlabPool(memory, max_bytes=1000) as pool:
+        pool.acquire(100).release()
+        assert not pool.closed
+    assert pool.closed
+    assert memory.live_bytes == 0
+
+
+def test_a_pool_is_closed_when_its_block_fails(memory):
+    with pytest.raises(KeyError), SlabPool(memory, max_bytes=1000) as pool:
+        pool.reserve(100)
+        raise KeyError
+    assert memory.live_bytes == 0
+
+
+def test_a_closed_pool_may_be_closed_again(pool):
+    pool.close()
+    pool.close()
+    assert pool.closed
+
+
+@pytest.mark.parametrize(
+    "verb", [lambda pool: pool.acquire(1), lambda pool: pool.reserve(1), lambda pool: pool.acquire(10**6)]
+)
+def test_a_closed_pool_refuses_new_leases(pool, memory, verb):
+    pool.close()
+    with pytest.raises(PoolClosedError, match=r"pool is closed: held 0 B of .*; make a new SlabPool"):
+        verb(pool)
+    assert memory.allocations == 0
+
+
+def test_a_closed_pool_can_still_be_looked_at_and_trimmed(pool):
+    pool.reserve(100)
+    pool.close()
+    assert (pool.stats().trims, pool.trim()) == (1, 0)
+    assert repr(pool).startswith("<SlabPool closed CountingMemory held 0 B")
+
+
+def test_a_pool_shows_its_state(pool):
+    assert repr(pool) == (
+        "<SlabPool open CountingMemory held 0 B of max_bytes 1000 B (given: 1000), leased 0 B, in flight 0 B>"
+    )
+    pool.freeze()
+    assert repr(pool).startswith("<SlabPool frozen ")
+
+
+def test_closing_wakes_all_waiters_with_an_error(pool, background):
+    lease = pool.acquire(1000)
+    futures = []
+    for count in range(4):
+        futures.append(background(pool.acquire, 1000 - count, timeout=None if count % 2 else 60))
+        wait_until(lambda count=count: pool.stats().waits == count + 1)
+    pool.close()
+    for future in futures:
+        with pytest.raises(PoolClosedError):
+            outcome(future)
+    lease.release()
+
+
+def test_close_waits_for_slabs_in_flight_and_frees_them(pool, memory, background):
+    event = ManualEvent()
+    pool.acquire(100).release(after=event)
+    closing = background(pool.close)
+    assert event.waited_for.wait(10)
+    assert stays_blocked(closing)
+    assert memory.live_bytes == 104
+    event.finish()
+    outcome(closing)
+    assert memory.live_bytes == 0
+
+
+def test_close_waits_for_a_slab_whose_last_view_died_before_its_event_was_done(pool, memory, background):
+    event, lease = ManualEvent(), pool.acquire(100)
+    view = lease.tensor()
+    lease.release(after=event)
+    del view
+    closing = background(pool.close)
+    assert event.waited_for.wait(10)
+    event.finish()
+    outcome(closing)
+    assert memory.live_bytes == 0
+
+
+def test_a_slab_leased_at_the_close_is_freed_when_it_is_released(pool, memory):
+    with pool.acquire(100) as lease:
+        pool.close()
+        lease.tensor().fill_(1)
+        assert memory.live_bytes == 104
+    assert memory.live_bytes == 0
+
+
+def test_a_slab_released_after_the_close_is_freed_when_its_event_is_done_and_the_pool_is_looked_at(pool, memory):
+    event = ManualEvent()
+    with pool.acquire(100) as lease:
+        pool.close()
+        lease.release(after=event)
+    assert (pool.stats().in_flight_slabs, memory.live_bytes) == (1, 104)
+    event.finish()
+    assert pool.stats().trims == 0
+    assert memory.live_bytes == 0
+
+
+@pytest.mark.parametrize("look", [SlabPool.close, SlabPool.stats, SlabPool.trim])
+def test_views_stay_valid_after_the_close_and_their_slab_is_freed_after_the_last_of_them(pool, memory, look):
+    lease = pool.acquire(100)
+    view = lease.tensor()
+    view.fill_(42)
+    lease.release()
+    pool.close()
+    look(pool)
+    assert view.tolist() == [42] * 100
+    assert memory.live_bytes == 104
+    del view
+    look(pool)
+    assert memory.live_bytes == 0
+
+
+def test_a_lease_forgotten_after_the_close_is_freed_when_the_pool_is_looked_at(pool, memory):
+    lease = pool.acquire(100)
+    pool.close()
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    pool.stats()
+    assert memory.live_bytes == 0
+
+
+@pytest.mark.parametrize("verb", [SlabPool.acquire, SlabPool.reserve])
+def test_an_allocation_under_way_at_the_close_is_freed(pool, memory, background, verb):
+    memory.allocate_gate = Gate()
+    growing = background(verb, pool, 100)
+    memory.allocate_gate.wait_for_arrival()
+    pool.close()
+    memory.allocate_gate.open()
+    if verb is SlabPool.acquire:
+        with pytest.raises(PoolClosedError):
+            outcome(growing)
+    else:
+        outcome(growing)
+    assert memory.live_bytes == 0
+    assert pool.stats().leased_slabs == 0
+
+
+def test_an_event_that_fails_at_the_close_passes_through_and_its_slab_is_not_freed(pool, memory):
+    event = ManualEvent()
+    pool.acquire(100).release(after=event)
+    event.error = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        pool.close()
+    assert pool.closed
+    assert memory.live_bytes == 104
+    event.error = None
+    event.finish()
+    pool.close()
+    assert memory.live_bytes == 0
+
+
+def test_a_dropped_pool_frees_its_slabs(memory):
+    pool = SlabPool(memory, max_bytes=1000)
+    pool.reserve(100, count=3)
+    del pool
+    gc.collect()
+    assert memory.live_bytes == 0
+
+
+def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
+    event = ManualEvent()
+    with SlabPool(memory, max_bytes=1000) as pool:
+        flying, forgotten, viewed = (pool.acquire(100) for _ in range(3))
+        view = viewed.tensor()
+    flying.release(after=event)
+    viewed.release()
+    with pytest.warns(UnreleasedLeaseWarning):
+        del forgotten
+    event.finish()
+    del view, viewed, flying, pool
+    gc.collect()
+    assert memory.live_bytes == 0
+
+
+def test_a_pool_that_was_never_made_is_dropped_in_silence():
+    with pytest.raises(ValueError, match="max_bytes"):
+        SlabPool(max_bytes=0)
+    with pytest.raises(AttributeError):
+        SlabPool(object(), max_bytes=10)  # no memory resource
+    gc.collect()

@@ -1,0 +1,467 @@
+"""Leases: the views they give, how they end, and what keeps a slab out of the pool after that."""
+
+import ctypes
+import gc
+import math
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from doubles import ManualEvent, outcome
+
+from pinstage import AcquireTimeoutError, LeaseError, PageableMemory, SlabPool, UnreleasedLeaseWarning
+
+VIEWS = {
+    "tensor": lambda lease: lease.tensor(),
+    "view": lambda lease: lease.view((2, 3), torch.float32),
+    "numpy": lambda lease: lease.numpy(),
+    "memoryview": lambda lease: lease.memoryview(),
+}
+every_view = pytest.mark.parametrize("make_view", VIEWS.values(), ids=VIEWS)
+
+
+def states(pool):
+    stats = pool.stats()
+    return {"leased": stats.leased_slabs, "in flight": stats.in_flight_slabs, "free": stats.free_slabs}
+
+
+LEASED = {"leased": 1, "in flight": 0, "free": 0}
+IN_FLIGHT = {"leased": 0, "in flight": 1, "free": 0}
+FREE = {"leased": 0, "in flight": 0, "free": 1}
+
+
+@pytest.fixture
+def full_pool(make_pool):
+    """A pool with room for a single slab: who gets it again can be seen."""
+    pool = make_pool(128)
+    pool.reserve(128)
+    return pool
+
+
+# -- what a lease shows
+
+
+def test_all_views_show_the_same_bytes_of_the_slab(pool):
+    with pool.acquire(100) as lease:
+        tensor, array, view, numbers = (
+            lease.tensor(),
+            lease.numpy(),
+            lease.memoryview(),
+            lease.view((25,), torch.int32),
+        )
+        assert tensor.data_ptr() == array.ctypes.data == numbers.data_ptr() == lease.data_ptr()
+        tensor.copy_(torch.arange(100, dtype=torch.uint8))
+        assert bytes(view) == bytes(range(100)) == array.tobytes() == numbers.numpy().tobytes()
+        array[0], view[1], numbers[24] = 7, 8, -1
+        assert tensor[[0, 1, 99]].tolist() == [7, 8, 255]
+        assert ctypes.string_at(lease.data_ptr(), 2) == b"\x07\x08"
+        del tensor, array, view, numbers
+
+
+def test_a_tensor_is_exactly_the_bytes_asked_for(pool):
+    with pool.acquire(101) as lease:
+        tensor = lease.tensor()
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((101,), torch.uint8, "cpu")
+        assert lease.capacity > 101
+        del tensor
+
+
+def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(pool):
+    with pool.acquire(101) as lease:
+        array, view = lease.numpy(), lease.memoryview()
+        assert (array.shape, array.dtype, array.flags.writeable) == ((101,), np.uint8, True)
+        assert (view.nbytes, view.format, view.readonly, view.ndim) == (101, "B", False, 1)
+        del array, view
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 6), torch.float32), (96, torch.uint8), ((2, 3, 4), torch.bfloat16), ((), torch.float64), ((96,), torch.bool)],
+)
+def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape, dtype):
+    with pool.acquire(96) as lease:
+        view = lease.view(shape, dtype)
+        assert view.shape == torch.empty(shape).shape
+        assert (view.dtype, view.is_contiguous(), view.data_ptr()) == (dtype, True, lease.data_ptr())
+        del view
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), 0])
+def test_a_view_without_elements_is_empty(pool, shape):
+    with pool.acquire(4) as lease:
+        view = lease.view(shape, torch.float64)
+        assert (view.shape, view.dtype) == (torch.empty(shape).shape, torch.float64)
+
+
+@pytest.mark.parametrize(("shape", "nbytes"), [((26,), 104), ((5, 6), 120), (1000, 4000)])
+def test_a_view_beyond_the_bytes_asked_for_is_refused_with_both_numbers(pool, shape, nbytes):
+    with pool.acquire(101) as lease:
+        assert lease.capacity >= 104
+        with pytest.raises(ValueError, match=f"{nbytes} bytes, leased 101; acquire more"):
+            lease.view(shape, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -1), (-1, -1)])
+def test_a_view_of_negative_size_is_refused(pool, shape):
+    with pool.acquire(100) as lease, pytest.raises(ValueError, match="view does not fit"):
+        lease.view(shape, torch.uint8)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="PEP 688")
+def test_a_lease_is_a_buffer_itself(pool):
+    with pool.acquire(100) as lease:
+        assert memoryview(lease).nbytes == 100
+
+
+def test_a_lease_shows_its_sizes_and_state(pool):
+    lease = pool.acquire(100)
+    assert repr(lease) == "<Lease nbytes=100 capacity=104 held>"
+    assert (lease.nbytes, lease.capacity, lease.released) == (100, 104, False)
+    lease.release()
+    assert repr(lease) == "<Lease nbytes=100 capacity=104 released>"
+    assert (lease.nbytes, lease.capacity, lease.released) == (100, 104, True)
+
+
+# -- how it ends
+
+
+def test_a_lease_is_released_at_the_end_of_its_block(pool):
+    with pool.acquire(100) as lease:
+        assert states(pool) == LEASED
+    assert lease.released
+    assert states(pool) == FREE
+
+
+def test_a_lease_is_released_when_its_block_fails(pool):
+    with pytest.raises(KeyError), pool.acquire(100):
+        raise KeyError
+    assert states(pool) == FREE
+
+
+def test_a_lease_may_be_released_inside_its_block(full_pool):
+    with full_pool.acquire(100) as lease:
+        lease.release(after=(event := ManualEvent()))
+    assert states(full_pool) == IN_FLIGHT
+    event.finish()
+    assert states(full_pool) == FREE
+
+
+def test_a_lease_may_be_used_and_released_by_another_thread(pool, background):
+    lease = pool.acquire(100)
+    outcome(background(lambda: lease.tensor().fill_(3)))
+    assert lease.numpy().tolist() == [3] * 100
+    outcome(background(lease.release))
+    assert states(pool) == FREE
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [*VIEWS.items(), ("data_ptr", lambda lease: lease.data_ptr())], ids=[*VIEWS, "data_ptr"]
+)
+def test_a_released_lease_cannot_be_used(pool, name, use):
+    lease = pool.acquire(100)
+    lease.release()
+    with pytest.raises(LeaseError, match=rf"already released: {name}\(\) on a lease of 100 bytes; acquire a new one"):
+        use(lease)
+
+
+def test_a_second_release_is_an_error_and_changes_nothing(pool):
+    lease = pool.acquire(100)
+    lease.release()
+    before = pool.stats()
+    for event in (None, ManualEvent()):
+        with pytest.raises(LeaseError, match=r"already released: release\(\)"):
+            lease.release(after=event)
+    assert pool.stats() == before
+
+
+def test_a_second_release_does_not_touch_the_next_holder(full_pool):
+    first = full_pool.acquire(100)
+    first.release()
+    second = full_pool.acquire(100)
+    with pytest.raises(LeaseError):
+        first.release()
+    assert states(full_pool) == LEASED
+    second.release()
+
+
+def test_of_two_releases_at_once_exactly_one_succeeds(pool, background):
+    for _ in range(100):
+        lease = pool.acquire(100)
+        view = lease.tensor()
+        start = threading.Barrier(2)
+
+        def release(lease=lease, start=start):
+            start.wait()
+            try:
+                lease.release()
+            except LeaseError:
+                return False
+            return True
+
+        assert sorted([outcome(future) for future in [background(release), background(release)]]) == [False, True]
+        assert states(pool) == IN_FLIGHT
+        del view
+        assert states(pool) == FREE
+
+
+# -- what keeps the slab out of the pool
+
+
+def test_a_slab_is_in_flight_until_its_event_is_done(full_pool):
+    event = ManualEvent()
+    full_pool.acquire(100).release(after=event)
+    assert states(full_pool) == IN_FLIGHT
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(100, timeout=0)
+    event.finish()
+    full_pool.acquire(100, timeout=0).release()
+
+
+def test_an_event_is_not_kept_after_it_is_done(full_pool):
+    event = ManualEvent()
+    full_pool.acquire(100).release(after=event)
+    event.finish()
+    full_pool.stats()
+    assert sys.getrefcount(event) == 2
+    queries = event.queries
+    full_pool.acquire(100).release()
+    full_pool.stats()
+    assert event.queries == queries
+
+
+def test_slabs_come_back_in_the_order_in_which_their_events_are_done(pool):
+    events = [ManualEvent() for _ in range(3)]
+    leases = [pool.acquire(100) for _ in events]
+    addresses = [lease.data_ptr() for lease in leases]
+    for lease, event in zip(leases, events, strict=True):
+        lease.release(after=event)
+    pool.freeze()
+    for index in (2, 0, 1):
+        events[index].finish()
+        with pool.acquire(100, timeout=0) as lease:
+            assert lease.data_ptr() == addresses[index]
+        lease = pool.acquire(100)  # keep it away from the next round
+        lease.release(after=(later := ManualEvent()))
+        events.append(later)
+    for event in events:
+        event.finish()
+
+
+@every_view
+def test_a_view_keeps_its_slab_out_of_the_pool(full_pool, make_view):
+    lease = full_pool.acquire(100)
+    view = make_view(lease)
+    lease.release()
+    assert states(full_pool) == IN_FLIGHT
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(100, timeout=0)
+    del view
+    full_pool.acquire(100, timeout=0).release()
+
+
+DERIVED = {
+    "slice of a tensor": lambda lease: lease.tensor()[3:5],
+    "reshaped tensor": lambda lease: lease.tensor().view(10, 10).t(),
+    "tensor of another dtype": lambda lease: lease.tensor().view(torch.float32)[1:],
+    "array of a tensor": lambda lease: lease.tensor().numpy(),
+    "tensor of an array": lambda lease: torch.from_numpy(lease.numpy()),
+    "slice of an array": lambda lease: lease.numpy()[::7],
+    "slice of a memoryview": lambda lease: lease.memoryview()[1:2],
+    "storage": lambda lease: lease.tensor().untyped_storage(),
+    "list of rows": lambda lease: list(lease.view((5, 5), torch.int32).unbind()),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+def test_what_is_derived_from_a_view_keeps_the_slab_too(full_pool, derive):
+    lease = full_pool.acquire(100)
+    derived = derive(lease)
+    lease.release()
+    assert states(full_pool) == IN_FLIGHT
+    del derived
+    assert states(full_pool) == FREE
+
+
+def test_the_last_of_many_views_gives_the_slab_back(full_pool):
+    lease = full_pool.acquire(100)
+    views = [make_view(lease) for make_view in VIEWS.values()]
+    lease.release()
+    while views:
+        assert states(full_pool) == IN_FLIGHT
+        views.pop()
+    assert states(full_pool) == FREE
+
+
+def test_views_that_die_before_the_release_keep_nothing(full_pool):
+    lease = full_pool.acquire(100)
+    for make_view in VIEWS.values():
+        make_view(lease)
+    assert states(full_pool) == LEASED
+    lease.release()
+    stats = full_pool.stats()
+    assert (stats.free_slabs, stats.total_in_flight_slabs) == (1, 0)
+
+
+@every_view
+def test_a_slab_comes_back_when_its_event_is_done_and_then_its_last_view_dies(full_pool, make_view):
+    lease, event = full_pool.acquire(100), ManualEvent()
+    view = make_view(lease)
+    lease.release(after=event)
+    event.finish()
+    assert states(full_pool) == IN_FLIGHT
+    del view
+    assert states(full_pool) == FREE
+
+
+@every_view
+def test_a_slab_comes_back_when_its_last_view_dies_and_then_its_event_is_done(full_pool, make_view):
+    lease, event = full_pool.acquire(100), ManualEvent()
+    view = make_view(lease)
+    lease.release(after=event)
+    del view
+    assert states(full_pool) == IN_FLIGHT
+    event.finish()
+    assert states(full_pool) == FREE
+
+
+def test_a_view_that_outlives_the_release_keeps_its_bytes_while_others_use_the_pool(pool):
+    lease = pool.acquire(100)
+    view = lease.tensor()
+    view.fill_(42)
+    lease.release()
+    for _ in range(20):
+        with pool.acquire(100, timeout=0) as other:
+            other.tensor().fill_(1)
+    assert view.tolist() == [42] * 100
+
+
+def test_the_same_slab_is_lent_again_after_its_views_have_died_with_views_of_its_own(full_pool):
+    for value in range(5):
+        lease = full_pool.acquire(100, timeout=0)
+        view = lease.numpy()
+        view[:] = value
+        lease.release()
+        assert states(full_pool) == IN_FLIGHT
+        del view
+
+
+# -- leases that nobody releases
+
+
+def test_a_forgotten_lease_comes_back_with_a_warning_that_says_what_to_do(full_pool):
+    lease = full_pool.acquire(100)
+    with pytest.warns(UnreleasedLeaseWarning, match=r"100 bytes of 128 .*; use `with pool.acquire\(\.\.\.\)` or call"):
+        del lease
+    assert states(full_pool) == FREE
+    assert full_pool.stats().requested_bytes == 0
+    full_pool.acquire(100, timeout=0).release()
+
+
+def test_a_forgotten_lease_with_views_comes_back_when_the_last_of_them_dies(full_pool):
+    lease = full_pool.acquire(100)
+    view = lease.tensor()
+    view.fill_(5)
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    assert full_pool.stats().free_slabs == 0
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(100, timeout=0)
+    assert view.tolist() == [5] * 100
+    del view
+    assert states(full_pool) == FREE
+
+
+def test_a_forgotten_lease_whose_views_are_dead_comes_back_once(pool):
+    lease = pool.acquire(100)
+    lease.tensor()
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    assert states(pool) == FREE
+    with pool.acquire(100) as one, pool.acquire(100) as two:
+        assert one.data_ptr() != two.data_ptr()
+
+
+def test_a_released_lease_is_forgotten_without_a_warning(pool):
+    lease = pool.acquire(100)
+    lease.release(after=(event := ManualEvent()))
+    del lease  # a warning is an error here
+    event.finish()
+
+
+def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(full_pool):
+    holder = {"lease": full_pool.acquire(100)}
+    holder["view"] = holder["lease"].memoryview()
+    holder["self"] = holder
+    del holder
+    with pytest.warns(UnreleasedLeaseWarning):
+        gc.collect()
+    assert states(full_pool) == FREE
+
+
+@pytest.mark.timeout(20)
+def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
+    class CollectingEvent(ManualEvent):
+        def query(self):
+            gc.collect()  # the pool holds its lock here
+            return super().query()
+
+    event = CollectingEvent()
+    pool.acquire(100).release(after=event)
+    holder = [pool.acquire(100), pool.acquire(100)]
+    holder += [holder[0].numpy(), holder[1].tensor(), holder]
+    with pytest.warns(UnreleasedLeaseWarning) as warned:
+        del holder
+        pool.stats()
+    assert len(warned) == 2
+    assert states(pool) == {"leased": 0, "in flight": 1, "free": 2}
+    event.finish()
+
+
+@pytest.mark.timeout(20)
+def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
+    views = []
+
+    class DroppingEvent(ManualEvent):
+        def query(self):
+            views.clear()  # the pool holds its lock here
+            return super().query()
+
+    event = DroppingEvent()
+    leases = [pool.acquire(100) for _ in VIEWS]
+    pool.acquire(100).release(after=event)
+    for lease, make_view in zip(leases, VIEWS.values(), strict=True):
+        views.append(make_view(lease))
+        lease.release()
+    assert len(views) == 4
+    pool.stats()
+    assert states(pool) == {"leased": 0, "in flight": 1, "free": 4}
+    event.finish()
+
+
+def test_a_lease_keeps_its_pool_alive(memory):
+    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease.tensor().fill_(1)
+    assert memory.live_bytes == 104
+    lease.release()
+    del lease
+    assert memory.live_bytes == 0
+
+
+def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
+    memory = PageableMemory()
+    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    view = lease.tensor()
+    view.fill_(42)
+    lease.release()
+    del lease
+    gc.collect()
+    assert view.tolist() == [42] * 100
+
+
+def test_views_of_an_odd_sized_slab_end_at_its_end():
+    with SlabPool(PageableMemory(), max_bytes=4097) as pool, pool.acquire(4097) as lease:
+        lease.tensor().fill_(255)
+        assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
+        assert lease.view(math.prod((64, 16)), torch.float32).nbytes == 4096

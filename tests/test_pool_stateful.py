@@ -1,0 +1,320 @@
+"""The real pool against a plain model: what is busy, for what reason, and whose bytes are in it.
+
+The model never looks at the pool. It knows the memory's live blocks, and of each lease what keeps its slab busy; from
+that follow all the numbers, and whether a request must be served.
+"""
+
+import ctypes
+import itertools
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from doubles import CountingMemory, ManualEvent
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from pinstage import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    Lease,
+    LeaseError,
+    PoolFrozenError,
+    SlabPool,
+    UnreleasedLeaseWarning,
+)
+from pinstage._pool import REUSE_FACTOR, size_class
+
+VIEWS = [Lease.tensor, Lease.numpy, Lease.memoryview, lambda lease: lease.view(lease.nbytes, torch.bool)]
+sizes = st.integers(1, 500) | st.sampled_from([64, 100, 128, 256, 1000])
+
+
+@dataclass
+class Use:
+    """One use of one slab, from `acquire` until nothing keeps the slab busy."""
+
+    address: int
+    capacity: int
+    nbytes: int
+    byte: int
+    lease: Lease | None
+    views: dict[int, object] = field(default_factory=dict)
+    event: ManualEvent | None = None
+    forgotten: bool = False
+
+    @property
+    def is_leased(self):
+        return self.lease is not None or self.forgotten  # until the views of a forgotten lease have died
+
+    def check(self):
+        content = ctypes.string_at(self.address, self.capacity)
+        assert content == bytes([self.byte]) * self.capacity, "somebody else wrote into a busy slab"
+
+
+class PoolMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+    events = Bundle("events")
+    views = Bundle("views")
+
+    looks_after_each_step = True
+    """Looking settles what has come back. Without it the pool has to notice by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = itertools.count(1)
+        self.uses = {}  # bundles hold keys of this: the machine itself must keep nothing alive
+        self.granularity = 1
+        self.pool = None
+        self.frozen = False
+        self.every_event = []
+
+    @initialize(max_bytes=st.integers(1, 2500), granularity=st.sampled_from([1, 1, 64]))
+    def make(self, max_bytes, granularity):
+        self.granularity = granularity
+        self.max_bytes = max_bytes
+        self.memory = CountingMemory(granularity)
+        self.pool = SlabPool(self.memory, max_bytes=max_bytes)
+
+    # -- the model
+
+    def settle(self):
+        """Forget what nothing keeps busy any more."""
+        for key, use in list(self.uses.items()):
+            event_is_done = use.event is None or use.event._done.is_set()
+            if use.lease is None and not use.views and event_is_done:
+                del self.uses[key]
+
+    def idle(self):
+        busy = {use.address for use in self.uses.values()}
+        return [block.nbytes for block in self.memory.live_blocks if block.ptr not in busy]
+
+    def class_of(self, nbytes):
+        largest = self.max_bytes // self.granularity * self.granularity
+        return min(size_class(nbytes, self.granularity), largest)
+
+    def can_serve(self, nbytes):
+        if any(capacity >= nbytes for capacity in self.idle()):
+            return True
+        busy_bytes = sum(use.capacity for use in self.uses.values())
+        return not self.frozen and busy_bytes + self.class_of(nbytes) <= self.max_bytes
+
+    def expected_failure(self, nbytes):
+        if self.class_of(nbytes) < nbytes:
+            return BudgetExceededError
+        if self.can_serve(nbytes):
+            return None
+        if self.frozen and not any(block.nbytes >= nbytes for block in self.memory.live_blocks):
+            return PoolFrozenError
+        return AcquireTimeoutError
+
+    def within_reuse(self, nbytes, capacities):
+        return [capacity for capacity in capacities if nbytes <= capacity <= REUSE_FACTOR * self.class_of(nbytes)]
+
+    # -- the rules
+
+    @rule(target=leases, nbytes=sizes)
+    def acquire(self, nbytes):
+        failure = self.expected_failure(nbytes)
+        idle, live, allocations = self.idle(), self.memory.live_bytes, self.memory.allocations
+        try:
+            lease = self.pool.acquire(nbytes, timeout=0)
+        except (AcquireTimeoutError, BudgetExceededError, PoolFrozenError) as error:
+            assert type(error) is failure  # noqa: PT017 - success is as good
+            assert (self.memory.live_bytes, self.memory.allocations) == (live, allocations)
+            return -1
+        assert failure is None
+        address, capacity = lease.data_ptr(), lease.capacity
+        for use in self.uses.values():
+            assert address + capacity <= use.address or use.address + use.capacity <= address, "busy slab lent"
+        assert any((block.ptr, block.nbytes) == (address, capacity) for block in self.memory.live_blocks)
+        assert nbytes == lease.nbytes <= capacity
+        grew = self.memory.allocations > allocations
+        if self.within_reuse(nbytes, idle):
+            assert not grew
+            best = min(self.within_reuse(nbytes, idle))
+            assert capacity == best or (not self.looks_after_each_step and capacity in self.within_reuse(nbytes, idle))
+        elif grew:
+            assert capacity == self.class_of(nbytes)
+        else:
+            assert self.frozen or live + self.class_of(nbytes) > self.max_bytes, "too large a slab for no need"
+        key = next(self.numbers)
+        byte = key % 251
+        ctypes.memset(address, byte, capacity)
+        self.uses[key] = Use(address, capacity, nbytes, byte, lease)
+        return key
+
+    @rule(nbytes=sizes)
+    def acquire_without_memory(self, nbytes):
+        failure, live = self.expected_failure(nbytes), self.memory.live_bytes
+        self.memory.fail_allocate(MemoryError("told to"))
+        try:
+            self.pool.acquire(nbytes, timeout=0).release()
+        except (MemoryError, AcquireTimeoutError, PoolFrozenError) as error:
+            assert type(error) is (failure or MemoryError)  # noqa: PT017 - success is as good
+            assert failure is None or self.memory.live_bytes == live
+        else:
+            assert failure is None
+            assert self.memory.live_bytes == live
+        self.memory.forget_failures()
+
+    @rule(nbytes=sizes, count=st.integers(1, 3), nth=st.integers(1, 2))
+    def reserve_without_memory(self, nbytes, count, nth):
+        live = self.memory.live_bytes
+        self.memory.fail_allocate(MemoryError("told to"), nth=nth)
+        try:
+            self.pool.reserve(nbytes, count=count)
+        except (MemoryError, PoolFrozenError):
+            assert self.memory.live_bytes == live
+        self.memory.forget_failures()
+
+    @rule(key=consumes(leases))
+    def release(self, key):
+        if (use := self.uses.get(key)) is not None:
+            use.check()
+            lease, use.lease = use.lease, None
+            lease.release()
+            assert lease.released
+            with pytest.raises(LeaseError):
+                lease.release()
+            self.settle()
+
+    @rule(target=events, key=consumes(leases))
+    def release_after_event(self, key):
+        if (use := self.uses.get(key)) is not None:
+            lease, use.lease, use.event = use.lease, None, ManualEvent()
+            self.every_event.append(use.event)
+            lease.release(after=use.event)
+        return key
+
+    @rule(key=consumes(events))
+    def finish_event(self, key):
+        if (use := self.uses.get(key)) is not None:
+            use.check()
+            use.event.finish()
+            self.settle()
+
+    @rule(key=events)
+    def ask_an_event_that_fails(self, key):
+        if (use := self.uses.get(key)) is not None:
+            use.event.error = RuntimeError("told to")
+            try:
+                self.pool.trim(to_bytes=1_000_000)
+            except RuntimeError as error:
+                assert error is use.event.error  # noqa: PT017 - a living view hides the event
+            use.event.error = None
+
+    @rule(target=views, key=leases, make=st.sampled_from(VIEWS))
+    def make_view(self, key, make):
+        if (use := self.uses.get(key)) is None:
+            return -1, -1
+        view_key = next(self.numbers)
+        use.views[view_key] = make(use.lease)
+        return key, view_key
+
+    @rule(keys=consumes(views))
+    def drop_view(self, keys):
+        if (use := self.uses.get(keys[0])) is not None:
+            use.check()
+            del use.views[keys[1]]
+            self.settle()
+
+    @rule(key=consumes(leases))
+    def forget_lease(self, key):
+        if (use := self.uses.get(key)) is not None:
+            use.forgotten = True
+            with pytest.warns(UnreleasedLeaseWarning):
+                use.lease = None
+            self.settle()
+
+    @rule(nbytes=sizes, count=st.integers(0, 4))
+    def reserve(self, nbytes, count):
+        capacity, allocations, live = self.class_of(nbytes), self.memory.allocations, self.memory.live_bytes
+        missing = max(0, count - len(self.within_reuse(nbytes, self.idle())))
+        if capacity < nbytes:
+            failure = BudgetExceededError
+        elif missing and self.frozen:
+            failure = PoolFrozenError
+        else:
+            failure = BudgetExceededError if missing and live + missing * capacity > self.max_bytes else None
+        try:
+            self.pool.reserve(nbytes, count=count)
+        except (BudgetExceededError, PoolFrozenError) as error:
+            assert type(error) is failure  # noqa: PT017 - success is as good
+            missing = 0
+        else:
+            assert failure is None
+        assert self.memory.allocations == allocations + missing
+        assert self.memory.live_bytes == live + missing * capacity
+
+    @rule(to_bytes=st.integers(0, 2500))
+    def trim(self, to_bytes):
+        live, idle = self.memory.live_bytes, self.idle()
+        freed = self.pool.trim(to_bytes=to_bytes)
+        assert self.memory.live_bytes == live - freed
+        assert self.memory.live_bytes <= to_bytes or not self.idle()
+        if freed:
+            assert live - freed + max(idle) > to_bytes, "more than asked"
+
+    @precondition(lambda self: not self.frozen and len(self.uses) > 3)
+    @rule()
+    def freeze(self):
+        self.frozen = True
+        self.pool.freeze()
+
+    @rule()
+    def look(self):
+        self.check_stats()
+
+    # -- what always holds
+
+    @invariant()
+    def the_cap_holds(self):
+        if self.pool is not None:
+            assert self.memory.live_bytes <= self.memory.peak_live_bytes <= self.max_bytes
+
+    @invariant()
+    def the_counters_are_those_of_the_model(self):
+        if self.pool is not None and self.looks_after_each_step:
+            self.check_stats()
+
+    def check_stats(self):
+        stats = self.pool.stats()
+        leased = [use for use in self.uses.values() if use.is_leased]
+        in_flight = [use for use in self.uses.values() if not use.is_leased]
+        idle = self.idle()
+        assert stats.held_bytes == self.memory.live_bytes <= stats.max_bytes == self.max_bytes
+        assert stats.held_bytes == stats.free_bytes + stats.leased_bytes + stats.in_flight_bytes
+        assert (stats.leased_slabs, stats.leased_bytes) == (len(leased), sum(use.capacity for use in leased))
+        assert (stats.in_flight_slabs, stats.in_flight_bytes) == (len(in_flight), sum(use.capacity for use in in_flight))
+        assert (stats.free_slabs, stats.free_bytes) == (len(idle), sum(idle))
+        assert stats.held_slabs == len(idle) + len(self.uses)
+        assert stats.requested_bytes == sum(use.nbytes for use in leased)
+        assert stats.hits + stats.misses == stats.total_leased_slabs
+
+    def teardown(self):
+        if self.pool is None:
+            return
+        CountingMemory.made.remove(self.memory)  # checked here
+        for event in self.every_event:  # also those of uses that the model thinks are over: close() waits for all
+            event.finish()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnreleasedLeaseWarning)
+            while self.uses:
+                _, use = self.uses.popitem()
+                use.check()
+                del use
+        self.pool.close()
+        assert self.memory.live_bytes == 0
+
+
+class UnwatchedPoolMachine(PoolMachine):
+    looks_after_each_step = False
+
+
+TestPool = PoolMachine.TestCase
+TestUnwatchedPool = UnwatchedPoolMachine.TestCase
+TestPool.settings = TestUnwatchedPool.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

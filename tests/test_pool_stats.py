@@ -1,0 +1,156 @@
+"""The counters: every field, and that they agree with each other."""
+
+import dataclasses
+
+import pytest
+from doubles import Gate, ManualEvent, outcome, wait_until
+
+from pinstage import AcquireTimeoutError, PoolStats
+
+
+def check(pool, **expected):
+    """Compare the named counters, and see that all others follow from the rules that always hold."""
+    stats = pool.stats()
+    assert {name: getattr(stats, name) for name in expected} == expected
+    for unit in ("bytes", "slabs"):
+        current = {state: getattr(stats, f"{state}_{unit}") for state in ("held", "free", "leased", "in_flight")}
+        assert current["held"] == current["free"] + current["leased"] + current["in_flight"]
+        for state, value in current.items():
+            assert 0 <= value <= getattr(stats, f"peak_{state}_{unit}") <= getattr(stats, f"total_{state}_{unit}")
+    assert stats.peak_held_bytes <= stats.max_bytes
+    assert stats.requested_bytes <= stats.leased_bytes
+    assert stats.hits + stats.misses == stats.total_leased_slabs
+    return stats
+
+
+def test_a_new_pool_has_counted_nothing(pool):
+    expected = dict.fromkeys((field.name for field in dataclasses.fields(PoolStats)), 0)
+    check(pool, **expected | {"max_bytes": 1000, "max_bytes_reason": "given: 1000"})
+
+
+def test_every_counter_follows_the_life_of_slabs(pool, background):
+    event = ManualEvent()
+    pool.reserve(100, count=2)
+    check(pool, held_bytes=208, held_slabs=2, free_bytes=208, free_slabs=2, total_held_slabs=2, misses=0)
+
+    one, two, three = (pool.acquire(nbytes) for nbytes in (99, 100, 300))
+    view = two.tensor()
+    check(
+        pool,
+        held_bytes=528,
+        leased_bytes=528,
+        leased_slabs=3,
+        requested_bytes=499,
+        free_bytes=0,
+        hits=2,
+        misses=1,
+        total_leased_bytes=528,
+        total_requested_bytes=499,
+    )
+
+    one.release()
+    two.release()
+    three.release(after=event)
+    check(pool, leased_bytes=0, requested_bytes=0, free_bytes=104, in_flight_bytes=424, in_flight_slabs=2)
+
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(900, timeout=0)
+    waiter = background(pool.acquire, 900)
+    wait_until(lambda: pool.stats().waits == 2)
+    event.finish()
+    del view
+    outcome(waiter).release()
+    stats = check(
+        pool,
+        held_bytes=960,
+        leased_bytes=0,
+        in_flight_bytes=0,
+        free_bytes=960,
+        requested_bytes=0,
+        max_bytes=1000,
+        held_slabs=1,
+        leased_slabs=0,
+        in_flight_slabs=0,
+        free_slabs=1,
+        peak_held_bytes=960,
+        peak_leased_bytes=960,
+        peak_in_flight_bytes=424,
+        peak_free_bytes=960,
+        peak_held_slabs=3,
+        peak_leased_slabs=3,
+        peak_in_flight_slabs=2,
+        peak_free_slabs=3,
+        total_held_bytes=528 + 960,
+        total_leased_bytes=528 + 960,
+        total_in_flight_bytes=424,
+        total_free_bytes=208 + 528 + 960,
+        total_requested_bytes=499 + 900,
+        total_held_slabs=4,
+        total_leased_slabs=4,
+        total_in_flight_slabs=2,
+        total_free_slabs=2 + 3 + 1,
+        hits=2,
+        misses=2,
+        waits=2,
+        trims=3,
+    )
+    assert 0 < stats.wait_seconds < 10
+    assert stats.rounding_waste == pytest.approx(1 - (499 + 900) / (528 + 960))
+
+
+def test_nothing_leased_is_no_waste(pool):
+    assert pool.stats().rounding_waste == 0.0
+
+
+def test_a_hit_is_a_lease_without_an_allocation(pool, memory):
+    for nbytes in (100, 90, 500, 100, 400):
+        pool.acquire(nbytes).release()
+    stats = check(pool, hits=3, misses=2)
+    assert stats.misses == memory.allocations
+
+
+def test_slabs_that_were_never_in_flight_are_not_counted_so(pool):
+    with pool.acquire(100) as lease:
+        lease.tensor().fill_(1)
+    check(pool, total_in_flight_slabs=0, peak_in_flight_bytes=0)
+
+
+def test_waiting_is_counted_for_those_who_wait_only(pool):
+    with pool.acquire(500), pool.acquire(300):
+        pass
+    check(pool, waits=0, wait_seconds=0)
+
+
+def test_what_is_being_freed_counts_as_held_until_it_is_gone(pool, memory, background):
+    pool.reserve(400, count=2)
+    memory.deallocate_gate = Gate()
+    trim = background(pool.trim)
+    memory.deallocate_gate.wait_for_arrival()
+    check(pool, held_bytes=832, trims=0)
+    memory.deallocate_gate.open()
+    outcome(trim)
+    check(pool, held_bytes=0, free_bytes=0, trims=2)
+
+
+def test_what_is_being_allocated_counts_when_it_is_there(pool, memory, background):
+    memory.allocate_gate = Gate()
+    growing = background(pool.acquire, 400)
+    memory.allocate_gate.wait_for_arrival()
+    check(pool, held_bytes=0, misses=0)
+    memory.allocate_gate.open()
+    outcome(growing).release()
+    check(pool, held_bytes=416, misses=1)
+
+
+def test_a_snapshot_does_not_change(pool):
+    before = pool.stats()
+    pool.reserve(100)
+    assert before.held_bytes == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.held_bytes = 1
+
+
+def test_every_counter_is_an_integer_but_for_seconds_and_reason(pool):
+    pool.acquire(100).release()
+    for name, value in dataclasses.asdict(pool.stats()).items():
+        assert type(value) is {"wait_seconds": float, "max_bytes_reason": str}.get(name, int), name

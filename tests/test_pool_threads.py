@@ -1,0 +1,226 @@
+"""Many threads at once: nobody starves, the cap holds, and nobody finds another's bytes in his slab."""
+
+import ctypes
+import random
+import sys
+import threading
+import time
+from collections import deque
+
+import pytest
+import torch
+from doubles import ManualEvent, outcome, wait_until
+
+from pinstage import PoolClosedError, UnreleasedLeaseWarning
+
+THREADS = 16
+QUOTA = 100
+LONGEST_WAIT_SECONDS = 20
+
+
+@pytest.fixture(autouse=True)
+def threads_that_switch_often():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(2e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+class Device:
+    """Finishes work in the order in which it was issued, in a thread of its own, and sees that nobody spoilt its input."""
+
+    def __init__(self):
+        self._work = deque()
+        self._woken = threading.Semaphore(0)
+
+    def read_later(self, address, nbytes, byte):
+        event = ManualEvent()
+        self._work.append((event, address, nbytes, byte))
+        self._woken.release()
+        return event
+
+    def end(self):
+        self._work.append(None)
+        self._woken.release()
+
+    def run(self):
+        read = 0
+        while True:
+            self._woken.acquire()
+            if (item := self._work.popleft()) is None:
+                return read
+            event, address, nbytes, byte = item
+            time.sleep(random.Random(read).choice([0, 0, 0.001]))  # work takes time
+            assert ctypes.string_at(address, nbytes) == bytes([byte]) * nbytes, "overwritten before the event"
+            read += 1
+            event.finish()
+
+
+class Worker:
+    """Takes slabs of random size, fills them, and gives them back in one of four ways."""
+
+    def __init__(self, number, pool, device, start, largest):
+        self.number = number
+        self.longest_wait = 0.0
+        self.served = 0
+        self._random = random.Random(number)
+        self._pool = pool
+        self._device = device
+        self._start = start
+        self._largest = largest
+        self._kept = None
+
+    def run(self):
+        self._start.wait()
+        for _ in range(QUOTA):
+            self._use_one()
+        self._drop_kept()
+
+    def _use_one(self):
+        nbytes = self._random.randint(1, self._largest)
+        byte = self._random.randrange(256)
+        ending = self._random.choice(["plain", "event", "view", "view and event"])
+        self._drop_kept()  # not held while waiting, or all might wait for each other
+        before = time.monotonic()
+        lease = self._pool.acquire(nbytes, timeout=LONGEST_WAIT_SECONDS)
+        self.longest_wait = max(self.longest_wait, time.monotonic() - before)
+        ctypes.memset(lease.data_ptr(), byte, lease.capacity)
+        if self._random.random() < 0.5:
+            time.sleep(0)  # let others run while it is held
+        assert ctypes.string_at(lease.data_ptr(), lease.capacity) == bytes([byte]) * lease.capacity
+        if "view" in ending:
+            self._kept = lease.tensor(), byte
+        if "event" in ending:
+            lease.release(after=self._device.read_later(lease.data_ptr(), nbytes, byte))
+        else:
+            lease.release()
+        self.served += 1
+
+    def _drop_kept(self):
+        if self._kept is not None:
+            view, byte = self._kept
+            assert bool((view == byte).all()), "overwritten while a view was alive"
+            self._kept = view = None
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "largest"), [(40_000, 9_000), (6_000, 6_000), (200_000, 3_000)], ids=["tight", "one at a time", "wide"]
+)
+@pytest.mark.parametrize("reserved", [False, True], ids=["growing", "frozen"])
+def test_many_threads_neither_deadlock_nor_starve_nor_exceed_the_cap_nor_share_a_slab(
+    make_pool, memory, background, max_bytes, largest, reserved
+):
+    pool = make_pool(max_bytes)
+    if reserved:
+        pool.reserve(largest, count=max_bytes // 9_216 or 1)
+        pool.freeze()
+    device, start = Device(), threading.Barrier(THREADS)
+    device_work = background(device.run)
+    workers = [Worker(number, pool, device, start, largest) for number in range(THREADS)]
+    futures = [background(worker.run) for worker in workers]
+    try:
+        for future in futures:
+            outcome(future)
+    finally:
+        device.end()
+    assert outcome(device_work) > 0
+    assert [worker.served for worker in workers] == [QUOTA] * THREADS
+    assert max(worker.longest_wait for worker in workers) < LONGEST_WAIT_SECONDS
+    assert memory.peak_live_bytes <= max_bytes
+    stats = pool.stats()
+    assert stats.hits + stats.misses == THREADS * QUOTA
+    assert stats.leased_bytes == stats.in_flight_bytes == stats.requested_bytes == 0
+    assert stats.held_bytes == stats.free_bytes == memory.live_bytes
+    assert stats.peak_held_bytes <= max_bytes
+    assert stats.waits > 0 or max_bytes > 100_000
+
+
+def test_a_small_pool_serves_every_thread_in_its_turn(make_pool, background):
+    """With a single slab each thread gets it once in every round, since whoever comes queues behind all others."""
+    pool = make_pool(1000)
+    order = []
+    gate = pool.acquire(1000)
+
+    def take_turns(number):
+        for _ in range(10):
+            with pool.acquire(1000):
+                order.append(number)
+
+    futures = []
+    for number in range(THREADS):
+        futures.append(background(take_turns, number))
+        wait_until(lambda number=number: pool.stats().waits == number + 1)
+    gate.release()
+    for future in futures:
+        outcome(future)
+    for number in range(THREADS):
+        turns = [position for position, who in enumerate(order) if who == number]
+        assert len(turns) == 10
+        # A thread that releases may be overtaken by those that wait, but never by one of them twice.
+        assert max(later - earlier for earlier, later in zip(turns, turns[1:], strict=False)) <= 2 * THREADS
+
+
+def test_leases_and_views_may_end_in_any_thread(make_pool, memory, background):
+    pool = make_pool(20_000)
+    parcels = deque()
+
+    def make():
+        for step in range(150):
+            lease = pool.acquire(100 + step, timeout=LONGEST_WAIT_SECONDS)
+            view = lease.tensor()
+            view.fill_(step)
+            parcels.append((lease, view, step))
+            wait_until(lambda: len(parcels) < 30)
+
+    def end():
+        for _ in range(150):
+            wait_until(lambda: bool(parcels))
+            lease, view, step = parcels.popleft()
+            lease.release()
+            assert torch.equal(view, torch.full_like(view, step))
+            del view, lease
+
+    for future in [background(function) for function in (make, end, make, end)]:
+        outcome(future)
+    stats = pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+    assert stats.held_bytes == memory.live_bytes
+
+
+def test_forgotten_leases_of_many_threads_all_come_back(make_pool, background):
+    pool = make_pool(50_000)
+
+    def forget():
+        for step in range(40):
+            lease = pool.acquire(1 + step * 20, timeout=LONGEST_WAIT_SECONDS)
+            lease.numpy()[:] = step
+            del lease
+
+    with pytest.warns(UnreleasedLeaseWarning):
+        for future in [background(forget) for _ in range(8)]:
+            outcome(future)
+    stats = pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.hits + stats.misses) == (0, 0, 320)
+
+
+def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, background):
+    pool = make_pool(5_000)
+    start = threading.Barrier(9)
+
+    def work(number):
+        start.wait()
+        try:
+            for step in range(10_000):
+                with pool.acquire(1 + (number * 577 + step * 91) % 4_000, timeout=LONGEST_WAIT_SECONDS) as lease:
+                    lease.numpy()[:] = number
+        except PoolClosedError:
+            return True
+        return False
+
+    futures = [background(work, number) for number in range(8)]
+    start.wait()
+    wait_until(lambda: pool.stats().total_leased_slabs > 100)
+    pool.close()
+    assert all(outcome(future) for future in futures)
+    assert memory.live_bytes == 0
+    assert memory.peak_live_bytes <= 5_000

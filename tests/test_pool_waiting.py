@@ -1,0 +1,322 @@
+"""Waiting at the cap: what ends it, in which order, and what it leaves behind."""
+
+import math
+import signal
+import threading
+
+import pytest
+import torch
+from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+
+from pinstage import AcquireTimeoutError, UnreleasedLeaseWarning
+
+
+@pytest.fixture
+def full_pool(make_pool):
+    """A pool with room for a single slab of 1000 bytes."""
+    return make_pool(1000)
+
+
+def waiters(pool, count):
+    """Return when so many requests have had to wait since the pool was made."""
+    wait_until(lambda: pool.stats().waits == count)
+
+
+# -- the timeout
+
+
+@pytest.mark.parametrize("timeout", [0, 0.02])
+def test_a_request_that_must_wait_longer_than_its_timeout_fails_with_the_numbers(full_pool, timeout):
+    event = ManualEvent()
+    full_pool.acquire(300).release(after=event)
+    with full_pool.acquire(500), pytest.raises(AcquireTimeoutError) as caught:
+        full_pool.acquire(700, timeout=timeout)
+    event.finish()
+    error = caught.value
+    assert (error.requested_bytes, error.held_bytes, error.leased_bytes, error.in_flight_bytes, error.max_bytes) == (
+        700,
+        832,
+        512,
+        320,
+        1000,
+    )
+    assert str(error) == (
+        f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B (given: 1000), leased 512 B, "
+        "in flight 320 B, 0 other waiters; release leases sooner, wait longer, or raise max_bytes"
+    )
+
+
+def test_a_request_that_times_out_has_waited_that_long_and_leaves_the_pool_as_it_was(full_pool):
+    with full_pool.acquire(500):
+        before = full_pool.stats()
+        with pytest.raises(AcquireTimeoutError):
+            full_pool.acquire(700, timeout=0.03)
+        after = full_pool.stats()
+        assert after.waits == before.waits + 1
+        assert 0.03 <= after.wait_seconds < 10
+        assert (after.held_bytes, after.leased_bytes, after.hits, after.misses, after.total_requested_bytes) == (
+            before.held_bytes,
+            before.leased_bytes,
+            before.hits,
+            before.misses,
+            before.total_requested_bytes,
+        )
+
+
+def test_a_timeout_of_zero_still_takes_what_is_there(full_pool):
+    full_pool.acquire(700, timeout=0).release()
+    full_pool.acquire(700, timeout=0).release()
+    full_pool.acquire(1000, timeout=0).release()
+    stats = full_pool.stats()
+    assert (stats.hits, stats.misses, stats.waits) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
+def test_a_negative_timeout_is_refused(full_pool, timeout):
+    with pytest.raises(ValueError, match="timeout must not be negative"):
+        full_pool.acquire(1, timeout=timeout)
+    assert full_pool.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e12])
+def test_a_timeout_without_end_is_no_error_at_any_place_in_the_queue(full_pool, background, timeout):
+    lease = full_pool.acquire(1000)
+    futures = []
+    for count in (1, 2):
+        futures.append(background(full_pool.acquire, 1000, timeout=timeout))
+        waiters(full_pool, count)
+    lease.release()
+    outcome(futures[0]).release()
+    outcome(futures[1]).release()
+
+
+def test_a_waiter_behind_others_times_out_too_and_counts_them(full_pool, background):
+    lease = full_pool.acquire(1000)
+    first = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    with pytest.raises(AcquireTimeoutError, match=" 1 other waiters;"):
+        full_pool.acquire(10, timeout=0.01)
+    lease.release()
+    outcome(first).release()
+
+
+def test_a_waiter_that_gives_up_makes_room_for_the_one_behind_it(full_pool, background):
+    lease = full_pool.acquire(512)
+    impatient = background(full_pool.acquire, 1000, timeout=0.2)
+    waiters(full_pool, 1)
+    modest = background(full_pool.acquire, 400)
+    waiters(full_pool, 2)
+    assert not modest.done()  # there is room for it, but it is not its turn
+    with pytest.raises(AcquireTimeoutError):
+        outcome(impatient)
+    outcome(modest).release()
+    lease.release()
+
+
+# -- what ends the wait
+
+
+def test_a_release_ends_the_wait(full_pool, background):
+    lease = full_pool.acquire(1000)
+    waiter = background(full_pool.acquire, 900)
+    waiters(full_pool, 1)
+    assert stays_blocked(waiter)
+    lease.release()
+    outcome(waiter).release()
+    assert full_pool.stats().wait_seconds > 0.04
+
+
+def test_a_release_that_lets_idle_slabs_be_trimmed_ends_the_wait(full_pool, memory, background):
+    leases = [full_pool.acquire(320) for _ in range(3)]
+    waiter = background(full_pool.acquire, 600)
+    waiters(full_pool, 1)
+    leases[0].release()
+    assert stays_blocked(waiter)
+    leases[1].release()
+    outcome(waiter).release()
+    assert memory.freed == [320, 320]
+    leases[2].release()
+
+
+def test_an_event_that_gets_done_ends_the_wait_though_nobody_touches_the_pool(full_pool, background):
+    event = ManualEvent()
+    full_pool.acquire(1000).release(after=event)
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    assert stays_blocked(waiter)
+    event.finish()
+    outcome(waiter).release()
+
+
+def test_a_view_that_dies_ends_the_wait_though_nobody_touches_the_pool(full_pool, background):
+    lease = full_pool.acquire(1000)
+    view = lease.tensor()
+    lease.release()
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    assert stays_blocked(waiter)
+    del view
+    outcome(waiter).release()
+
+
+def test_a_forgotten_lease_ends_the_wait(full_pool, background):
+    lease = full_pool.acquire(1000)
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    outcome(waiter).release()
+
+
+def test_a_trim_under_way_ends_the_wait_when_it_is_done(full_pool, memory, background):
+    full_pool.reserve(480, count=2)
+    memory.deallocate_gate = Gate()
+    trim = background(full_pool.trim)
+    memory.deallocate_gate.wait_for_arrival()
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    memory.deallocate_gate.open()
+    outcome(trim)
+    outcome(waiter).release()
+
+
+def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, background):
+    event = ManualEvent()
+    full_pool.acquire(1000).release(after=event)
+    waiter = background(full_pool.acquire, 1000)
+    wait_until(lambda: event.queries > 20)
+    before, event.queries = event.queries, 0
+    assert stays_blocked(waiter)
+    assert 0 < event.queries < 100, f"in 50 ms; {before} before"
+    event.finish()
+    outcome(waiter).release()
+
+
+# -- the order
+
+
+def test_waiters_are_served_first_come_first_served(full_pool, background):
+    lease = full_pool.acquire(1000)
+    served = []
+
+    def take(number):
+        with full_pool.acquire(1000 - number):
+            served.append(number)
+
+    futures = []
+    for number in range(12):
+        futures.append(background(take, number))
+        waiters(full_pool, number + 1)
+    lease.release()
+    for future in futures:
+        outcome(future)
+    assert served == list(range(12))
+    assert full_pool.stats().waits == 12
+
+
+def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, background):
+    leases = [full_pool.acquire(480), full_pool.acquire(480)]
+    large = background(full_pool.acquire, 900)
+    waiters(full_pool, 1)
+    small = background(full_pool.acquire, 100)
+    waiters(full_pool, 2)
+    leases[0].release()
+    with pytest.raises(AcquireTimeoutError):  # nor by one that has only just come
+        full_pool.acquire(100, timeout=0)
+    assert stays_blocked(small)
+    assert not large.done()
+    leases[1].release()
+    lease = outcome(large)
+    assert not small.done()
+    lease.release()
+    outcome(small).release()
+
+
+def test_one_release_serves_as_many_waiters_as_there_is_room_for(full_pool, background):
+    held, released = full_pool.acquire(320), full_pool.acquire(480)
+    large = background(full_pool.acquire, 640)
+    waiters(full_pool, 1)
+    small = background(full_pool.acquire, 40)
+    waiters(full_pool, 2)
+    released.release()
+    leases = [outcome(large), outcome(small), held]
+    assert full_pool.stats().leased_bytes == 640 + 40 + 320
+    for lease in leases:
+        lease.release()
+
+
+def test_a_request_that_comes_while_others_wait_queues_behind_them_even_for_an_idle_slab(full_pool, background):
+    full_pool.reserve(96)
+    lease = full_pool.acquire(800)
+    large = background(full_pool.acquire, 900)
+    waiters(full_pool, 1)
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(96, timeout=0)
+    lease.release()
+    outcome(large).release()
+
+
+# -- interrupted
+
+
+def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
+    lease = full_pool.acquire(1000)
+
+    def interrupt():
+        waiters(full_pool, 1)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interruption = background(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        full_pool.acquire(1000)
+    outcome(interruption)
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 2)
+    lease.release()
+    outcome(waiter).release()
+
+
+def test_a_waiter_interrupted_behind_another_leaves_the_queue(full_pool, background):
+    lease = full_pool.acquire(1000)
+    first = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+
+    def interrupt():
+        waiters(full_pool, 2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interruption = background(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        full_pool.acquire(1000)
+    outcome(interruption)
+    lease.release()
+    outcome(first).release()
+    full_pool.acquire(1000, timeout=0).release()
+
+
+def test_a_waiter_interrupted_while_it_asks_an_event_leaves_the_queue_and_the_slab(full_pool, background):
+    event = ManualEvent()
+    full_pool.acquire(1000).release(after=event)
+    waiter = background(full_pool.acquire, 1000)
+    waiters(full_pool, 1)
+    event.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        outcome(waiter)
+    event.error = None
+    event.finish()
+    lease = full_pool.acquire(1000, timeout=0)
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(1000, timeout=0)
+    lease.release()
+
+
+def test_what_a_waiter_gets_is_its_own(full_pool, background):
+    def take(number):
+        with full_pool.acquire(500) as lease:
+            tensor = lease.tensor()
+            tensor.fill_(number)
+            assert torch.equal(tensor, torch.full((500,), number, dtype=torch.uint8))
+            del tensor
+
+    for future in [background(take, number) for number in range(30)]:
+        outcome(future)

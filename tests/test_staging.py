@@ -1,0 +1,740 @@
+"""The five verbs in order, on the CPU: what arrives, what is counted, and what a failure leaves behind."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import traceback
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, stays_blocked
+from hypothesis import given, settings
+from strategies import assert_same, batches, bits, tensor_of
+from torch.nn.utils.rnn import pack_sequence
+
+from pinstage import (
+    BudgetExceededError,
+    ForkedPoolError,
+    Layout,
+    LayoutError,
+    PageableMemory,
+    PoolClosedError,
+    PoolFrozenError,
+    SlabPool,
+    Stager,
+    StagingError,
+    Transfer,
+)
+from pinstage._packing import BYTES_PER_THREAD, CHUNK_BYTES
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+
+
+@pytest.fixture
+def make_stager(memory):
+    """Make stagers over counting memory; fail the test if one leaves a slab in use."""
+    stagers = []
+
+    def make(max_bytes="1MiB", **options):
+        if "pool" not in options:
+            options["pool"] = SlabPool(memory, max_bytes=max_bytes)
+        stagers.append(Stager("cpu", **options))
+        return stagers[-1]
+
+    yield make
+    for stager in stagers:
+        stats = stager.pool.stats()
+        stager.close()
+        stager.pool.close()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+
+
+@pytest.fixture
+def stager(make_stager):
+    return make_stager()
+
+
+def some_batch(seed=0):
+    return {
+        "image": tensor_of(torch.float32, (4, 5), seed),
+        "label": tensor_of(torch.int64, (), seed),
+        "ids": np.arange(7) + seed,
+        "more": [tensor_of(torch.uint8, (9,), seed).expand(2, -1), "text", None],
+    }
+
+
+def refused():
+    """Return a batch that cannot be staged, after one leaf that can."""
+    return {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}}
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def test_a_staged_batch_is_the_batch(stager):
+    batch = some_batch()
+    assert_same(batch, stager.to_device(batch), "cpu")
+    assert_same(batch, stager.stage(batch).get(), "cpu")
+
+
+@pytest.fixture(scope="module")
+def shared_stager():
+    with Stager("cpu", max_bytes="64MiB", threads=2) as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@settings(max_examples=250, deadline=None)
+@given(batch=batches())
+def test_every_batch_arrives_as_it_was(shared_stager, batch):
+    before = shared_stager.stats()
+    transfer = shared_stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    after = shared_stager.stats()
+    assert after.batches == before.batches + 1
+    assert after.copies - before.copies == transfer.copies == (transfer.layout.nbytes > 0)
+    assert after.packed_leaves - before.packed_leaves == len(transfer.layout.slots)
+    assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@settings(max_examples=250, deadline=None)
+@given(batch=batches())
+def test_every_leaf_is_what_its_own_to_gives_bit_for_bit(shared_stager, batch):
+    ours, theirs = known.leaves_of(batch), known.leaves_of(shared_stager.to_device(batch))
+    for leaf, staged in zip(ours, theirs, strict=True):
+        if isinstance(leaf, torch.Tensor) and known.packable(leaf):
+            moved = leaf.to("cpu", copy=True)
+            assert staged.dtype == moved.dtype
+            assert staged.shape == moved.shape
+            if leaf.dtype is torch.bool:  # .to() turns the odd bytes of a strided bool into 1
+                assert torch.equal(staged.view(torch.uint8) != 0, moved.view(torch.uint8) != 0)
+            else:
+                assert torch.equal(bits(staged), bits(moved))
+
+
+def test_arrays_arrive_as_tensors(stager):
+    staged = stager.to_device({"a": np.float64([1.5, 2.5]), "b": np.arange(6).reshape(2, 3)[:, ::-1]})
+    assert torch.equal(staged["a"], torch.tensor([1.5, 2.5], dtype=torch.float64))
+    assert torch.equal(staged["b"], torch.tensor([[2, 1, 0], [5, 4, 3]]))
+
+
+def test_all_that_was_packed_comes_back_as_views_of_one_slab_of_its_own(stager):
+    batch = some_batch()
+    staged = stager.to_device(batch)
+    tensors = [staged["image"], staged["label"], staged["ids"], staged["more"][0]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    storage = staged["image"].untyped_storage()
+    assert storage.nbytes() == Layout.of(batch).nbytes
+    addresses = [(block.ptr, block.ptr + block.nbytes) for block in stager.pool.memory.live_blocks]
+    assert not any(start <= storage.data_ptr() < stop for start, stop in addresses), (
+        "a view of the host slab was given away"
+    )
+
+
+def test_the_source_may_be_changed_right_after_stage(stager):
+    batch = some_batch()
+    expected = known.through_slab(batch)
+    transfer = stager.stage(batch)
+    batch["image"].zero_()
+    batch["label"].fill_(-1)
+    batch["ids"][:] = 0
+    batch["more"][0][0].zero_()
+    assert_same(expected, transfer.get(), "cpu")
+
+
+def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
+    transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
+    assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
+    staged = [transfer.get() for transfer in transfers]
+    for seed, one in enumerate(staged):
+        assert_same(some_batch(seed)["image"], one["image"], "cpu")
+        one["image"].zero_()
+    assert_same(some_batch(9)["image"], stager.to_device(some_batch(9))["image"], "cpu")
+
+
+def test_changing_one_staged_leaf_does_not_make_autograd_refuse_another(stager):
+    weight = torch.ones(3, requires_grad=True)
+    staged = stager.to_device({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2, 3)})
+    loss = (staged["a"] * weight).sum()
+    staged["b"].add_(1)
+    staged["c"].mul_(2)
+    loss.backward()
+    assert torch.equal(weight.grad, torch.ones(3))
+
+
+def test_changing_a_staged_leaf_that_autograd_needs_is_still_an_error(stager):
+    weight = torch.ones(3, requires_grad=True)
+    staged = stager.to_device([torch.ones(3), torch.ones(3)])
+    loss = (staged[0] * weight).sum()
+    staged[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_staged_leaf_may_be_made_to_require_grad(stager):
+    staged = stager.to_device([torch.ones(3), torch.ones(2)])
+    staged[0].requires_grad_()
+    (staged[0] * 2).sum().backward()
+    assert torch.equal(staged[0].grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_staging_works_where_gradients_are_off(stager, mode):
+    with mode():
+        batch = some_batch()
+        assert_same(batch, stager.to_device(batch), "cpu")
+
+
+def test_the_default_device_plays_no_part(stager):
+    batch = [some_batch(), torch.zeros(0, 3), pack_sequence([torch.ones(2), torch.ones(1)])]
+    empty = [torch.zeros(0), torch.zeros(2, 0)]
+    with torch.device("meta"):
+        staged, staged_empty = stager.to_device(batch), stager.to_device(empty)
+    assert_same(batch, staged, "cpu")
+    assert_same(empty, staged_empty, "cpu")
+
+
+@pytest.mark.parametrize("batch", [None, {}, [], "text", 3, {"a": [None, (), "b"]}], ids=repr)
+def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
+    transfer = stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    assert transfer.copies == 0
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.total_leased_slabs) == (1, 0, 0, 0)
+
+
+def test_a_batch_of_empty_tensors_needs_no_slab(stager):
+    batch = [torch.zeros(0), torch.zeros(2, 0, dtype=torch.int8), np.zeros((0, 3))]
+    transfer = stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    assert transfer.copies == 0
+    assert stager.stats().pool.total_leased_slabs == 0
+
+
+# -- what is not packed ------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(stager):
+    batch = {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "sparse": torch.eye(3).to_sparse(),
+        "grad": torch.ones(2, requires_grad=True) * 2,
+        "subclass": torch.ones(2).as_subclass(known.TensorSubclass),
+        "plain": torch.ones(2),
+    }
+    transfer = stager.stage([batch, batch["sparse"]])
+    assert transfer.passthrough == 4
+    staged, again = transfer.get()
+    assert_same(batch, staged, "cpu")
+    assert again is staged["sparse"]
+    assert stager.stats().passthrough_leaves == 4
+    assert stager.stats().packed_leaves == 1
+
+
+def test_a_batch_of_nothing_but_those_needs_no_slab(stager):
+    batch = [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
+    transfer = stager.stage(batch)
+    assert (transfer.copies, transfer.passthrough) == (0, 2)
+    assert_same(batch, transfer.get(), "cpu")
+    assert stager.stats().pool.total_leased_slabs == 0
+
+
+def test_gradients_flow_through_what_is_not_packed(stager):
+    leaf = torch.ones(3, requires_grad=True)
+    staged = stager.to_device({"a": leaf * 2, "b": torch.ones(3)})
+    (staged["a"] * staged["b"]).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
+
+
+def test_an_error_of_to_is_torchs_own_and_gives_the_slab_back(stager):
+    with pytest.raises(NotImplementedError, match="meta"):
+        stager.stage([torch.ones(3), torch.ones(3, device="meta")])
+    assert stager.stats().pool.leased_slabs == 0
+    assert stager.stats().batches == 0
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+# -- the transfer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_knows_what_travels(stager):
+    batch = some_batch()
+    transfer = stager.stage(batch)
+    assert isinstance(transfer, Transfer)
+    assert transfer.layout == Layout.of(batch)
+    assert transfer.copies == 1
+    assert transfer.passthrough == 0
+    assert f"nbytes={Layout.of(batch).nbytes} copies=1 to cpu done" in repr(transfer)
+
+
+def test_on_the_cpu_a_transfer_is_done_at_once(stager):
+    transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
+    assert transfer.done
+    transfer.wait()
+    assert transfer.done
+
+
+def test_a_transfer_gives_the_same_batch_each_time(stager):
+    transfer = stager.stage(some_batch())
+    assert transfer.get() is transfer.get()
+    nothing = stager.stage(None)
+    assert nothing.get() is nothing.get() is None
+
+
+def test_a_transfer_that_is_dropped_leaves_nothing_behind(stager):
+    for _ in range(3):
+        stager.stage(some_batch())
+    assert stager.stats().pool.held_slabs == 1
+
+
+def test_a_staged_batch_does_not_keep_its_source(stager):
+    source = torch.ones(1000)
+    staged = stager.to_device([source])
+    gone = weakref.ref(source)
+    del source
+    assert gone() is None
+    assert staged[0].eq(1).all()
+
+
+# -- slabs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_slab_is_free_when_stage_returns(stager):
+    transfer = stager.stage(some_batch())
+    stats = stager.stats().pool
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    assert transfer.get()
+
+
+def test_the_steady_state_allocates_nothing(stager):
+    stager.to_device(some_batch())
+    stager.pool.freeze()
+    for seed in range(20):
+        stager.to_device(some_batch(seed))
+    assert stager.stats().pool.misses == 1
+    assert stager.stats().pool.hits == 20
+
+
+def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
+    stager = make_stager(max_bytes=4096)
+    stager.to_device([torch.zeros(100)])
+    before = stager.stats()
+    with pytest.raises(BudgetExceededError, match="raise max_bytes") as caught:
+        stager.stage([torch.zeros(2000)])
+    assert (caught.value.requested_bytes, caught.value.max_bytes) == (8000, 4096)
+    assert stager.stats() == before
+    assert stager.to_device([torch.ones(100)])[0].eq(1).all()
+
+
+def test_stage_waits_while_the_pool_is_at_its_cap(make_stager, background):
+    stager = make_stager(max_bytes=4096)
+    lease = stager.pool.acquire(4096)
+    staging = background(stager.to_device, [torch.ones(1000)])
+    assert stays_blocked(staging)
+    lease.release()
+    assert outcome(staging)[0].eq(1).all()
+    assert stager.stats().pool.waits == 1
+
+
+def test_stage_waits_for_an_event_of_somebody_else(make_stager, background):
+    stager = make_stager(max_bytes=4096)
+    event = ManualEvent()
+    stager.pool.acquire(4096).release(after=event)
+    staging = background(stager.to_device, [torch.ones(1000)])
+    assert stays_blocked(staging)
+    event.finish()
+    assert outcome(staging)[0].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "batch", [refused, lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])]]
+)
+def test_a_batch_that_cannot_be_staged_leaves_everything_as_it_was(stager, batch):
+    stager.to_device(some_batch())
+    before = stager.stats()
+    with pytest.raises(LayoutError) as caught:
+        stager.stage(batch())
+    assert caught.value.path
+    assert stager.stats() == before
+
+
+def test_a_batch_that_refers_to_itself_leaves_everything_as_it_was(stager):
+    batch = [torch.zeros(3)]
+    batch.append(batch)
+    before = stager.stats()
+    with pytest.raises(LayoutError, match="refers to itself"):
+        stager.to_device(batch)
+    assert stager.stats() == before
+
+
+def test_a_failed_allocation_leaves_everything_as_it_was(memory, stager):
+    memory.fail_allocate(MemoryError("no more"))
+    before = stager.stats()
+    with pytest.raises(MemoryError, match="no more"):
+        stager.stage(some_batch())
+    assert stager.stats() == before
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+def test_a_frozen_pool_refuses_a_larger_batch(stager):
+    stager.to_device([torch.zeros(100)])
+    stager.pool.freeze()
+    with pytest.raises(PoolFrozenError, match="reserve"):
+        stager.stage([torch.zeros(10_000)])
+    assert stager.stats().batches == 1
+
+
+@dataclasses.dataclass
+class Exhausting:
+    """Fails when it is put together."""
+
+    value: object
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        raise KeyError("cannot be put together")
+
+
+def test_an_error_of_unflatten_is_the_callers_and_the_slab_is_back(stager):
+    transfer = stager.stage(Exhausting(torch.zeros(3)))
+    with pytest.raises(KeyError, match="cannot be put together"):
+        transfer.get()
+    assert stager.stats().pool.leased_slabs == 0
+
+
+# -- large batches -----------------------------------------------------------------------------------------------------
+
+
+def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager):
+    stager = make_stager(max_bytes="256MiB", threads=2)
+    batch = [
+        tensor_of(torch.uint8, (2 * CHUNK_BYTES + 7,)),
+        tensor_of(torch.float32, (3, 5)),
+        tensor_of(torch.int8, (99,)),
+    ]
+    transfer = stager.stage(batch)
+    assert transfer.copies == 2
+    assert stager.stats().copies == 2
+    assert_same(batch, transfer.get(), "cpu")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_batch_is_copied_once(make_stager, threads):
+    stager = make_stager(max_bytes="256MiB", threads=threads)
+    batch = [tensor_of(torch.uint8, (BYTES_PER_THREAD,)) for _ in range(3)] + [tensor_of(torch.float32, (3, 5)).t()]
+    transfer = stager.stage(batch)
+    assert transfer.copies == 1
+    assert_same(batch, transfer.get(), "cpu")
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def test_stats_count_batches_copies_leaves_and_bytes(stager):
+    shared = torch.zeros(5, dtype=torch.float64)
+    for _ in range(3):
+        stager.stage(
+            [
+                torch.zeros(3, dtype=torch.uint8),
+                shared,
+                shared,
+                np.zeros(2, dtype=np.int16),
+                torch.nn.Parameter(shared),
+                "x",
+            ]
+        )
+    stats = stager.stats()
+    assert (stats.batches, stats.copies) == (3, 3)
+    assert stats.packed_leaves == 9
+    assert stats.packed_bytes == 3 * (3 + 40 + 4)
+    assert stats.packed_bytes + stats.padding_bytes == stats.pool.total_requested_bytes == 3 * (16 + 48 + 16)
+    assert stats.passthrough_leaves == 3
+
+
+def test_stats_are_a_snapshot(stager):
+    before = stager.stats()
+    stager.stage(some_batch())
+    assert before.batches == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.batches = 5
+
+
+def test_repr_says_where_to_and_how_many(stager):
+    stager.stage(some_batch())
+    assert repr(stager).startswith("<Stager cpu batches=1 <SlabPool open")
+
+
+# -- prefetch ----------------------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """Batches that count how many of them were read."""
+
+    def __init__(self, count, fail_at=None):
+        self.read = 0
+        self.closed = False
+        self.count = count
+        self.fail_at = fail_at
+
+    def __iter__(self):
+        try:
+            while self.read < self.count:
+                self.read += 1
+                if self.read == self.fail_at:
+                    raise ZeroDivisionError
+                yield some_batch(self.read)
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 100])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
+def test_prefetch_yields_every_batch_in_order(stager, count, depth):
+    staged = list(stager.prefetch(Reading(count), depth=depth))
+    assert len(staged) == count
+    for seed, batch in enumerate(staged, 1):
+        assert_same(some_batch(seed), batch, "cpu")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(stager, depth):
+    reading = Reading(10)
+    prefetching = stager.prefetch(reading, depth=depth)
+    assert reading.read == 0
+    for yielded in range(1, 11):
+        next(prefetching)
+        assert reading.read == min(yielded + depth, 10)
+        assert stager.stats().batches == reading.read
+    assert next(prefetching, "exhausted") == "exhausted"
+
+
+def test_prefetch_reads_two_ahead_by_default(stager):
+    reading = Reading(10)
+    next(stager.prefetch(reading))
+    assert reading.read == 3
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_a_depth_below_one_is_refused_at_once(stager, depth):
+    with pytest.raises(
+        ValueError, match=f"depth must be at least 1: {depth}; to stage without prefetching use to_device"
+    ):
+        stager.prefetch([], depth=depth)
+
+
+def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(stager):
+    reading = Reading(10)
+    for batch in stager.prefetch(reading, depth=3):
+        assert batch
+        break
+    assert reading.closed
+    assert stager.stats().pool.leased_slabs == 0
+    prefetching = stager.prefetch(Reading(10))
+    next(prefetching)
+    prefetching.close()
+    assert stager.stats().pool.leased_slabs == 0
+
+
+def test_an_exception_in_the_loop_gives_every_slab_back(stager):
+    def loop():
+        for _ in stager.prefetch(Reading(10)):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert stager.stats().pool.leased_slabs == 0
+
+
+def test_an_exception_of_the_iterable_reaches_the_loop_and_gives_every_slab_back(stager):
+    with pytest.raises(ZeroDivisionError):
+        list(stager.prefetch(Reading(10, fail_at=4)))
+    assert stager.stats().pool.leased_slabs == 0
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(stager):
+    with pytest.raises(LayoutError):
+        list(stager.prefetch([some_batch(), refused(), some_batch()]))
+    assert stager.stats().pool.leased_slabs == 0
+
+
+def test_prefetched_batches_do_not_depend_on_later_ones(stager):
+    staged = list(stager.prefetch(some_batch(seed) for seed in range(6)))
+    for seed, batch in enumerate(staged):
+        assert torch.equal(bits(batch["image"]), bits(some_batch(seed)["image"]))
+
+
+def test_prefetch_works_over_a_dataloader(stager):
+    dataset = [{"x": torch.full((3,), float(i)), "name": f"n{i}"} for i in range(10)]
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    expected = list(loader)
+    for batch, staged in zip(expected, stager.prefetch(loader), strict=True):
+        assert staged["name"] == batch["name"]
+        assert torch.equal(staged["x"], batch["x"])
+
+
+# -- making and closing ------------------------------------------------------------------------------------------------
+
+
+def test_a_stager_has_a_device_and_a_pool():
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+        assert stager.device == torch.device("cpu")
+        assert stager.pool is pool
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_the_pool_that_is_made_has_the_cap_that_was_given_and_plain_memory_on_the_cpu(device):
+    with Stager(device, max_bytes="3MiB") as stager:
+        assert stager.pool.max_bytes == 3 << 20
+        assert isinstance(stager.pool.memory, PageableMemory)
+
+
+def test_by_default_the_cap_is_chosen_and_explained():
+    with Stager("cpu") as stager:
+        assert stager.stats().pool.max_bytes > 0
+        assert "available" in stager.stats().pool.max_bytes_reason
+
+
+def test_a_cap_beside_a_pool_is_refused():
+    with (
+        SlabPool(PageableMemory(), max_bytes="1MiB") as pool,
+        pytest.raises(ValueError, match="'2MiB' is the cap of a new pool"),
+    ):
+        Stager("cpu", pool=pool, max_bytes="2MiB")
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "xpu:0"])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match=f"cannot stage to {device}: only CUDA devices and the CPU"):
+        Stager(device)
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
+def test_a_cuda_device_without_cuda_is_refused(device):
+    with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+        Stager(device)
+
+
+def test_less_than_one_thread_is_refused():
+    with pytest.raises(ValueError, match="threads must be at least 1: 0"):
+        Stager("cpu", threads=0)
+
+
+def test_after_close_nothing_is_staged_and_what_was_staged_stays():
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        staged = stager.to_device(some_batch())
+        transfer = stager.stage(some_batch(1))
+    assert stager.pool.closed
+    assert_same(some_batch(), staged, "cpu")
+    assert_same(some_batch(1), transfer.get(), "cpu")
+    with pytest.raises(PoolClosedError, match="make a new SlabPool"):
+        stager.stage(some_batch())
+    stager.close()
+
+
+def test_close_leaves_a_shared_pool_open():
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+        with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
+            assert_same(some_batch(1), one.to_device(some_batch(1)), "cpu")
+            assert_same(some_batch(2), other.to_device(some_batch(2)), "cpu")
+            assert pool.stats().total_leased_slabs == 2
+            assert pool.stats().held_slabs == 1
+        assert not pool.closed
+        pool.acquire(100).release()
+
+
+def test_a_close_while_another_stages_is_an_error_there_and_no_more(background):
+    stager = Stager("cpu", max_bytes=4096)
+    lease = stager.pool.acquire(4096)
+    staging = background(stager.stage, [torch.ones(1000)])
+    assert stays_blocked(staging)
+    stager.close()
+    with pytest.raises(PoolClosedError):
+        outcome(staging)
+    lease.release()
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+def test_several_threads_stage_at_once(make_stager):
+    stager = make_stager(max_bytes="8KiB", threads=2)
+    barrier = threading.Barrier(4)
+
+    def work(first):
+        barrier.wait(PATIENCE_SECONDS)
+        for seed in range(first, first + 40):
+            batch = some_batch(seed) | {"bulk": tensor_of(torch.int16, (1000 + seed,), seed)}
+            assert_same(batch, stager.to_device(batch), "cpu")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        for future in [executor.submit(work, 100 * thread) for thread in range(4)]:
+            future.result()
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.packed_leaves) == (160, 160, 800)
+    assert stats.pool.peak_held_bytes <= 8192
+
+
+def test_two_stagers_share_a_pool_in_two_threads(make_stager, memory):
+    pool = SlabPool(memory, max_bytes="8KiB")
+    stagers = [make_stager(pool=pool), make_stager(pool=pool)]
+    seen = collections.Counter()
+
+    def work(stager):
+        for seed in range(40):
+            assert_same(some_batch(seed), stager.to_device(some_batch(seed)), "cpu")
+            seen[stager] += 1
+
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        for future in [executor.submit(work, stager) for stager in stagers]:
+            future.result()
+    assert set(seen.values()) == {40}
+    assert pool.stats().total_leased_slabs == 80
+
+
+def in_child(claim):
+    """Run `claim` in a forked child, and return its exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        child = os.fork()
+    if not child:
+        try:
+            claim()
+        except BaseException:  # noqa: BLE001 - a child must not go on as a test run
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_in_a_forked_child_nothing_is_staged():
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        stager.to_device(some_batch())
+
+        def claim():
+            with pytest.raises(ForkedPoolError, match="make a SlabPool in the child"):
+                stager.stage(some_batch())
+            with Stager("cpu", max_bytes="1MiB") as fresh:
+                assert_same(some_batch(), fresh.to_device(some_batch()), "cpu")
+            stager.close()
+
+        assert in_child(claim) == 0
+        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+def test_memory_counts_what_the_stager_holds(make_stager):
+    stager = make_stager()
+    assert isinstance(stager.pool.memory, CountingMemory)
+    stager.to_device(some_batch())
+    assert stager.pool.memory.live_bytes == stager.stats().pool.held_bytes > 0

@@ -1,0 +1,94 @@
+"""The pool, leases, memory resources and errors as a user writes them. Checked by mypy, never run."""
+
+from typing import assert_type
+
+import numpy as np
+import torch
+
+import pinstage as ps
+
+
+def by_hand(event: torch.cuda.Event) -> None:
+    with ps.SlabPool(max_bytes="2GiB") as pool:
+        with pool.acquire(4096, timeout=1.0) as lease:
+            assert_type(lease, ps.Lease)
+            assert_type(lease.tensor(), torch.Tensor)
+            assert_type(lease.view((2, 3), torch.float32), torch.Tensor)
+            assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
+            assert_type(lease.nbytes + lease.capacity, int)
+            lease.release(after=event)
+        pool.reserve("64MiB", count=2)
+        assert_type(pool.trim("1GiB"), int)
+        pool.freeze()
+        assert_type(pool.stats(), ps.PoolStats)
+        assert_type(pool.stats().held_bytes, int)
+        assert_type(pool.stats().wait_seconds, float)
+        pool.acquire("4KiB", timeout=None).release()
+
+
+class Done:
+    """Enough of an event for the pool."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Bounded:
+    """A memory resource of one's own."""
+
+    is_pinned = False
+    is_shared = False
+    granularity = 4096
+
+    def allocate(self, nbytes: int) -> ps.Block:
+        return ps.Block(0, nbytes)
+
+    def deallocate(self, block: ps.Block) -> None:
+        pass
+
+
+def memory_resources() -> None:
+    own: ps.MemoryResource = Bounded()
+    for memory in (ps.HostAllocMemory(), ps.RegisteredMemory(), ps.SharedMemory(), ps.PageableMemory(), own):
+        ps.SlabPool(memory, max_bytes=1 << 20).close()
+    assert_type(ps.default_memory(), ps.MemoryResource)
+    ps.SlabPool(max_bytes="auto").acquire(10).release(after=Done())
+
+
+def errors(pool: ps.SlabPool) -> int:
+    try:
+        pool.acquire(1 << 40, timeout=0)
+    except ps.BudgetExceededError as error:
+        _memory: MemoryError = error
+        return error.requested_bytes + error.held_bytes + error.leased_bytes + error.in_flight_bytes + error.max_bytes
+    except ps.AcquireTimeoutError as late:
+        _timeout: TimeoutError = late
+    except (ps.PoolClosedError, ps.PoolFrozenError, ps.ForkedPoolError, ps.LeaseError) as wrong_state:
+        _runtime: RuntimeError = wrong_state
+    except ps.LayoutError as layout:
+        _type: TypeError = layout
+        assert_type(layout.path, str)
+    except ps.StagingError:
+        pass
+    return 0
+
+
+def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
+    ps.SlabPool("2GiB")  # type: ignore[arg-type]
+    ps.SlabPool(None, 4096)  # type: ignore[call-arg]
+    ps.SlabPool(max_bytes=None)  # type: ignore[arg-type]
+    pool.acquire(4096, 1.0)  # type: ignore[call-arg]
+    pool.acquire(1.5)  # type: ignore[arg-type]
+    pool.reserve(4096, 2)  # type: ignore[call-arg]
+    pool.max_bytes = 4096  # type: ignore[misc]
+    pool.stats().held_bytes = 0  # type: ignore[misc]
+    lease.release(Done())  # type: ignore[call-arg]
+    lease.release(after=3)  # type: ignore[arg-type]
+    lease.view((2, 3))  # type: ignore[call-arg]
+    lease.view((2, 3), "float32")  # type: ignore[arg-type]
+    lease.nbytes = 3  # type: ignore[misc]
+    _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
+    ps.PageableMemory(4096)  # type: ignore[call-arg]

@@ -1,0 +1,69 @@
+"""Staging as a user writes it. Checked by mypy, never run: what has an ignore is wrong and has to stay wrong."""
+
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import torch
+
+import pinstage as ps
+
+
+def one_line(batch: dict[str, torch.Tensor]) -> None:
+    stager = ps.Stager("cuda:0", max_bytes="2GiB")
+    batch = stager.to_device(batch)
+    assert_type(stager.device, torch.device)
+    assert_type(stager.pool, ps.SlabPool)
+    stager.close()
+
+
+def every_kind_of_device(pool: ps.SlabPool) -> None:
+    ps.Stager("cpu")
+    ps.Stager(torch.device("cuda", 1), pool=pool, threads=4)
+    ps.Stager(0, max_bytes=1 << 30, threads=None)
+    with ps.Stager("cpu") as stager:
+        assert_type(stager, ps.Stager)
+
+
+def a_transfer(stager: ps.Stager, batch: object, stream: torch.cuda.Stream) -> None:
+    transfer = stager.stage(batch)
+    assert_type(transfer, ps.Transfer)
+    assert_type(transfer.done, bool)
+    assert_type(transfer.copies, int)
+    assert_type(transfer.passthrough, int)
+    assert_type(transfer.layout, ps.Layout)
+    transfer.wait()
+    assert_type(transfer.get(), Any)
+    transfer.get(stream)
+    transfer.get(stream=None)
+
+
+def prefetching(stager: ps.Stager, loader: torch.utils.data.DataLoader[Any]) -> None:
+    assert_type(stager.prefetch(loader, depth=3), Iterator[Any])
+    for batch in stager.prefetch(loader):
+        assert_type(batch, Any)
+
+
+def stats(stager: ps.Stager) -> int:
+    counted = stager.stats()
+    assert_type(counted, ps.StagerStats)
+    assert_type(counted.pool, ps.PoolStats)
+    assert_type(counted.pool.max_bytes_reason, str)
+    assert_type(counted.pool.rounding_waste, float)
+    return counted.batches + counted.copies + counted.packed_leaves + counted.packed_bytes + counted.passthrough_leaves
+
+
+def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
+    ps.Stager()  # type: ignore[call-arg]
+    ps.Stager("cpu", pool)  # type: ignore[call-arg]
+    ps.Stager("cpu", max_bytes=1.5)  # type: ignore[arg-type]
+    ps.Stager("cpu", threads="4")  # type: ignore[arg-type]
+    ps.Stager(None)  # type: ignore[arg-type]
+    stager.prefetch([batch], 2)  # type: ignore[call-arg]
+    stager.prefetch(3)  # type: ignore[arg-type]
+    stager.stage()  # type: ignore[call-arg]
+    stager.pool = pool  # type: ignore[misc]
+    stager.device = "cpu"  # type: ignore[misc, assignment]
+    stager.stats().batches = 3  # type: ignore[misc]
+    stager.stage(batch).done = True  # type: ignore[misc]
+    stager.stage(batch).get("cuda:0")  # type: ignore[arg-type]
+    stager.stage(batch).result()  # type: ignore[attr-defined]
