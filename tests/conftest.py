@@ -53,3 +53,9 @@ def make_pool(background, memory):
 @pytest.fixture
 def pool(make_pool):
     return make_pool()
+
+
+@pytest.fixture
+def no_polling(monkeypatch):
+    """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
+    monkeypatch.setattr("pinstage._pool._pool._POLL_SECONDS", (60.0, 60.0))

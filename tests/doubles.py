@@ -33,8 +33,8 @@ class Gate:
 class CountingMemory:
     """A memory resource over plain memory that counts.
 
-    A block counts as live from the beginning of its allocation to the end of its deallocation: the strictest reading of a
-    cap on the bytes held. Freed bytes are overwritten, and a failed deallocation leaves the block live.
+    A block counts as live from the beginning of its allocation to the end of its deallocation: the strictest reading of
+    a cap on the bytes held. Freed bytes are overwritten, and a failed deallocation leaves the block live.
     """
 
     is_pinned = False

@@ -63,7 +63,9 @@ def test_the_message_of_an_error_is_its_text_and_nothing_else(error):
 
 @every_example
 @pytest.mark.parametrize(
-    "travel", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deep"]
+    "travel",
+    [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deep"],
 )
 def test_an_error_arrives_in_another_process_with_all_that_it_carries(error, travel):
     arrived = travel(error)
@@ -104,7 +106,12 @@ def check(error, **numbers):
     said, _, remedy = rest.rpartition("; ")
     assert what
     assert remedy
-    for text in (f"requested {numbers['requested_bytes']} B", "held 816 B of max_bytes 1000 B", "leased 512 B", "208 B"):
+    for text in (
+        f"requested {numbers['requested_bytes']} B",
+        "held 816 B of max_bytes 1000 B",
+        "leased 512 B",
+        "208 B",
+    ):
         assert text in said or "are missing" in said
     return remedy
 

@@ -16,6 +16,8 @@ from strategies import DTYPES, ArraySubclass, TensorSubclass, assert_same, bits,
 from pinstage import Layout, LayoutError, PageableMemory, SlabPool, Slot
 from pinstage._layout import ALIGNMENT, plan
 from pinstage._layout import _layout as layout_module
+from pinstage._layout._cache import TableCache
+from pinstage._layout._table import columns_of
 
 experimental = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*quantize")
 
@@ -220,13 +222,13 @@ def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_lazy_conjugation_and_negation_are_carried_out(dtype):
     z = torch.randn(3, 4, dtype=dtype)
-    batch = [z.conj(), z.conj().imag, z.conj().t(), z]
-    assert batch[0].is_conj()
-    assert batch[1].is_neg()
-    staged = through_slab(batch)
-    assert not staged[0].is_conj()
-    assert not staged[1].is_neg()
-    assert_same(batch, staged, "cpu")
+    for leaf in (z.conj(), torch._neg_view(z), z.conj().imag, z.conj().t()):
+        assert leaf.is_conj() or leaf.is_neg()
+        for batch in ([leaf], [leaf, z]):
+            staged = through_slab(batch)
+            assert not staged[0].is_conj()
+            assert not staged[0].is_neg()
+            assert_same(batch, staged, "cpu")
 
 
 @pytest.mark.parametrize("stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"])
@@ -477,12 +479,22 @@ def test_a_part_of_a_slab_that_is_aligned_will_do(batch):
     assert_same(batch, layout.unpack(part), "cpu")
 
 
+def _aligned_part_of_an_unaligned_buffer(nbytes):
+    buffer = np.zeros(nbytes + 4 * ALIGNMENT, dtype=np.uint8)
+    skipped = 1 - buffer.ctypes.data % ALIGNMENT + ALIGNMENT
+    return torch.from_numpy(buffer[skipped:])[ALIGNMENT - 1 :]
+
+
 WRONG_SLABS = {
     "too small": (lambda n: torch.empty(n - 1, dtype=torch.uint8), "too small: 79 bytes for a layout of 80"),
     "another dtype": (lambda n: torch.empty(n, dtype=torch.int8), "uint8"),
     "two dimensions": (lambda n: torch.empty(n, 1, dtype=torch.uint8), "one dimension"),
     "with gaps": (lambda n: torch.empty(2 * n, dtype=torch.uint8)[::2], "contiguous"),
     "not aligned": (lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:], f"multiple of {ALIGNMENT} bytes: offset 1"),
+    "not aligned in its storage": (
+        _aligned_part_of_an_unaligned_buffer,
+        f"multiple of {ALIGNMENT} bytes: offset {ALIGNMENT - 1}, address 0x[0-9a-f]+0",
+    ),
     "not aligned in memory": (
         lambda n: torch.frombuffer(bytearray(n + 17), dtype=torch.uint8, offset=1),
         f"multiple of {ALIGNMENT} bytes",
@@ -587,11 +599,32 @@ def test_leaves_that_differ_in_any_way_do_not_share_a_table(other):
 
 
 def test_the_memory_of_tables_is_bounded():
-    kept = plan([torch.zeros(1)]).table
-    for size in range(2 * layout_module._MAX_TABLES):
-        plan([torch.zeros(size), torch.zeros(3)])
-    assert len(layout_module._tables) <= layout_module._MAX_TABLES
-    assert plan([torch.zeros(1)]).table.nbytes == kept.nbytes
+    kept, fresh, _ = layout_module.TABLES.capacities
+    for size in range(2 * kept):
+        for _ in range(2):
+            plan([torch.zeros(size), torch.zeros(3)])
+    assert len(layout_module.TABLES) <= kept + fresh
+
+
+def test_a_table_met_once_is_dropped_soon_and_one_met_again_stays():
+    cache = TableCache(kept=4, fresh=1, remembered=100)
+    columns = [columns_of([torch.zeros(size)]) for size in range(1, 40)]
+    once = weakref.ref(cache.table_of(columns[0]))
+    for other in columns[1:]:
+        cache.table_of(other)
+    assert once() is None
+    assert len(cache) == 1
+    again = cache.table_of(columns[0])
+    for other in columns[1:4]:
+        cache.table_of(other)
+    assert cache.table_of(columns[0]) is again
+
+
+def test_the_hashes_that_are_remembered_are_bounded_too():
+    cache = TableCache(kept=1, fresh=1, remembered=3)
+    for size in range(10):
+        cache.table_of(columns_of([torch.zeros(size)]))
+    assert len(cache._remembered) == 3
 
 
 def test_several_threads_compute_layouts_at_once():
@@ -606,7 +639,8 @@ def test_several_threads_compute_layouts_at_once():
     with concurrent.futures.ThreadPoolExecutor(4) as executor:
         for future in [executor.submit(work, seed) for seed in range(4)]:
             future.result()
-    assert len(layout_module._tables) <= layout_module._MAX_TABLES
+    kept, fresh, _ = layout_module.TABLES.capacities
+    assert len(layout_module.TABLES) <= kept + fresh
 
 
 # -- travelling --------------------------------------------------------------------------------------------------------

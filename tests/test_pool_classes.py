@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pinstage import PageableMemory, SlabPool
-from pinstage._pool import CLASSES_PER_DOUBLING, REUSE_FACTOR, size_class
+from pinstage._pool import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
 
 sizes = st.integers(1, 2**40) | st.integers(0, 40).flatmap(lambda power: st.integers(-2, 2).map(lambda d: 2**power + d))
 sizes = sizes.filter(lambda nbytes: nbytes >= 1)
@@ -76,17 +76,35 @@ def test_the_same_size_gets_the_same_slab_again(pool, memory):
     assert (len(addresses), memory.allocations) == (1, 1)
 
 
-def test_a_larger_idle_slab_within_the_reuse_factor_serves_before_the_pool_grows(pool, memory):
-    pool.reserve(REUSE_FACTOR * size_class(100))
-    with pool.acquire(100) as lease:
-        assert lease.capacity == REUSE_FACTOR * size_class(100)
+@given(st.integers(1, SMALL_SLAB_BYTES // 2))
+def test_of_a_small_slab_that_serves_before_the_pool_grows_at_most_an_eighth_is_waste(nbytes):
+    limit = reuse_limit(nbytes, size_class(nbytes))
+    assert size_class(nbytes) <= limit
+    assert (limit - nbytes) / limit <= 1 / 8
+
+
+@given(st.integers(SMALL_SLAB_BYTES, 2**40))
+def test_a_large_slab_serves_up_to_twice_the_class_before_the_pool_grows(nbytes):
+    assert reuse_limit(nbytes, size_class(nbytes)) == REUSE_FACTOR * size_class(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [100, 3000, SMALL_SLAB_BYTES, 5 * SMALL_SLAB_BYTES + 1])
+def test_a_larger_idle_slab_within_the_reuse_limit_serves_before_the_pool_grows(make_pool, memory, nbytes):
+    larger = size_class(reuse_limit(nbytes, size_class(nbytes)) * 15 // 16)
+    assert size_class(nbytes) < larger <= reuse_limit(nbytes, size_class(nbytes))
+    pool = make_pool("64MiB")
+    pool.reserve(larger)
+    with pool.acquire(nbytes) as lease:
+        assert lease.capacity == larger
     assert memory.allocations == 1
 
 
-def test_a_larger_idle_slab_beyond_the_reuse_factor_does_not_serve_while_the_pool_can_grow(pool, memory):
-    pool.reserve(REUSE_FACTOR * size_class(100) + 16)
-    with pool.acquire(100) as lease:
-        assert lease.capacity == size_class(100)
+@pytest.mark.parametrize("nbytes", [100, 3000, SMALL_SLAB_BYTES, 5 * SMALL_SLAB_BYTES + 1])
+def test_a_larger_idle_slab_beyond_the_reuse_limit_does_not_serve_while_the_pool_can_grow(make_pool, memory, nbytes):
+    pool = make_pool("64MiB")
+    pool.reserve(reuse_limit(nbytes, size_class(nbytes)) + 1)
+    with pool.acquire(nbytes) as lease:
+        assert lease.capacity == size_class(nbytes)
     assert memory.allocations == 2
 
 

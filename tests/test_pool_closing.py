@@ -24,8 +24,9 @@ def test_a_pool_is_closed_at_the_end_of_its_block(memory):
 
 
 def test_a_pool_is_closed_when_its_block_fails(memory):
-    with pytest.raises(KeyError), SlabPool(memory, max_bytes=1000) as pool:
-        pool.reserve(100)
+    pool = SlabPool(memory, max_bytes=1000)
+    pool.reserve(100)
+    with pytest.raises(KeyError), pool:
         raise KeyError
     assert memory.live_bytes == 0
 

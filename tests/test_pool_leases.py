@@ -411,8 +411,8 @@ def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
     pool.acquire(100).release(after=event)
     holder = [pool.acquire(100), pool.acquire(100)]
     holder += [holder[0].numpy(), holder[1].tensor(), holder]
+    del holder
     with pytest.warns(UnreleasedLeaseWarning) as warned:
-        del holder
         pool.stats()
     assert len(warned) == 2
     assert states(pool) == {"leased": 0, "in flight": 1, "free": 2}

@@ -1,6 +1,7 @@
 """Many threads at once: nobody starves, the cap holds, and nobody finds another's bytes in his slab."""
 
 import ctypes
+import itertools
 import random
 import sys
 import threading
@@ -27,7 +28,7 @@ def threads_that_switch_often():
 
 
 class Device:
-    """Finishes work in the order in which it was issued, in a thread of its own, and sees that nobody spoilt its input."""
+    """Finishes work in the order of its issue, in a thread of its own, and sees that nobody spoilt its input."""
 
     def __init__(self):
         self._work = deque()
@@ -104,7 +105,9 @@ class Worker:
 
 
 @pytest.mark.parametrize(
-    ("max_bytes", "largest"), [(40_000, 9_000), (6_000, 6_000), (200_000, 3_000)], ids=["tight", "one at a time", "wide"]
+    ("max_bytes", "largest"),
+    [(40_000, 9_000), (6_000, 6_000), (200_000, 3_000)],
+    ids=["tight", "one at a time", "wide"],
 )
 @pytest.mark.parametrize("reserved", [False, True], ids=["growing", "frozen"])
 def test_many_threads_neither_deadlock_nor_starve_nor_exceed_the_cap_nor_share_a_slab(
@@ -157,7 +160,7 @@ def test_a_small_pool_serves_every_thread_in_its_turn(make_pool, background):
         turns = [position for position, who in enumerate(order) if who == number]
         assert len(turns) == 10
         # A thread that releases may be overtaken by those that wait, but never by one of them twice.
-        assert max(later - earlier for earlier, later in zip(turns, turns[1:], strict=False)) <= 2 * THREADS
+        assert max(later - earlier for earlier, later in itertools.pairwise(turns)) <= 2 * THREADS
 
 
 def test_leases_and_views_may_end_in_any_thread(make_pool, memory, background):
@@ -196,9 +199,12 @@ def test_forgotten_leases_of_many_threads_all_come_back(make_pool, background):
             lease.numpy()[:] = step
             del lease
 
-    with pytest.warns(UnreleasedLeaseWarning):
+    def forget_at_once():
         for future in [background(forget) for _ in range(8)]:
             outcome(future)
+
+    with pytest.warns(UnreleasedLeaseWarning):
+        forget_at_once()
     stats = pool.stats()
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.hits + stats.misses) == (0, 0, 320)
 

@@ -17,6 +17,9 @@ def full_pool(make_pool):
     return make_pool(1000)
 
 
+slow_polling = pytest.mark.usefixtures("no_polling")
+
+
 def waiters(pool, count):
     """Return when so many requests have had to wait since the pool was made."""
     wait_until(lambda: pool.stats().waits == count)
@@ -41,8 +44,8 @@ def test_a_request_that_must_wait_longer_than_its_timeout_fails_with_the_numbers
         1000,
     )
     assert str(error) == (
-        f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B (given: 1000), leased 512 B, "
-        "in flight 320 B, 0 other waiters; release leases sooner, wait longer, or raise max_bytes"
+        f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B (given: 1000), "
+        "leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, wait longer, or raise max_bytes"
     )
 
 
@@ -100,6 +103,7 @@ def test_a_waiter_behind_others_times_out_too_and_counts_them(full_pool, backgro
     outcome(first).release()
 
 
+@slow_polling
 def test_a_waiter_that_gives_up_makes_room_for_the_one_behind_it(full_pool, background):
     lease = full_pool.acquire(512)
     impatient = background(full_pool.acquire, 1000, timeout=0.2)
@@ -116,6 +120,7 @@ def test_a_waiter_that_gives_up_makes_room_for_the_one_behind_it(full_pool, back
 # -- what ends the wait
 
 
+@slow_polling
 def test_a_release_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 900)
@@ -126,6 +131,7 @@ def test_a_release_ends_the_wait(full_pool, background):
     assert full_pool.stats().wait_seconds > 0.04
 
 
+@slow_polling
 def test_a_release_that_lets_idle_slabs_be_trimmed_ends_the_wait(full_pool, memory, background):
     leases = [full_pool.acquire(320) for _ in range(3)]
     waiter = background(full_pool.acquire, 600)
@@ -168,6 +174,7 @@ def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     outcome(waiter).release()
 
 
+@slow_polling
 def test_a_trim_under_way_ends_the_wait_when_it_is_done(full_pool, memory, background):
     full_pool.reserve(480, count=2)
     memory.deallocate_gate = Gate()
@@ -195,6 +202,7 @@ def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, backgr
 # -- the order
 
 
+@slow_polling
 def test_waiters_are_served_first_come_first_served(full_pool, background):
     lease = full_pool.acquire(1000)
     served = []
@@ -214,6 +222,7 @@ def test_waiters_are_served_first_come_first_served(full_pool, background):
     assert full_pool.stats().waits == 12
 
 
+@slow_polling
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, background):
     leases = [full_pool.acquire(480), full_pool.acquire(480)]
     large = background(full_pool.acquire, 900)
@@ -232,6 +241,7 @@ def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, b
     outcome(small).release()
 
 
+@slow_polling
 def test_one_release_serves_as_many_waiters_as_there_is_room_for(full_pool, background):
     held, released = full_pool.acquire(320), full_pool.acquire(480)
     large = background(full_pool.acquire, 640)
@@ -259,6 +269,7 @@ def test_a_request_that_comes_while_others_wait_queues_behind_them_even_for_an_i
 # -- interrupted
 
 
+@slow_polling
 def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
     lease = full_pool.acquire(1000)
 
@@ -276,6 +287,7 @@ def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
     outcome(waiter).release()
 
 
+@slow_polling
 def test_a_waiter_interrupted_behind_another_leaves_the_queue(full_pool, background):
     lease = full_pool.acquire(1000)
     first = background(full_pool.acquire, 1000)
@@ -310,6 +322,7 @@ def test_a_waiter_interrupted_while_it_asks_an_event_leaves_the_queue_and_the_sl
     lease.release()
 
 
+@slow_polling
 def test_what_a_waiter_gets_is_its_own(full_pool, background):
     def take(number):
         with full_pool.acquire(500) as lease:

@@ -1,34 +1,34 @@
-"""How a batch's bytes get into a slab quickly: ranges of the slab over threads, chunks of it in turns with the copy.
+"""How a batch's bytes get into a slab quickly: by several threads, and in chunks that travel while the next is packed.
 
-The slab is cut into byte ranges, which do not care where a leaf ends. A small batch is one range, moved by the calling
-thread. A larger one is shared out, a contiguous range for each thread. A very large one is cut into chunks first, each
-shared out like that, and the chunks become ready in order, so that the first can travel while the next is packed.
+The slab's bytes are cut into pieces of about a megabyte, which do not care where a leaf begins or ends. Threads take
+piece after piece, the calling one among them. Consecutive pieces make a chunk; when all pieces of a chunk are moved, it
+can travel. Most batches are one chunk, and small ones a single thread's work.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
-from ._layout import Moves, Table
-
-BYTES_PER_THREAD = 4 * 1024 * 1024
-"""A thread is given at least this much of each chunk: 64 leaves of 1 MiB took 3.5 ms with 4 threads and 5.5 ms with 12
-on the reference machine, where starting a task costs 30 to 50 us."""
+from ._layout import Moves, Piece, Table
 
 MAX_THREADS = 12
 """More threads gained nothing: 300 leaves of 1 MiB took 8.7 ms with 12 and 8.8 ms with 16 on the reference machine."""
+
+BYTES_PER_THREAD = 1024 * 1024
+"""A thread is woken for at least this much: what one thread moves in 100 us."""
 
 CHUNK_BYTES = 16 * 1024 * 1024
 """The smallest chunk: long enough that the copy call (8 us) and the hand-over between threads do not show."""
 
 MAX_CHUNKS = 6
-"""More chunks only cost hand-overs: with six, 1/6 of the packing is not hidden behind the copy."""
+"""More chunks only cost hand-overs: with six, at most 1/6 of the copy is not hidden behind the packing."""
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -59,7 +59,8 @@ class Packer:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1: {threads}; 1 packs in the calling thread")
         self.threads = min(usable_cpus(), MAX_THREADS) if threads is None else threads
-        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def pack(self, table: Table, tensors: list[torch.Tensor], slab: torch.Tensor) -> Iterator[int]:
@@ -76,85 +77,128 @@ class Packer:
             threads.
         """
         moves = Moves(table, tensors, slab)
-        moves.gather()
-        ends = chunk_ends(table.raw_end)
-        threads = min(self.threads, table.raw_end // len(ends) // BYTES_PER_THREAD)
-        if threads > 1:
-            yield from self._pack_in_parallel(moves, ends, table.nbytes, threads)
-        else:
+        threads = min(self.threads, table.raw_end // BYTES_PER_THREAD)
+        if threads <= 1:
             moves.everything()
             yield table.nbytes
-
-    def _pack_in_parallel(self, moves: Moves, ends: list[int], nbytes: int, threads: int) -> Iterator[int]:
-        moves.prepare()
-        chunks = [_Chunk(threads) for _ in ends]
-        errors: list[BaseException] = []
-        stopped = False
-
-        def move_share(thread: int, index: int) -> None:
-            low, high = ends[index - 1] if index else 0, ends[index]
-            share = -(-(high - low) // threads)
-            start = low + thread * share
-            try:
-                if not stopped and not errors:
-                    moves.range(start, min(start + share, high))
-            except BaseException as error:  # noqa: BLE001 - raised again by the calling thread
-                errors.append(error)
-            chunks[index].one_done()
-
-        def move_shares(thread: int) -> None:
-            for index in range(len(ends)):
-                move_share(thread, index)
-
-        executor = self._threads()
-        tasks = []
+            return
+        moves.gather()
+        job = _Job(moves, table.raw_end)
+        self._start(threads - 1, job)
         try:
-            for thread in range(1, threads):
-                tasks.append(executor.submit(move_shares, thread))  # noqa: PERF401 - a submit may fail
-            for index, end in enumerate(ends):
-                move_share(0, index)
-                chunks[index].wait()
-                if errors:
-                    raise errors[0]
-                yield end if index < len(ends) - 1 else nbytes
+            for end in job.work_and_wait():
+                yield end if end < table.raw_end else table.nbytes
         finally:
-            stopped = True
-            for task in tasks:
-                task.result()  # waits
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="pinstage-pack")
-            return self._executor
+            job.abandon()
 
     def close(self) -> None:
         """End the threads; waits for moves under way."""
         with self._lock:
-            executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown()
+            workers, self._workers = self._workers, []
+        for _ in workers:
+            self._jobs.put(None)
+        for worker in workers:
+            worker.join()
+
+    def _start(self, helpers: int, job: _Job) -> None:
+        with self._lock:
+            while len(self._workers) < helpers:
+                # A daemon: it must not keep the program from ending, and holds nothing that has to be given back.
+                worker = threading.Thread(target=_work, args=(self._jobs,), name="pinstage-pack", daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        for _ in range(helpers):
+            self._jobs.put(job)
+
+    def __del__(self) -> None:
+        for _ in getattr(self, "_workers", ()):
+            self._jobs.put(None)
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.work()
+        del job  # while waiting for the next one this one must be free to go
+
+
+class _Job:
+    """One slab to be filled by whoever has time."""
+
+    def __init__(self, moves: Moves, nbytes: int) -> None:
+        self._moves = moves
+        self._pieces = moves.pieces()
+        self._chunks = _chunks(self._pieces, nbytes)
+        self._chunk_of = [chunk for chunk in self._chunks for _ in range(chunk.pieces)]
+        self._turn = itertools.count()  # a step of it is atomic: each piece goes to one thread
+        self._errors: list[BaseException] = []
+
+    def work(self) -> None:
+        """Take pieces and move them until none is left."""
+        while self._step():
+            pass
+
+    def work_and_wait(self) -> Iterator[int]:
+        """Help, and yield the end of each chunk as soon as it is complete."""
+        waiting = iter(self._chunks)
+        chunk = next(waiting)
+        busy = True
+        while True:
+            busy = busy and self._step()
+            if not busy:
+                chunk.done.wait()
+            if chunk.done.is_set():
+                if self._errors:
+                    raise self._errors[0]
+                yield chunk.end
+                following = next(waiting, None)
+                if following is None:
+                    return
+                chunk = following
+
+    def abandon(self) -> None:
+        """See that no thread touches the slab any more: leave out what nobody has begun, wait for the rest."""
+        for index in self._turn:
+            if index >= len(self._pieces):
+                break
+            self._chunk_of[index].one_done()
+        for chunk in self._chunks:
+            chunk.done.wait()
+
+    def _step(self) -> bool:
+        """Move the next piece; say whether there was one."""
+        index = next(self._turn)
+        if index >= len(self._pieces):
+            return False
+        try:
+            self._moves.move(self._pieces[index])
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            self._errors.append(error)
+        self._chunk_of[index].one_done()
+        return True
 
 
 class _Chunk:
-    """Counts the threads that still work on a chunk; wakes the one that waits when there is none."""
+    """Consecutive pieces that travel together."""
 
-    def __init__(self, threads: int) -> None:
-        self._working = threads
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+    def __init__(self, pieces: int, end: int) -> None:
+        self.pieces = pieces
+        self.end = end
+        self.done = threading.Event()
+        self._moved = itertools.count(1)
 
     def one_done(self) -> None:
-        with self._lock:
-            self._working -= 1
-            if not self._working:
-                self._done.set()
-
-    def wait(self) -> None:
-        self._done.wait()
+        if next(self._moved) == self.pieces:
+            self.done.set()
 
 
-def chunk_ends(nbytes: int) -> list[int]:
-    """Cut `nbytes` into even chunks of at least `CHUNK_BYTES`, at most `MAX_CHUNKS`; return where each ends."""
+def _chunks(pieces: list[Piece], nbytes: int) -> list[_Chunk]:
+    """Cut pieces into even chunks of at least about `CHUNK_BYTES`, at most `MAX_CHUNKS`."""
     count = max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
-    return [nbytes * (index + 1) // count for index in range(count)]
+    chunks: list[_Chunk] = []
+    taken = 0
+    for index, piece in enumerate(pieces, 1):
+        end = piece.offset + piece.nbytes
+        if end * count >= nbytes * (len(chunks) + 1) or index == len(pieces):
+            chunks.append(_Chunk(index - taken, end))
+            taken = index
+    return chunks

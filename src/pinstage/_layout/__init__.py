@@ -6,6 +6,7 @@ values, so it is computed once for batches that look alike. Knows shapes, counts
 device.
 """
 
+from ._fragments import Piece
 from ._layout import Layout, Plan, Slot, plan
 from ._leaves import ALIGNMENT
 from ._moves import Moves
@@ -16,6 +17,7 @@ __all__ = [
     "ALIGNMENT",
     "Layout",
     "Moves",
+    "Piece",
     "Plan",
     "Slot",
     "StagingNode",

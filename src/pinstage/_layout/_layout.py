@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,17 +10,15 @@ import optree
 import torch
 
 from .._errors import LayoutError
+from ._cache import TableCache
 from ._leaves import ALIGNMENT, KINDS, Kind, from_array, holds_tensor
 from ._moves import Moves
 from ._nodes import NodeType, flatten, learn_containers, node_types, path_text
 from ._table import Columns, Table, columns_of
 
-_MAX_TABLES = 64
-"""Offset tables remembered. Batches of fixed shapes need one or a few; ragged ones a new one each time, which should
-not add up."""
+TABLES = TableCache()
+"""The process's offset tables."""
 
-_tables: dict[Columns, Table] = {}
-_tables_lock = threading.Lock()
 _ONLY_TENSORS = {torch.Tensor}
 
 
@@ -61,7 +58,7 @@ def plan(batch: Any) -> Plan:
     else:
         leaves, treespec = _with_new_containers(batch, leaves, treespec)
         tensors, rest, order = _sort_out(leaves, treespec)
-    return Plan(_table_of(columns_of(tensors)), treespec, tensors, rest, order)
+    return Plan(TABLES.table_of(columns_of(tensors)), treespec, tensors, rest, order)
 
 
 class Slot(NamedTuple):
@@ -153,9 +150,7 @@ class Layout:
         self._check_slab(dst, "dst")
         if not dst.is_cpu:
             raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
-        moves = Moves(self._table, planned.tensors, dst)
-        moves.everything()
-        moves.gather()
+        Moves(self._table, planned.tensors, dst).everything()
 
     def unpack(self, src: torch.Tensor) -> Any:
         """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
@@ -309,7 +304,7 @@ def _restore(
     rest: tuple[Any, ...],
     passthrough: tuple[torch.Tensor, ...],
 ) -> Layout:
-    return Layout(_table_of(columns), treespec, order, rest, passthrough)
+    return Layout(TABLES.table_of(columns), treespec, order, rest, passthrough)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -321,17 +316,6 @@ def _join(treespec: optree.PyTreeSpec, order: tuple[int, ...] | None, views: lis
         return optree.tree_unflatten(treespec, views)
     values = [*views, *rest]
     return optree.tree_unflatten(treespec, [values[index] for index in order])
-
-
-def _table_of(columns: Columns) -> Table:
-    table = _tables.get(columns)
-    if table is None:
-        table = Table(columns)
-        with _tables_lock:
-            while len(_tables) >= _MAX_TABLES:
-                del _tables[next(iter(_tables))]
-            _tables[columns] = table
-    return table
 
 
 def _with_new_containers(

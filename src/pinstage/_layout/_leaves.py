@@ -96,6 +96,11 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     Raises:
         TypeError: the array is numeric, and torch has no such dtype (long double), or it is masked.
     """
+    if type(array) is np.ndarray and array.flags.carray:
+        try:  # the usual case; what torch cannot read as it lies comes below
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            pass
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask; pass .filled(...) and .mask separately")
     if array.dtype.kind not in "biufc":

@@ -1,10 +1,8 @@
 """How bytes get from leaves to their places: the moves that packing is made of.
 
 Many small leaves are gathered by one system call, ``process_vm_writev`` on the own process, which takes a list of
-fragments and lets other threads run: 0.12 us a leaf of 256 bytes on the reference machine, against 0.56 us for a call
-of memmove on each. Where the system does not allow it (another system, a sandbox) each leaf is a memmove. Large leaves
-are
-anyway: memmove is twice as fast there.
+fragments and lets other threads run meanwhile. Where the system does not allow it (another system, a sandbox) each of
+them is a memmove. Large leaves are anyway.
 """
 
 from __future__ import annotations
@@ -15,29 +13,22 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from ._fragments import Piece
 from ._table import Table
 
-_MEMMOVE_FRAGMENT_BYTES = 512 * 1024
-"""Fragments of this size on average are moved by memmove, one call each."""
+_FEW_LEAVES = 16
+"""Up to so many leaves cost less by one memmove each than the list of fragments and the system call (20 us)."""
 
-_FEW_FRAGMENTS = 16
-"""Up to so many fragments cost less by memmove than the system call and its preparation (20 us)."""
-
-_IOV_MAX = 1024
-"""Fragments that one call takes (UIO_MAXIOV of Linux)."""
-
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_IOVEC_BYTES = 16  # struct iovec: address and length, 8 bytes each
 _ZEROS = ctypes.create_string_buffer(4096)  # what padding is filled with
-_ZEROS_ADDRESS = ctypes.addressof(_ZEROS)
 
 memmove: Callable[[int, int, int], None] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 """memmove(to, from, nbytes); lets other threads run meanwhile."""
-
-_Addresses = npt.NDArray[np.int64]
 
 
 def _find_writev() -> Callable[..., int] | None:
@@ -51,7 +42,7 @@ def _find_writev() -> Callable[..., int] | None:
 
 
 class Moves:
-    """The moves that fill one slab with the raw leaves of one batch. May be used by several threads at once.
+    """The moves that fill one slab with the leaves of one batch.
 
     Args:
         table: the offset table.
@@ -63,16 +54,24 @@ class Moves:
     """``process_vm_writev``, or None from the time that the system refused it."""
 
     def __init__(self, table: Table, tensors: list[torch.Tensor], slab: torch.Tensor) -> None:
-        self._base = slab.data_ptr()
         self._table = table
         self._tensors = tensors
         self._slab = slab
-        addresses = (
-            list(map(torch.Tensor.data_ptr, itemgetter(*table.raw)(tensors)))
-            if len(table.raw) > 1
-            else [tensors[position].data_ptr() for position in table.raw]
-        )
-        self._addresses = addresses
+        self._base = slab.data_ptr()
+        chosen = itemgetter(*table.raw)(tensors) if len(table.raw) > 1 else [tensors[i] for i in table.raw]
+        self._addresses = list(map(torch.Tensor.data_ptr, chosen))
+
+    def everything(self) -> None:
+        """Move all leaves, in the calling thread."""
+        self.gather()
+        if len(self._addresses) <= _FEW_LEAVES:
+            for address, offset, nbytes in zip(
+                self._addresses, self._table.raw_offsets, self._table.raw_nbytes, strict=True
+            ):
+                memmove(self._base + offset, address, nbytes)
+        else:
+            for piece in self.pieces():
+                self.move(piece)
 
     def gather(self) -> None:
         """Copy the leaves whose bytes are not their value as they lie: strided, expanded, lazily conjugated."""
@@ -80,70 +79,40 @@ class Moves:
         for position in table.gathered:
             dtype, shape = table.columns.dtypes[position], table.columns.shapes[position]
             offset, source = table.offsets[position], self._tensors[position]
-            if dtype.itemsize == 1:  # copy_ has no kernels for int1 to int7 and their like
-                dtype, source = torch.uint8, source.view(torch.uint8)
+            if position not in table.columns.lazy and dtype.itemsize in _INTEGERS:
+                # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
+                dtype = _INTEGERS[dtype.itemsize]
+                source = source.view(dtype)
             target = self._slab[offset : offset + source.numel() * dtype.itemsize].view(dtype)
             target.as_strided(shape, table.stride_of(position)).copy_(source)
 
-    def everything(self) -> None:
-        """Move all raw leaves."""
-        table = self._table
-        if len(self._addresses) <= _FEW_FRAGMENTS or self.writev is None:
-            for address, offset, nbytes in zip(self._addresses, table.raw_offsets, table.raw_nbytes, strict=True):
-                memmove(self._base + offset, address, nbytes)
-        else:
-            self.prepare()
-            self.range(0, table.raw_end)
-
-    def prepare(self) -> None:
-        """Make the list of fragments; needed before `range`, once."""
+    def pieces(self) -> list[Piece]:
+        """Return what `move` has to be called with, in any order, to move all leaves but the gathered ones."""
         fragments = self._table.fragments
-        vector = np.empty((len(fragments.nbytes), 2), dtype=np.int64)  # struct iovec: address, length
-        vector[:, 0] = _ZEROS_ADDRESS
+        vector = np.empty((len(fragments.nbytes), 2), dtype=np.int64)
+        vector[:, 0] = ctypes.addressof(_ZEROS)
         vector[fragments.leaves, 0] = self._addresses
         vector[:, 1] = fragments.nbytes
         self._vector = vector
+        self._vector_address = vector.ctypes.data
+        return fragments.pieces
 
-    def range(self, start: int, stop: int) -> None:
-        """Move what belongs between two offsets of the slab, wherever leaves begin and end.
-
-        Args:
-            start: first byte.
-            stop: the byte behind the last one, at most ``table.raw_end``.
-        """
-        if start >= stop:
-            return
-        starts = self._table.fragments.starts
-        first = int(np.searchsorted(starts, start, side="right")) - 1
-        last = int(np.searchsorted(starts, stop, side="left"))
-        vector = self._vector[first:last].copy()
-        cut = start - int(starts[first])
-        vector[0, 0] += cut
-        vector[0, 1] -= cut
-        vector[-1, 1] -= int(starts[last]) - stop
-        writev = self.writev
-        if writev is None or stop - start >= len(vector) * _MEMMOVE_FRAGMENT_BYTES:
-            self._memmove_each(vector, start)
-            return
-        target = self._base + start
-        for low in range(0, len(vector), _IOV_MAX):
-            part = vector[low : low + _IOV_MAX]
-            nbytes = int(part[:, 1].sum())
-            if not _write_vector(writev, part, target, nbytes):
-                Moves.writev = None
-                self._memmove_each(vector[low:], target - self._base)
-                return
-            target += nbytes
-
-    def _memmove_each(self, vector: _Addresses, offset: int) -> None:
+    def move(self, piece: Piece) -> None:
+        """Move one piece. May be called by several threads at once."""
+        offset, nbytes, first, whole, cut = piece
         target = self._base + offset
-        for address, nbytes in vector.tolist():
-            memmove(target, address, nbytes)
-            target += nbytes
+        if not whole:
+            memmove(target, int(self._vector[first, 0]) + cut, nbytes)
+        elif self.writev is None or not self._write(target, nbytes, first, whole):
+            for address, size in self._vector[first : first + whole].tolist():
+                memmove(target, address, size)
+                target += size
 
-
-def _write_vector(writev: Callable[..., int], fragments: _Addresses, target: int, nbytes: int) -> bool:
-    """Gather fragments at an address by one system call; say whether all arrived."""
-    remote = np.array([target, nbytes], dtype=np.int64)
-    written = writev(os.getpid(), fragments.ctypes.data, len(fragments), remote.ctypes.data, 1, 0)
-    return bool(written == nbytes)
+    def _write(self, target: int, nbytes: int, first: int, count: int) -> bool:
+        """Gather fragments at an address by one system call; say whether all arrived."""
+        into = (ctypes.c_size_t * 2)(target, nbytes)
+        fragments = self._vector_address + first * _IOVEC_BYTES
+        if Moves.writev is not None and Moves.writev(os.getpid(), fragments, count, into, 1, 0) == nbytes:
+            return True
+        Moves.writev = None
+        return False

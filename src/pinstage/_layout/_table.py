@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from ._fragments import Fragments
 from ._leaves import ALIGNMENT, QUANTIZED, dense_stride, packable
 
 _ROW_GROUP = 4
@@ -103,6 +103,7 @@ class Table:
     """
 
     __slots__ = (
+        "__weakref__",
         "_fragments",
         "_pieces",
         "_places",
@@ -152,7 +153,7 @@ class Table:
     def fragments(self) -> Fragments:
         """The raw part of the slab as a gapless list of fragments. Computed once."""
         if self._fragments is None:
-            self._fragments = Fragments(self)
+            self._fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end)
         return self._fragments
 
     def _place(self, positions: list[int], *, raw: bool) -> None:
@@ -254,29 +255,6 @@ class Table:
         if len(self._places) == 1:
             return [pieces[self._places[0]]]
         return list(itemgetter(*self._places)(pieces)) if self._places else []
-
-
-class Fragments:
-    """The raw part of a slab, from 0 to `Table.raw_end`, as fragments without gaps: leaves, and padding between them.
-
-    Attributes:
-        starts: int64 ``[n + 1]``: where each fragment starts in the slab; the last entry is the end.
-        nbytes: int64 ``[n]``.
-        leaves: which fragments are leaves, in the order of ``Table.raw``; the others are padding.
-    """
-
-    __slots__ = ("leaves", "nbytes", "starts")
-
-    def __init__(self, table: Table) -> None:
-        count = len(table.raw)
-        offsets = np.array([*table.raw_offsets, table.raw_end], dtype=np.int64)
-        nbytes = np.empty(2 * count, dtype=np.int64)
-        nbytes[::2] = table.raw_nbytes
-        nbytes[1::2] = np.diff(offsets) - nbytes[::2]  # padding behind each leaf
-        present = nbytes > 0
-        self.leaves = (np.cumsum(present) - 1)[::2]
-        self.nbytes = nbytes[present]
-        self.starts = np.concatenate([[0], np.cumsum(self.nbytes)])
 
 
 def _padding_rows(offset: int, row: int) -> int:

@@ -15,9 +15,19 @@ The pool counts bytes and knows nothing of shapes. It touches CUDA through two s
 (`allocate`, `deallocate`) and an event (`query`, `synchronize`), so all of it is tested without a GPU.
 """
 
-from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, size_class
+from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
 from ._lease import Event, Lease
 from ._pool import SlabPool
 from ._stats import PoolStats
 
-__all__ = ["CLASSES_PER_DOUBLING", "REUSE_FACTOR", "Event", "Lease", "PoolStats", "SlabPool", "size_class"]
+__all__ = [
+    "CLASSES_PER_DOUBLING",
+    "REUSE_FACTOR",
+    "SMALL_SLAB_BYTES",
+    "Event",
+    "Lease",
+    "PoolStats",
+    "SlabPool",
+    "reuse_limit",
+    "size_class",
+]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 CLASSES_PER_DOUBLING = 8
 """Eight steps from one power of two to the next, so rounding adds less than 1/8 to any request. torch's own host
 allocator rounds to powers of two, which turns 129.5 MB into 256 MB (pytorch#150517)."""
 
+SMALL_SLAB_BYTES = 1024 * 1024
+"""Below this size another slab costs less than waste: all classes of a pool together hold a few times this at the most."""
+
 REUSE_FACTOR = 2
-"""An idle slab serves a request of a smaller class, instead of the pool growing, up to this many times that class.
-Without the bound a stream of small requests would keep the large slabs busy; without reuse every new batch size would
-pin more."""
+"""From `SMALL_SLAB_BYTES` on, an idle slab of up to this many times its class serves a request before the pool grows:
+pinning another gigabyte because a batch is 20% smaller than the last is the greater waste."""
 
 
+@lru_cache(maxsize=4096)
 def size_class(nbytes: int, granularity: int = 1) -> int:
     """Round a request up to its size class.
 
@@ -26,3 +31,19 @@ def size_class(nbytes: int, granularity: int = 1) -> int:
     step = 1 << max(0, (nbytes - 1).bit_length() - CLASSES_PER_DOUBLING.bit_length())
     rounded = -(-nbytes // step) * step
     return -(-rounded // granularity) * granularity
+
+
+def reuse_limit(nbytes: int, capacity: int) -> int:
+    """Return the size of the largest idle slab that serves a request before the pool grows.
+
+    Args:
+        nbytes: bytes asked for.
+        capacity: their size class.
+
+    Returns:
+        Bytes: for small classes the size of which 12.5% would be waste, from `SMALL_SLAB_BYTES` on `REUSE_FACTOR` times
+        the class.
+    """
+    if capacity < SMALL_SLAB_BYTES:
+        return max(capacity, nbytes * 8 // 7)
+    return REUSE_FACTOR * capacity

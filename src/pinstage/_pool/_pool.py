@@ -18,7 +18,7 @@ from .._errors import (
     PoolFrozenError,
 )
 from .._memory import MemoryResource, auto_max_bytes, default_memory, format_bytes, parse_bytes
-from ._classes import REUSE_FACTOR, size_class
+from ._classes import reuse_limit, size_class
 from ._lease import Event, Lease, Slab
 from ._stats import Meter, PoolStats
 
@@ -60,8 +60,9 @@ class SlabPool:
         ValueError: `max_bytes` is not a positive size.
 
     Requests are rounded to size classes with eight steps to a doubling, at most 12.5% (and to whole pages where memory
-    is page-locked). A request is served, in this order: by an idle slab of at most twice its class; by growing; at the
-    cap by any larger idle slab; by trimming idle slabs, least recently used first; by waiting, first come first served.
+    is page-locked). A request is served, in this order: by an idle slab of which at most 12.5% is waste, or, from 1 MiB
+    on, of at most twice its class; by growing; at the cap by any larger idle slab; by trimming idle slabs, least recently
+    used first; by waiting, first come first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
@@ -96,7 +97,7 @@ class SlabPool:
         self._hits = self._misses = self._waits = self._trims = 0
         self._wait_seconds = 0.0
 
-    # -- the public verbs ----------------------------------------------------------------------------------------------
+    # -- the public verbs
 
     @property
     def memory(self) -> MemoryResource:
@@ -142,9 +143,11 @@ class SlabPool:
             raise ValueError(f"nbytes must be at least 1: {nbytes}")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
-        self._check_process()
+        if self._generation != _fork_generation:
+            self._check_process()
         with self._lock:
-            self._check_request(nbytes)
+            if self._closed or nbytes > self._largest:
+                self._check_request(nbytes)
             found = None if self._waiters else self._decide(nbytes)
         if found is None:
             found = self._wait(nbytes, timeout)
@@ -170,8 +173,9 @@ class SlabPool:
             self._settle_returns()
             self._poll_events()
             capacity = self._class_of(nbytes)
+            limit = reuse_limit(nbytes, capacity)
             first = bisect_left(self._capacities, nbytes)
-            fitting = (size for size in self._capacities[first:] if size <= REUSE_FACTOR * capacity)
+            fitting = (size for size in self._capacities[first:] if size <= limit)
             missing = count - sum(len(self._idle[size]) for size in fitting)
             if missing <= 0:
                 return
@@ -296,16 +300,16 @@ class SlabPool:
         return snapshot
 
     # -- decisions, all under the lock
-    # -----------------------------------------------------------------------------------
 
     def _decide(self, nbytes: int) -> Lease | _Growth | None:
         """Serve a request from what is there, or plan how to grow, or return None: wait."""
         if self._returns:
             self._settle_returns()
         capacity = self._class_of(nbytes)
-        slab = self._take_idle(nbytes, REUSE_FACTOR * capacity)
+        limit = reuse_limit(nbytes, capacity)
+        slab = self._take_idle(nbytes, limit)
         if slab is None and self._in_flight and self._poll_events():
-            slab = self._take_idle(nbytes, REUSE_FACTOR * capacity)
+            slab = self._take_idle(nbytes, limit)
         if slab is None:
             shortfall = capacity - self._headroom()
             if shortfall <= 0 and not self._frozen:
@@ -424,7 +428,8 @@ class SlabPool:
         return True
 
     def _release(self, lease: Lease, after: Event | None) -> None:
-        self._check_process()
+        if self._generation != _fork_generation:
+            self._check_process()
         with self._lock:
             slab = lease._take_slab()
             self._end_lease(slab)
@@ -447,7 +452,6 @@ class SlabPool:
         self._free_idle_if_closed()
 
     # -- slow work, outside the lock
-    # -------------------------------------------------------------------------------------
 
     def _grow(self, nbytes: int, growth: _Growth) -> Lease:
         outstanding = growth.reserved
@@ -548,7 +552,6 @@ class SlabPool:
                     self._waiters[0].set()
 
     # -- checks and words
-    # ------------------------------------------------------------------------------------------------
 
     def _check_request(self, nbytes: int) -> None:
         self._check_open()

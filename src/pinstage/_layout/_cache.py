@@ -1,0 +1,67 @@
+"""Which offset tables are kept."""
+
+from __future__ import annotations
+
+import threading
+from typing import TypeVar
+
+from ._table import Columns, Table
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class TableCache:
+    """Keeps the tables of batches that come again; one that was met once is dropped soon.
+
+    Batches of fixed shapes need a few tables for ever. Ragged ones need a new table each time, a thousand small objects
+    that would outlive several batches and make the garbage collector walk the whole program for nothing: staging the
+    demo's batches took twice as long. So a table is kept from the second time its columns are met: at once if that is
+    soon, else after computing it once more, by the hash that was remembered.
+
+    May be used by several threads.
+
+    Args:
+        kept: tables of batches met again.
+        fresh: tables of batches met once, the last ones.
+        remembered: hashes of batches met once.
+    """
+
+    def __init__(self, *, kept: int = 64, fresh: int = 2, remembered: int = 4096) -> None:
+        self.capacities = (kept, fresh, remembered)
+        self._kept: dict[Columns, Table] = {}
+        self._fresh: dict[Columns, Table] = {}
+        self._remembered: dict[int, None] = {}
+        self._lock = threading.Lock()
+
+    def table_of(self, columns: Columns) -> Table:
+        """Return the table for columns, computing it if it is not there."""
+        table = self._kept.get(columns)
+        if table is not None:
+            return table
+        kept, fresh, remembered = self.capacities
+        key = hash(columns)
+        with self._lock:
+            table = self._fresh.pop(columns, None)
+            again = table is not None or key in self._remembered
+        if table is None:
+            table = Table(columns)
+        with self._lock:
+            if again:
+                _put(self._kept, columns, table, kept)
+                self._remembered.pop(key, None)
+            else:
+                _put(self._fresh, columns, table, fresh)
+                _put(self._remembered, key, None, remembered)
+        return table
+
+    def __len__(self) -> int:
+        """Tables in memory."""
+        return len(self._kept) + len(self._fresh)
+
+
+def _put(entries: dict[K, V], key: K, value: V, capacity: int) -> None:
+    """Add an entry; drop the oldest ones beyond `capacity`."""
+    entries[key] = value
+    while len(entries) > capacity:
+        del entries[next(iter(entries))]
