@@ -65,6 +65,10 @@ def main() -> int:
             count += 1
 
     if args.baseline:
+        if device.type == "cuda":
+            from cuda.bindings import runtime
+
+            runtime.cudaFree(0)  # what loading cuda-python alone does
         for sources in runs():
             compare(sources, [to_device(source, device) for source in sources])
     else:

@@ -70,12 +70,19 @@ tests() {
 
 sanitize() {
   local run=("$PYTHON" benchmarks/sanitize_run.py --device "$DEVICE")
-  local memcheck=(compute-sanitizer --tool memcheck --target-processes all --error-exitcode 86 "${run[@]}")
+  local memcheck=(compute-sanitizer --tool memcheck --target-processes all "${run[@]}")
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   step sanitize sanitize-baseline 120 "${memcheck[@]}" --baseline
   step sanitize sanitize 180 "${memcheck[@]}"
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
   grep 'ERROR SUMMARY' "$OUT/sanitize.log" | tee -a "$summary"
+  # cuda-python asks the driver for functions that are newer than it, and memcheck reports each refusal: in the baseline
+  # just as in ours. Anything else is an error.
+  if grep -E '^========= (Invalid|Leaked|Program hit)' "$OUT/sanitize.log" | grep -v 'cuGetProcAddress'; then
+    say "memcheck found errors"
+    failed=1
+  fi
+  [ "$(grep -c 'ERROR SUMMARY' "$OUT/sanitize.log")" -eq 2 ] || { say "memcheck did not finish"; failed=1; }
 }
 
 benchmark() {

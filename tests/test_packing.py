@@ -11,7 +11,16 @@ from doubles import PATIENCE_SECONDS, wait_until
 from strategies import tensor_of
 
 from pinstage._layout import Moves, Table, plan
-from pinstage._packing import BYTES_PER_THREAD, CHUNK_BYTES, MAX_CHUNKS, MAX_THREADS, Packer, chunk_ends, usable_cpus
+from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
+from pinstage._packing import (
+    BYTES_PER_THREAD,
+    CHUNK_BYTES,
+    MAX_CHUNKS,
+    MAX_THREADS,
+    Packer,
+    cut_into_chunks,
+    usable_cpus,
+)
 
 BATCHES = {
     "nothing": [],
@@ -143,16 +152,52 @@ def test_a_batch_of_two_chunks_and_more_is_reported_in_turns(make_packer):
     assert ends[-1] == table.nbytes
 
 
-@pytest.mark.parametrize(
-    "nbytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 1, 2 * CHUNK_BYTES, 100 * CHUNK_BYTES, 10**9 + 7]
-)
-def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(nbytes):
-    ends = chunk_ends(nbytes)
-    sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
-    assert ends[-1] == nbytes
-    assert max(sizes) - min(sizes) <= 1
-    assert len(ends) <= MAX_CHUNKS
-    assert len(ends) == 1 or min(sizes) >= CHUNK_BYTES
+SIZES = [
+    [1],
+    [CHUNK_BYTES],
+    [2 * CHUNK_BYTES - 1],
+    [2 * CHUNK_BYTES],
+    [10**9 + 7],
+    [256] * 5000,
+    [PIECE_BYTES] * 300,
+    [LARGE_FRAGMENT_BYTES - 16] * 500,
+    [100, 10**8, 36, 100 * PIECE_BYTES, 4, 4, 4],
+]
+
+
+def fragments_of(sizes):
+    offsets = list(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+    return Fragments(offsets[:-1], sizes, offsets[-1]), offsets[-1]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
+def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes):
+    fragments, end = fragments_of(sizes)
+    reached = 0
+    for piece in fragments.pieces:
+        assert piece.offset == reached
+        assert piece.whole <= VECTOR_LENGTH
+        if piece.whole:
+            assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.whole].sum()
+            assert piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
+        else:
+            assert piece.nbytes <= PIECE_BYTES
+            assert piece.cut + piece.nbytes <= fragments.nbytes[piece.first]
+        reached += piece.nbytes
+    assert reached == end
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
+def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(sizes):
+    fragments, end = fragments_of(sizes)
+    chunks = cut_into_chunks(fragments.pieces, end)
+    lengths = [high - low for low, high in itertools.pairwise([0, *(chunk.end for chunk in chunks)])]
+    largest_piece = max(piece.nbytes for piece in fragments.pieces)
+    assert chunks[-1].end == end
+    assert sum(chunk.pieces for chunk in chunks) == len(fragments.pieces)
+    assert max(lengths) - min(lengths) <= 2 * largest_piece
+    assert len(chunks) <= MAX_CHUNKS
+    assert len(chunks) == 1 or min(lengths) >= CHUNK_BYTES - largest_piece
 
 
 def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer):
@@ -175,17 +220,34 @@ def test_threads_are_kept_from_batch_to_batch(make_packer):
 # -- errors and ends ---------------------------------------------------------------------------------------------------
 
 
+class FailingPieces(list):
+    """Fails when a packing thread, or the calling one, takes a piece."""
+
+    def __init__(self, pieces, fail_in):
+        super().__init__(pieces)
+        self.fail_in = fail_in
+
+    def __getitem__(self, index):
+        in_background = threading.current_thread() in packing_threads()
+        if in_background and self.fail_in == "caller":
+            threading.Event().wait(0.01)  # leave some to the caller
+        if not in_background and self.fail_in == "thread":
+            threading.Event().wait(0.01)
+        if self.fail_in == ("thread" if in_background else "caller"):
+            raise RuntimeError(f"failed in the {self.fail_in}")
+        return super().__getitem__(index)
+
+
 class FailingTable(Table):
-    """Fails while a packing thread, or the calling one, reads it."""
+    """A table whose pieces fail."""
 
     __slots__ = ("fail_in",)
 
     @property
     def fragments(self):
-        in_background = threading.current_thread() in packing_threads()
-        if {"caller": not in_background, "thread": in_background, "nobody": False}[self.fail_in]:
-            raise RuntimeError(f"failed in the {self.fail_in}")
-        return super().fragments
+        fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end)
+        fragments.pieces = FailingPieces(fragments.pieces, self.fail_in)
+        return fragments
 
 
 @pytest.mark.parametrize("size", [8 * BYTES_PER_THREAD, 3 * CHUNK_BYTES])

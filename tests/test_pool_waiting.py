@@ -3,6 +3,7 @@
 import math
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_a_waiter_behind_others_times_out_too_and_counts_them(full_pool, backgro
 @slow_polling
 def test_a_waiter_that_gives_up_makes_room_for_the_one_behind_it(full_pool, background):
     lease = full_pool.acquire(512)
-    impatient = background(full_pool.acquire, 1000, timeout=0.2)
+    impatient = background(full_pool.acquire, 1000, timeout=0.5)
     waiters(full_pool, 1)
     modest = background(full_pool.acquire, 400)
     waiters(full_pool, 2)
@@ -192,9 +193,10 @@ def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, backgr
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)
     wait_until(lambda: event.queries > 20)
-    before, event.queries = event.queries, 0
+    queries, start = event.queries, time.monotonic()
     assert stays_blocked(waiter)
-    assert 0 < event.queries < 100, f"in 50 ms; {before} before"
+    asked = event.queries - queries
+    assert 0 < asked < 1000 * (time.monotonic() - start)
     event.finish()
     outcome(waiter).release()
 

@@ -127,7 +127,7 @@ class _Job:
     def __init__(self, moves: Moves, nbytes: int) -> None:
         self._moves = moves
         self._pieces = moves.pieces()
-        self._chunks = _chunks(self._pieces, nbytes)
+        self._chunks = cut_into_chunks(self._pieces, nbytes)
         self._chunk_of = [chunk for chunk in self._chunks for _ in range(chunk.pieces)]
         self._turn = itertools.count()  # a step of it is atomic: each piece goes to one thread
         self._errors: list[BaseException] = []
@@ -177,7 +177,7 @@ class _Job:
         return True
 
 
-class _Chunk:
+class Chunk:
     """Consecutive pieces that travel together."""
 
     def __init__(self, pieces: int, end: int) -> None:
@@ -191,14 +191,14 @@ class _Chunk:
             self.done.set()
 
 
-def _chunks(pieces: list[Piece], nbytes: int) -> list[_Chunk]:
+def cut_into_chunks(pieces: list[Piece], nbytes: int) -> list[Chunk]:
     """Cut pieces into even chunks of at least about `CHUNK_BYTES`, at most `MAX_CHUNKS`."""
     count = max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
-    chunks: list[_Chunk] = []
+    chunks: list[Chunk] = []
     taken = 0
     for index, piece in enumerate(pieces, 1):
         end = piece.offset + piece.nbytes
         if end * count >= nbytes * (len(chunks) + 1) or index == len(pieces):
-            chunks.append(_Chunk(index - taken, end))
+            chunks.append(Chunk(index - taken, end))
             taken = index
     return chunks

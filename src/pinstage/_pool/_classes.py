@@ -9,11 +9,12 @@ CLASSES_PER_DOUBLING = 8
 allocator rounds to powers of two, which turns 129.5 MB into 256 MB (pytorch#150517)."""
 
 SMALL_SLAB_BYTES = 1024 * 1024
-"""Below this size another slab costs less than waste: all classes of a pool together hold a few times this at the most."""
+"""Below this size another slab costs less than waste: all classes of a pool together hold a few times this at the
+most."""
 
 REUSE_FACTOR = 2
 """From `SMALL_SLAB_BYTES` on, an idle slab of up to this many times its class serves a request before the pool grows:
-pinning another gigabyte because a batch is 20% smaller than the last is the greater waste."""
+pinning another gigabyte because a batch is 20% smaller is the greater waste."""
 
 
 @lru_cache(maxsize=4096)

@@ -78,7 +78,7 @@ class Lease:
     last user left. A view that outlives the release keeps the slab out of the pool until it dies.
 
     A lease belongs to whoever holds it; it may be passed to, and released by, another thread, but two threads should
-    not use one lease at the same time.
+    not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
     """
 
     __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_pool", "_slab")

@@ -61,8 +61,8 @@ class SlabPool:
 
     Requests are rounded to size classes with eight steps to a doubling, at most 12.5% (and to whole pages where memory
     is page-locked). A request is served, in this order: by an idle slab of which at most 12.5% is waste, or, from 1 MiB
-    on, of at most twice its class; by growing; at the cap by any larger idle slab; by trimming idle slabs, least recently
-    used first; by waiting, first come first served.
+    on, of at most twice its class; by growing; at the cap by any larger idle slab; by trimming idle slabs, least
+    recently used first; by waiting, first come first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
