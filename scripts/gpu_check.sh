@@ -92,7 +92,7 @@ benchmark() {
 bench() {
   # shellcheck disable=SC2086
   benchmark staging 330 run.py ${BENCH_ARGS:-}
-  benchmark memory_startup 120 memory_startup.py
+  benchmark memory_startup 120 memory_startup.py --rounds 2
   benchmark pool_latency 60 pool_latency.py
 }
 

@@ -13,6 +13,7 @@ from strategies import assert_same, batches, bits, tensors
 
 from pinstage import Layout
 from pinstage._layout import ALIGNMENT, Moves, plan
+from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
 from pinstage._packing import Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -110,19 +111,49 @@ def test_the_packer_writes_the_same_bytes(batch, threads):
 
 
 @moderate
-@given(st.lists(tensors(), min_size=1, max_size=8), st.lists(st.integers(0, 1000), max_size=6), st.booleans())
-def test_a_slab_may_be_filled_in_any_ranges(leaves, cuts, by_system_call):
+@given(st.lists(st.one_of(tensors(), known._alike()), min_size=1, max_size=8), st.randoms(), st.booleans())
+def test_pieces_of_a_slab_may_be_moved_in_any_order(leaves, random, by_system_call):
+    leaves = [leaf for part in leaves for leaf in (part if isinstance(part, list) else [part])]
     table = plan(leaves).table
     whole = torch.zeros(table.nbytes, dtype=torch.uint8)
     Moves(table, leaves, whole).everything()
-    ends = sorted({0, table.raw_end, *(cut * table.raw_end // 1000 for cut in cuts)})
-    for low, high in itertools.pairwise(ends):
-        slab = torch.full_like(whole, 0xEE)
-        moves = Moves(table, leaves, slab)
-        if not by_system_call:
-            moves.writev = None
-        moves.prepare()
-        moves.range(low, high)
-        assert slab[:low].eq(0xEE).all()
-        assert slab[high:].eq(0xEE).all()
-        assert torch.equal(slab[low:high], whole[low:high])
+    slab = torch.full_like(whole, 0xEE)
+    moves = Moves(table, leaves, slab)
+    if not by_system_call:
+        moves.writev = None
+    pieces = moves.pieces()
+    random.shuffle(pieces)
+    for piece in pieces:
+        start, stop = piece.offset, piece.offset + piece.nbytes
+        before = slab.clone()
+        moves.move(piece)
+        assert torch.equal(slab[:start], before[:start])
+        assert torch.equal(slab[stop:], before[stop:])
+        assert torch.equal(slab[start:stop], whole[start:stop])
+    assert torch.equal(slab[: table.raw_end], whole[: table.raw_end])
+
+
+@moderate
+@given(
+    st.lists(st.one_of(st.integers(1, 99), st.integers(1, 5 * PIECE_BYTES)), max_size=40),
+    st.integers(0, 3),
+    st.sampled_from([1, 700, 3000]),
+)
+def test_pieces_cover_each_fragment_once_and_are_of_a_size(sizes, padding, repeats):
+    sizes *= repeats if len(sizes) < 5 else 1
+    *offsets, end = itertools.accumulate((size + padding for size in sizes), initial=0)
+    fragments = Fragments(offsets, sizes, end)
+    assert fragments.nbytes.sum() == end
+    assert fragments.nbytes[fragments.leaves].tolist() == sizes
+    starts = np.cumsum([0, *fragments.nbytes])
+    reached = 0
+    for offset, nbytes, first, whole, cut in fragments.pieces:
+        assert offset == reached == starts[first] + cut
+        assert 0 < nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
+        if whole:
+            assert whole <= VECTOR_LENGTH
+            assert nbytes == fragments.nbytes[first : first + whole].sum()
+        else:
+            assert cut + nbytes <= fragments.nbytes[first]
+        reached += nbytes
+    assert reached == end

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS, wait_until
+from doubles import PATIENCE_SECONDS, outcome, wait_until
 from strategies import tensor_of
 
 from pinstage._layout import Moves, Table, plan
@@ -162,6 +162,8 @@ SIZES = [
     [PIECE_BYTES] * 300,
     [LARGE_FRAGMENT_BYTES - 16] * 500,
     [100, 10**8, 36, 100 * PIECE_BYTES, 4, 4, 4],
+    [7488] * 701,  # the last piece would begin in the last fragment
+    [7488] * 701 + [10**7],
 ]
 
 
@@ -221,20 +223,20 @@ def test_threads_are_kept_from_batch_to_batch(make_packer):
 
 
 class FailingPieces(list):
-    """Fails when a packing thread, or the calling one, takes a piece."""
+    """Fails when a packing thread, or the calling one, takes a piece; the other one waits until that has happened."""
 
     def __init__(self, pieces, fail_in):
         super().__init__(pieces)
         self.fail_in = fail_in
+        self.failed = threading.Event()
 
     def __getitem__(self, index):
-        in_background = threading.current_thread() in packing_threads()
-        if in_background and self.fail_in == "caller":
-            threading.Event().wait(0.01)  # leave some to the caller
-        if not in_background and self.fail_in == "thread":
-            threading.Event().wait(0.01)
-        if self.fail_in == ("thread" if in_background else "caller"):
+        taken_in = "thread" if threading.current_thread() in packing_threads() else "caller"
+        if taken_in == self.fail_in:
+            self.failed.set()
             raise RuntimeError(f"failed in the {self.fail_in}")
+        if self.fail_in != "nobody":
+            assert self.failed.wait(PATIENCE_SECONDS), "nothing was left for the other"
         return super().__getitem__(index)
 
 
@@ -331,6 +333,24 @@ def test_several_threads_pack_with_one_packer_at_once(make_packer):
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
         for future in [executor.submit(work, seed) for seed in range(3)]:
             future.result()
+
+
+def test_closing_while_another_thread_packs_ends(background):
+    packer = Packer(3)
+    tensors = [tensor_of(torch.uint8, (3 * BYTES_PER_THREAD,))]
+    table = plan(tensors).table
+
+    def work():
+        for _ in range(100):
+            slab, _ = packed(packer, table, tensors)
+            assert torch.equal(slab, tensors[0])
+
+    packing = background(work)
+    while not packing.done():
+        outcome(background(packer.close))
+    outcome(packing)
+    packer.close()
+    assert not packing_threads()
 
 
 def test_closing_ends_the_threads_and_may_be_done_twice():

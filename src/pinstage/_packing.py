@@ -93,10 +93,11 @@ class Packer:
 
     def close(self) -> None:
         """End the threads; waits for moves under way."""
-        with self._lock:
+        with self._lock:  # a queue for those that come later, whom these Nones are not for
             workers, self._workers = self._workers, []
+            jobs, self._jobs = self._jobs, SimpleQueue()
         for _ in workers:
-            self._jobs.put(None)
+            jobs.put(None)
         for worker in workers:
             worker.join()
 
@@ -107,8 +108,8 @@ class Packer:
                 worker = threading.Thread(target=_work, args=(self._jobs,), name="pinstage-pack", daemon=True)
                 worker.start()
                 self._workers.append(worker)
-        for _ in range(helpers):
-            self._jobs.put(job)
+            for _ in range(helpers):
+                self._jobs.put(job)
 
     def __del__(self) -> None:
         for _ in getattr(self, "_workers", ()):

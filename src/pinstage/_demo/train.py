@@ -175,7 +175,7 @@ def _profiled_copies(way: Way, batches: Sequence[RaggedBatch], device: torch.dev
         return []
     counts = []
     for batch in batches:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             way.stage(batch)
             _wait_for(device)
         events = profiler.events() or []

@@ -70,8 +70,8 @@ def _cut(nbytes: npt.NDArray[np.int64]) -> list[Piece]:
         if low < large:
             marks = np.arange(starts[low], starts[large], PIECE_BYTES)
             by_bytes = np.searchsorted(starts[low:large], marks) + low
-            edges = np.union1d(by_bytes, np.arange(low, large, VECTOR_LENGTH)).tolist()
-            for first, stop in itertools.pairwise([*edges, large]):
+            edges = np.union1d(by_bytes, np.arange(low, large, VECTOR_LENGTH))
+            for first, stop in itertools.pairwise([*edges[edges < large].tolist(), large]):
                 start = int(starts[first])
                 pieces.append(Piece(start, int(starts[stop]) - start, first, stop - first, 0))
         if large < len(nbytes):

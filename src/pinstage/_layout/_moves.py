@@ -112,7 +112,8 @@ class Moves:
         """Gather fragments at an address by one system call; say whether all arrived."""
         into = (ctypes.c_size_t * 2)(target, nbytes)
         fragments = self._vector_address + first * _IOVEC_BYTES
-        if Moves.writev is not None and Moves.writev(os.getpid(), fragments, count, into, 1, 0) == nbytes:
+        writev = Moves.writev  # once: another thread may find out meanwhile that the system refuses it
+        if writev is not None and writev(os.getpid(), fragments, count, into, 1, 0) == nbytes:
             return True
         Moves.writev = None
         return False

@@ -111,7 +111,7 @@ class Stager:
         planned = plan(batch)
         slab, event, copies = self._copy_packed(planned) if planned.table.nbytes else (None, None, 0)
         moved = [tensor.to(self.device, non_blocking=True) for tensor in planned.passthrough()]
-        moved_event = self._target.record() if moved else None
+        moved_event = self._target.record_current() if moved else None
         self._count(planned, copies)
         return Transfer(self._target, planned, slab, event, copies, moved, moved_event)
 
@@ -161,7 +161,7 @@ class Stager:
             try:
                 device, copies = self._pack_and_copy(planned, lease)
             finally:
-                event = self._target.record()
+                event = self._target.record_copies()
                 lease.release(after=event)
         return device, event, copies
 
