@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -315,6 +316,18 @@ def test_when_no_thread_can_be_started_those_that_were_write_no_more(monkeypatch
     slab.zero_()
     packer.close()  # waits for what was begun
     assert not slab.any()
+
+
+def test_no_thread_keeps_the_slab_when_it_is_filled(make_packer):
+    packer = make_packer(4)
+    tensors = [tensor_of(torch.uint8, (4 * BYTES_PER_THREAD,))]
+    table = plan(tensors).table
+    for _ in range(100):
+        slab = torch.empty(table.nbytes, dtype=torch.uint8)
+        list(packer.pack(table, tensors, slab))
+        kept = weakref.ref(slab)
+        del slab
+        assert kept() is None
 
 
 def test_several_threads_pack_with_one_packer_at_once(make_packer):

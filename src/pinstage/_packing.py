@@ -89,7 +89,7 @@ class Packer:
             for end in job.work_and_wait():
                 yield end if end < table.raw_end else table.nbytes
         finally:
-            job.abandon()
+            job.end()
 
     def close(self) -> None:
         """End the threads; waits for moves under way."""
@@ -156,7 +156,7 @@ class _Job:
                     return
                 chunk = following
 
-    def abandon(self) -> None:
+    def end(self) -> None:
         """See that no thread touches the slab any more: leave out what nobody has begun, wait for the rest."""
         for index in self._turn:
             if index >= len(self._pieces):
@@ -164,6 +164,8 @@ class _Job:
             self._chunk_of[index].one_done()
         for chunk in self._chunks:
             chunk.done.wait()
+        # The slab's view has to die here, or the slab would not be free: a thread may hold the job a moment longer.
+        del self._moves
 
     def _step(self) -> bool:
         """Move the next piece; say whether there was one."""
