@@ -662,3 +662,13 @@ def test_a_layout_that_was_pickled_is_equal_and_works(batch):
 def test_a_layout_error_that_was_pickled_keeps_its_path():
     error = pickle.loads(pickle.dumps(LayoutError("it is wrong", "['a'].b")))
     assert (str(error), error.path) == ("it is wrong", "['a'].b")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 5), (2, 3, 1, 1), (1, 1, 1, 1), (2, 1, 3, 4, 1)])
+def test_a_channels_last_tensor_that_is_contiguous_too_keeps_the_stride_it_has(shape):
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    leaves = [torch.zeros(shape), torch.zeros(shape).to(memory_format=memory_format), torch.zeros(3)]
+    staged = through_slab(leaves)
+    assert [t.stride() for t in staged] == [t.to("cpu", copy=True).stride() for t in leaves]
+    with_a_slow_one = through_slab([*leaves, torch.zeros(4, 4).t()])
+    assert [t.stride() for t in with_a_slow_one[:3]] == [t.stride() for t in leaves]

@@ -14,10 +14,10 @@ from strategies import tensor_of
 from pinstage._layout import Moves, Table, plan
 from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
 from pinstage._packing import (
-    BYTES_PER_THREAD,
     CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_THREADS,
+    PARALLEL_FROM_BYTES,
     Packer,
     cut_into_chunks,
     usable_cpus,
@@ -28,8 +28,8 @@ BATCHES = {
     "empty leaves": [(0,), (0, 3)],
     "one small leaf": [(7,)],
     "many small leaves": [(n % 50,) for n in range(3000)],
-    "one large leaf": [(3 * BYTES_PER_THREAD + 3,)],
-    "large leaves": [(BYTES_PER_THREAD // 2 + n,) for n in range(5)],
+    "one large leaf": [(3 * PARALLEL_FROM_BYTES + 3,)],
+    "large leaves": [(PARALLEL_FROM_BYTES // 2 + n,) for n in range(5)],
     "small and large leaves": [(n**4,) for n in range(50)],
     "a chunked leaf": [(2 * CHUNK_BYTES + 5,)],
     "many chunks": [(3,), (3 * CHUNK_BYTES // 2,), (5,), (CHUNK_BYTES - 1,), (1, 3)],
@@ -205,14 +205,14 @@ def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(sizes):
 
 def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer):
     packer = make_packer(4)
-    tensors = [tensor_of(torch.uint8, (BYTES_PER_THREAD,)), tensor_of(torch.uint8, (100,))]
+    tensors = [tensor_of(torch.uint8, (PARALLEL_FROM_BYTES - 200,)), tensor_of(torch.uint8, (100,))]
     packed(packer, plan(tensors).table, tensors)
     assert not packing_threads()
 
 
 def test_threads_are_kept_from_batch_to_batch(make_packer):
     packer = make_packer(3)
-    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
     packed(packer, plan(tensors).table, tensors)
     first = packing_threads()
     packed(packer, plan(tensors).table, tensors)
@@ -253,7 +253,7 @@ class FailingTable(Table):
         return fragments
 
 
-@pytest.mark.parametrize("size", [8 * BYTES_PER_THREAD, 3 * CHUNK_BYTES])
+@pytest.mark.parametrize("size", [8 * PARALLEL_FROM_BYTES, 3 * CHUNK_BYTES])
 def test_an_error_in_a_packing_thread_reaches_the_caller_and_the_next_batch_is_packed(make_packer, size):
     packer = make_packer(3)
     tensors = [tensor_of(torch.uint8, (size,))]
@@ -292,7 +292,7 @@ def test_a_pack_that_is_left_early_leaves_no_thread_writing(make_packer):
         next(packing)
         packing.close()
         slab.zero_()
-        other = tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))
+        other = tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))
         list(packer.pack(plan([other]).table, [other], torch.empty(other.numel(), dtype=torch.uint8)))
         assert not slab.any(), "written after it was closed"
 
@@ -320,7 +320,7 @@ def test_when_no_thread_can_be_started_those_that_were_write_no_more(monkeypatch
 
 def test_no_thread_keeps_the_slab_when_it_is_filled(make_packer):
     packer = make_packer(4)
-    tensors = [tensor_of(torch.uint8, (4 * BYTES_PER_THREAD,))]
+    tensors = [tensor_of(torch.uint8, (4 * PARALLEL_FROM_BYTES,))]
     table = plan(tensors).table
     for _ in range(100):
         slab = torch.empty(table.nbytes, dtype=torch.uint8)
@@ -335,7 +335,10 @@ def test_several_threads_pack_with_one_packer_at_once(make_packer):
     barrier = threading.Barrier(3)
 
     def work(seed):
-        tensors = [tensor_of(torch.uint8, (2 * BYTES_PER_THREAD + seed,), seed), tensor_of(torch.int64, (100,), seed)]
+        tensors = [
+            tensor_of(torch.uint8, (2 * PARALLEL_FROM_BYTES + seed,), seed),
+            tensor_of(torch.int64, (100,), seed),
+        ]
         table = plan(tensors).table
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(5):
@@ -350,7 +353,7 @@ def test_several_threads_pack_with_one_packer_at_once(make_packer):
 
 def test_closing_while_another_thread_packs_ends(background):
     packer = Packer(3)
-    tensors = [tensor_of(torch.uint8, (3 * BYTES_PER_THREAD,))]
+    tensors = [tensor_of(torch.uint8, (3 * PARALLEL_FROM_BYTES,))]
     table = plan(tensors).table
 
     def work():
@@ -368,7 +371,7 @@ def test_closing_while_another_thread_packs_ends(background):
 
 def test_closing_ends_the_threads_and_may_be_done_twice():
     packer = Packer(3)
-    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
     packed(packer, plan(tensors).table, tensors)
     assert packing_threads()
     packer.close()
@@ -379,7 +382,7 @@ def test_closing_ends_the_threads_and_may_be_done_twice():
 
 def test_a_packer_that_is_forgotten_ends_its_threads():
     packer = Packer(2)
-    tensors = [tensor_of(torch.uint8, (8 * BYTES_PER_THREAD,))]
+    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
     packed(packer, plan(tensors).table, tensors)
     assert packing_threads()
     del packer

@@ -31,7 +31,7 @@ from pinstage import (
     StagingError,
     Transfer,
 )
-from pinstage._packing import BYTES_PER_THREAD, CHUNK_BYTES
+from pinstage._packing import CHUNK_BYTES, PARALLEL_FROM_BYTES
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 
@@ -431,7 +431,7 @@ def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_large_batch_is_copied_once(make_stager, threads):
     stager = make_stager(max_bytes="256MiB", threads=threads)
-    batch = [tensor_of(torch.uint8, (BYTES_PER_THREAD,)) for _ in range(3)] + [tensor_of(torch.float32, (3, 5)).t()]
+    batch = [tensor_of(torch.uint8, (PARALLEL_FROM_BYTES,)) for _ in range(3)] + [tensor_of(torch.float32, (3, 5)).t()]
     transfer = stager.stage(batch)
     assert transfer.copies == 1
     assert_same(batch, transfer.get(), "cpu")
@@ -738,3 +738,15 @@ def test_memory_counts_what_the_stager_holds(make_stager):
     assert isinstance(stager.pool.memory, CountingMemory)
     stager.to_device(some_batch())
     assert stager.pool.memory.live_bytes == stager.stats().pool.held_bytes > 0
+
+
+def test_prefetch_yields_what_came_before_an_error_first(stager):
+    def batches():
+        yield {"x": torch.zeros(1)}
+        yield {"x": torch.ones(1)}
+        raise OSError("the disk is gone")
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        seen.extend(float(batch["x"]) for batch in stager.prefetch(batches(), depth=4))
+    assert seen == [0.0, 1.0]

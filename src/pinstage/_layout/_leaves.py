@@ -77,6 +77,16 @@ def packable(tensor: torch.Tensor) -> bool:
     )
 
 
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a contiguous tensor, in elements."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
     expected = 1

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._fragments import Fragments
-from ._leaves import ALIGNMENT, QUANTIZED, dense_stride, packable
+from ._leaves import ALIGNMENT, QUANTIZED, contiguous_stride, dense_stride, packable
 
 _ROW_GROUP = 4
 """Leaves that share dtype and trailing shape before they get a run of their own: a run costs a few views, which a
@@ -23,6 +23,9 @@ single reshape of each leaf is cheaper than."""
 
 _MAX_ROW_PADDING = 64
 """Bytes of padding that a leaf in a run of rows may get. Padding comes in whole rows there."""
+
+_AMBIGUOUS_FROM = 4
+"""Dimensions from which a shape has more than one memory format (channels last)."""
 
 _is_cpu, _layout, _requires_grad = attrgetter("is_cpu"), attrgetter("layout"), attrgetter("requires_grad")
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
@@ -36,7 +39,7 @@ class Columns(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     """``()`` for a tensor that is not packed: some kinds, nested ones say, cannot tell it."""
     strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Position and stride of each tensor that is not contiguous."""
+    """Position and stride of each tensor whose stride is not that of its shape."""
     lazy: tuple[int, ...] = ()
     """Positions of the tensors whose bytes are not their value as they lie (lazy conjugation or negation)."""
     passthrough: tuple[int, ...] = ()
@@ -58,21 +61,38 @@ def columns_of(tensors: list[torch.Tensor]) -> Columns:
             and {torch.strided}.issuperset(map(_layout, tensors))
             and QUANTIZED.isdisjoint(distinct)
         ):
-            return Columns(dtypes, tuple(map(_shape, tensors)))
+            shapes = tuple(map(_shape, tensors))
+            if max(map(len, shapes), default=0) < _AMBIGUOUS_FROM:
+                return Columns(dtypes, shapes)
+            return Columns(dtypes, shapes, _own_strides(tensors, shapes))
     except RuntimeError:  # sparse and nested tensors have no such answers
         pass
     packed = list(map(packable, tensors))
-    shapes = tuple(tuple(tensor.shape) if plain else () for tensor, plain in zip(tensors, packed, strict=True))
+    plain = [tensor if is_packed else None for tensor, is_packed in zip(tensors, packed, strict=True)]
+    shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in plain)
+    lazy = tuple(position for position, tensor in enumerate(plain) if tensor is not None and _is_lazy(tensor))
+    passthrough = tuple(position for position, tensor in enumerate(plain) if tensor is None)
+    return Columns(dtypes, shapes, _own_strides(plain, shapes), lazy, passthrough)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _own_strides(
+    tensors: Sequence[torch.Tensor | None], shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return position and stride of the tensors that are not contiguous, and of those that could be taken for another.
+
+    With a dimension of size 1 a channels-last tensor is contiguous as well, and kernels choose by the stride it has.
+    """
     strides = []
-    lazy = []
-    for position, tensor in enumerate(tensors):
-        if packed[position]:
-            if not tensor.is_contiguous():
+    for position, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if tensor is not None:
+            ambiguous = len(shape) >= _AMBIGUOUS_FROM and 1 in shape and 0 not in shape
+            if not tensor.is_contiguous() or (ambiguous and tensor.stride() != contiguous_stride(shape)):
                 strides.append((position, tensor.stride()))
-            if tensor.is_conj() or tensor.is_neg():
-                lazy.append(position)
-    passthrough = tuple(position for position, plain in enumerate(packed) if not plain)
-    return Columns(dtypes, shapes, tuple(strides), tuple(lazy), passthrough)
+    return tuple(strides)
 
 
 class Run:
@@ -221,12 +241,7 @@ class Table:
         """Return the stride that a packed tensor has in the slab, in elements."""
         if position in self._strides:
             return self._strides[position]
-        stride: list[int] = []
-        step = 1
-        for size in reversed(self.columns.shapes[position]):
-            stride.append(step)
-            step *= max(size, 1)
-        return tuple(reversed(stride))
+        return contiguous_stride(self.columns.shapes[position])
 
     def views(self, slab: torch.Tensor, others: Sequence[Any]) -> list[Any]:
         """Cut a slab into tensors.

@@ -130,6 +130,9 @@ class Stager:
 
         Yields:
             Batches as `to_device` returns them, for the stream that is current when each is asked for.
+
+        Raises:
+            Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
         if depth < 1:
             raise ValueError(f"depth must be at least 1: {depth}; to stage without prefetching use to_device()")
@@ -178,12 +181,21 @@ class Stager:
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()
-        for batch in iterable:
-            ahead.append(self.stage(batch))
+        batches = iter(iterable)
+        failure: Exception | None = None
+        while failure is None:
+            try:
+                ahead.append(self.stage(next(batches)))
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001 - raised when its turn comes
+                failure = error
             if len(ahead) > depth:
                 yield ahead.popleft().get()
         while ahead:
             yield ahead.popleft().get()
+        if failure is not None:
+            raise failure
 
     def _count(self, planned: Plan, copies: int) -> None:
         table = planned.table
