@@ -1,5 +1,6 @@
 """The documentation's snippets run as they stand, and its links to the changelog's names hold."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -40,3 +41,17 @@ def test_every_error_has_its_section():
     for name in pinstage.__all__:
         if name.endswith(("Error", "Warning")):
             assert f"\n## {name}\n" in errors, name
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_every_table_is_what_the_result_files_say(page):
+    script = importlib.util.spec_from_file_location("markdown_tables", ROOT / "benchmarks" / "markdown.py")
+    markdown = importlib.util.module_from_spec(script)
+    script.loader.exec_module(markdown)
+    text = (ROOT / page).read_text()
+    assert markdown.filled(text) == text
+    assert "| **pinstage** |" in text
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100

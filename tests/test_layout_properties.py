@@ -13,7 +13,7 @@ from strategies import assert_same, batches, bits, tensors
 
 from pinstage import Layout
 from pinstage._layout import ALIGNMENT, Moves, plan
-from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
+from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, LARGE_PIECE_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
 from pinstage._packing import Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -149,11 +149,12 @@ def test_pieces_cover_each_fragment_once_and_are_of_a_size(sizes, padding, repea
     reached = 0
     for offset, nbytes, first, whole, cut in fragments.pieces:
         assert offset == reached == starts[first] + cut
-        assert 0 < nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
         if whole:
             assert whole <= VECTOR_LENGTH
+            assert 0 < nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
             assert nbytes == fragments.nbytes[first : first + whole].sum()
         else:
+            assert 0 < nbytes <= LARGE_PIECE_BYTES
             assert cut + nbytes <= fragments.nbytes[first]
         reached += nbytes
     assert reached == end

@@ -9,15 +9,22 @@ import weakref
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, outcome, wait_until
-from strategies import tensor_of
+from strategies import bits, tensor_of
 
 from pinstage._layout import Moves, Table, plan
-from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
+from pinstage._layout._fragments import (
+    LARGE_FRAGMENT_BYTES,
+    LARGE_PIECE_BYTES,
+    PIECE_BYTES,
+    VECTOR_LENGTH,
+    Fragments,
+)
 from pinstage._packing import (
     CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_THREADS,
     PARALLEL_FROM_BYTES,
+    TORCH_THREADS_FROM,
     Packer,
     cut_into_chunks,
     usable_cpus,
@@ -38,6 +45,20 @@ BATCHES = {
 
 def packing_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("pinstage-pack")]
+
+
+@pytest.fixture(autouse=True)
+def torch_threads(request):
+    """One thread of torch's, so that large leaves are shared out too, unless the test asks for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(request, "param", 1))
+    yield
+    torch.set_num_threads(before)
+
+
+with_threads_of_torch = pytest.mark.parametrize(
+    "torch_threads", [1, TORCH_THREADS_FROM], indirect=True, ids=["our threads", "torch's threads"]
+)
 
 
 @pytest.fixture
@@ -84,6 +105,7 @@ def leaves_are_equal(table, tensors, slab, expected):
 # -- the same bytes ----------------------------------------------------------------------------------------------------
 
 
+@with_threads_of_torch
 @pytest.mark.parametrize("threads", [1, 2, 4, 5])
 def test_any_number_of_threads_writes_the_same_bytes(batch, make_packer, threads):
     table, tensors, expected = batch
@@ -123,6 +145,7 @@ def test_padding_does_not_carry_what_the_slab_held_before(make_packer):
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
+@with_threads_of_torch
 @pytest.mark.parametrize("threads", [1, 4])
 def test_what_is_reported_is_in_the_slab_already(batch, make_packer, threads):
     table, tensors, expected = batch
@@ -184,7 +207,7 @@ def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes)
             assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.whole].sum()
             assert piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
         else:
-            assert piece.nbytes <= PIECE_BYTES
+            assert piece.nbytes <= LARGE_PIECE_BYTES
             assert piece.cut + piece.nbytes <= fragments.nbytes[piece.first]
         reached += piece.nbytes
     assert reached == end
@@ -208,6 +231,45 @@ def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer)
     tensors = [tensor_of(torch.uint8, (PARALLEL_FROM_BYTES - 200,)), tensor_of(torch.uint8, (100,))]
     packed(packer, plan(tensors).table, tensors)
     assert not packing_threads()
+
+
+@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
+def test_large_leaves_are_left_to_torchs_threads_where_there_are_enough(make_packer):
+    tensors = [
+        tensor_of(torch.float32, (2, 3, 512, 512), 1).contiguous(memory_format=torch.channels_last),
+        tensor_of(torch.complex64, (300, 1000), 2),
+        tensor_of(torch.bool, (LARGE_PIECE_BYTES + 7,), 3),
+        tensor_of(torch.uint8, (2 * CHUNK_BYTES + 3,), 4),
+    ]
+    table = plan(tensors).table
+    slab, ends = packed(make_packer(4), table, tensors)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(tensors, table.views(slab, ()), strict=True))
+    assert len(ends) == 2
+    assert not packing_threads()
+
+
+@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
+def test_small_leaves_are_shared_out_while_torchs_threads_move_the_large_ones(make_packer):
+    small = [tensor_of(torch.uint8, (20_000,), seed) for seed in range(400)]
+    tensors = [*small[:200], tensor_of(torch.uint8, (CHUNK_BYTES,)), *small[200:], tensor_of(torch.int32, (10**7,))]
+    table = plan(tensors).table
+    slab, _ = packed(make_packer(3), table, tensors)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, table.views(slab, ()), strict=True))
+    assert packing_threads()
+
+
+@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
+def test_an_error_while_torchs_threads_move_reaches_the_caller(make_packer):
+    packer = make_packer(3)
+    tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]
+    table = FailingTable(plan(tensors).table.columns)
+    table.fail_in = "caller"
+    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="failed in the caller"):
+        list(packer.pack(table, tensors, slab))
+    table.fail_in = "nobody"
+    list(packer.pack(table, tensors, slab))
+    assert torch.equal(slab[: tensors[0].numel()], tensors[0])
 
 
 def test_threads_are_kept_from_batch_to_batch(make_packer):
@@ -282,6 +344,7 @@ def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
         assert torch.equal(slab[: tensors[0].numel()], tensors[0])
 
 
+@with_threads_of_torch
 def test_a_pack_that_is_left_early_leaves_no_thread_writing(make_packer):
     packer = make_packer(4)
     tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,)).fill_(1)]

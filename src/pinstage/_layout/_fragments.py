@@ -9,8 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES = 1024 * 1024
-"""What one call moves at the most: 100 us of one thread, long against the 5 to 10 us in which the interpreter lock goes
-from thread to thread, short enough that a dozen threads end at about the same time."""
+"""What one call moves of small fragments, about: 100 us of one thread, long against the 5 to 10 us in which the
+interpreter lock goes from thread to thread, short enough that a dozen threads end at about the same time."""
+
+LARGE_PIECE_BYTES = 4 * 1024 * 1024
+"""What one call moves of a large fragment at the most."""
 
 LARGE_FRAGMENT_BYTES = 512 * 1024
 """From here on a fragment is moved by memmove: twice as fast as the system call, which in turn has no cost for each
@@ -62,7 +65,7 @@ class Fragments:
 
 
 def _cut(nbytes: npt.NDArray[np.int64]) -> list[Piece]:
-    """Cut large fragments, and put the others together, to pieces of about `PIECE_BYTES`."""
+    """Cut large fragments, and put the others together, to pieces."""
     starts = np.concatenate([[0], np.cumsum(nbytes)])
     pieces = []
     low = 0
@@ -76,7 +79,7 @@ def _cut(nbytes: npt.NDArray[np.int64]) -> list[Piece]:
                 pieces.append(Piece(start, int(starts[stop]) - start, first, stop - first, 0))
         if large < len(nbytes):
             start, size = int(starts[large]), int(nbytes[large])
-            cuts = range(0, size, PIECE_BYTES)
-            pieces.extend(Piece(start + cut, min(PIECE_BYTES, size - cut), large, 0, cut) for cut in cuts)
+            cuts = range(0, size, LARGE_PIECE_BYTES)
+            pieces.extend(Piece(start + cut, min(LARGE_PIECE_BYTES, size - cut), large, 0, cut) for cut in cuts)
         low = large + 1
     return pieces

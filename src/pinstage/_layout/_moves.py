@@ -108,6 +108,14 @@ class Moves:
                 memmove(target, address, size)
                 target += size
 
+    def copy(self, piece: Piece) -> None:
+        """Move a piece of a large leaf as `move` does, by torch's own threads, which the calling thread waits for."""
+        offset, nbytes, first, _, cut = piece
+        leaf = int(np.searchsorted(self._table.fragments.leaves, first))
+        tensor = self._tensors[self._table.raw[leaf]]
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self._slab[offset : offset + nbytes].copy_(flat[cut : cut + nbytes])
+
     def _write(self, target: int, nbytes: int, first: int, count: int) -> bool:
         """Gather fragments at an address by one system call; say whether all arrived."""
         into = (ctypes.c_size_t * 2)(target, nbytes)
