@@ -52,9 +52,8 @@ def plan(batch: Any) -> Plan:
     """
     leaves, treespec = flatten(batch)
     if set(map(type, leaves)) == _ONLY_TENSORS:
-        tensors, rest, order = leaves, list[Any](), None
-        if len(set(map(id, leaves))) < len(leaves):
-            tensors, order = _without_repeats(leaves)
+        tensors, places = _without_repeats(leaves, leaves)
+        rest, order = list[Any](), None if places is None else tuple(places)
     else:
         leaves, treespec = _with_new_containers(batch, leaves, treespec)
         tensors, rest, order = _sort_out(leaves, treespec)
@@ -315,7 +314,7 @@ def _join(treespec: optree.PyTreeSpec, order: tuple[int, ...] | None, views: lis
     if order is None:
         return optree.tree_unflatten(treespec, views)
     values = [*views, *rest]
-    return optree.tree_unflatten(treespec, [values[index] for index in order])
+    return optree.tree_unflatten(treespec, map(values.__getitem__, order))
 
 
 def _with_new_containers(
@@ -327,46 +326,52 @@ def _with_new_containers(
     return leaves, treespec
 
 
-def _without_repeats(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+def _without_repeats(tensors: list[torch.Tensor], leaves: list[Any]) -> tuple[list[torch.Tensor], list[int] | None]:
+    """Keep each tensor once, by the identity of the leaf that it was; return where each leaf's tensor stands then."""
+    identities = list(map(id, leaves))
+    if len(set(identities)) == len(identities):
+        return tensors, None
     first: dict[int, int] = {}
-    tensors: list[torch.Tensor] = []
-    order = []
-    for leaf in leaves:
-        index = first.setdefault(id(leaf), len(tensors))
-        if index == len(tensors):
-            tensors.append(leaf)
-        order.append(index)
-    return tensors, tuple(order)
+    kept: list[torch.Tensor] = []
+    places = []
+    for identity, tensor in zip(identities, tensors, strict=True):
+        place = first.setdefault(identity, len(kept))
+        if place == len(kept):
+            kept.append(tensor)
+        places.append(place)
+    return kept, places
 
 
 def _sort_out(
     leaves: list[Any], treespec: optree.PyTreeSpec
 ) -> tuple[list[torch.Tensor], list[Any], tuple[int, ...] | None]:
     """Tell tensors and arrays, each once, from the rest; refuse what hides tensors."""
-    first: dict[int, int] = {}
+    positions: list[int] = []
     tensors: list[torch.Tensor] = []
     rest: list[Any] = []
-    order: list[int] = []
+    rest_positions: list[int] = []
     for position, leaf in enumerate(leaves):
         kind = KINDS[type(leaf)]
-        if kind is Kind.TENSOR or kind is Kind.ARRAY:
-            known = first.get(id(leaf))
-            if known is not None:
-                order.append(known)
-                continue
-            tensor = leaf if kind is Kind.TENSOR else _tensor_of(leaf, treespec, position)
-            if tensor is not None:
-                first[id(leaf)] = len(tensors)
-                order.append(len(tensors))
-                tensors.append(tensor)
-                continue
-        if kind is not Kind.ATOM and holds_tensor(leaf):
+        tensor = leaf if kind is Kind.TENSOR else None
+        if kind is Kind.ARRAY:
+            tensor = _tensor_of(leaf, treespec, position)
+        if tensor is not None:
+            positions.append(position)
+            tensors.append(tensor)
+        elif kind is not Kind.ATOM and holds_tensor(leaf):
             raise _opaque(leaf, treespec, position)
-        rest.append(leaf)
-        order.append(-len(rest))
-    if not rest and order == list(range(len(tensors))):
-        return tensors, rest, None
-    return tensors, rest, tuple(index if index >= 0 else len(tensors) - 1 - index for index in order)
+        else:
+            rest_positions.append(position)
+            rest.append(leaf)
+    kept, places = _without_repeats(tensors, [leaves[position] for position in positions] if rest else leaves)
+    if not rest:
+        return kept, rest, None if places is None else tuple(places)
+    order = [0] * len(leaves)
+    for position, place in zip(positions, places or range(len(positions)), strict=True):
+        order[position] = place
+    for position, place in zip(rest_positions, range(len(kept), len(kept) + len(rest)), strict=True):
+        order[position] = place
+    return kept, rest, tuple(order)
 
 
 def _tensor_of(array: np.ndarray[Any, Any], treespec: optree.PyTreeSpec, position: int) -> torch.Tensor | None:
