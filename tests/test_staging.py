@@ -750,3 +750,13 @@ def test_prefetch_yields_what_came_before_an_error_first(stager):
     with pytest.raises(OSError, match="the disk is gone"):
         seen.extend(float(batch["x"]) for batch in stager.prefetch(batches(), depth=4))
     assert seen == [0.0, 1.0]
+
+
+def test_a_transfer_does_not_keep_the_batch_it_was_made_of(stager):
+    source = torch.ones(10)
+    gone = weakref.ref(source)
+    transfer = stager.stage({"x": source, "label": "a"})
+    del source
+    assert gone() is None
+    assert torch.equal(transfer.get()["x"], torch.ones(10))
+    assert transfer.get()["label"] == "a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +38,6 @@ class Plan(NamedTuple):
     def passthrough(self) -> list[torch.Tensor]:
         """Return the tensors that travel by their own ``.to()``."""
         return [self.tensors[position] for position in self.table.columns.passthrough]
-
-    def join(self, views: list[Any]) -> Any:
-        """Put the batch together from one result for each of `tensors`."""
-        return _join(self.treespec, self.order, views, self.rest)
 
 
 def plan(batch: Any) -> Plan:
@@ -151,21 +148,26 @@ class Layout:
             raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
         Moves(self._table, planned.tensors, dst).everything()
 
-    def unpack(self, src: torch.Tensor) -> Any:
+    def unpack(self, src: torch.Tensor, passthrough: Sequence[torch.Tensor] | None = None) -> Any:
         """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
 
         Args:
             src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
+            passthrough: what stands for the tensors that cannot be packed, in the order of the batch; None: themselves.
 
         Returns:
-            A batch of the same types, in which tensors and arrays are views of `src`. Leaves that do not live in the
-            slab are those that the layout was made of, unmoved.
+            A batch of the same types, in which tensors and arrays are views of `src`. Leaves that are neither are those
+            that the layout was made of.
 
         Raises:
             ValueError: `src` is not such a tensor.
         """
         self._check_slab(src, "src")
-        return _join(self._treespec, self._order, self._table.views(src, self._passthrough), self._rest)
+        views = self._table.views(src, self._passthrough if passthrough is None else passthrough)
+        if self._order is None:
+            return optree.tree_unflatten(self._treespec, views)
+        values = [*views, *self._rest]
+        return optree.tree_unflatten(self._treespec, map(values.__getitem__, self._order))
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -308,13 +310,6 @@ def _restore(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _join(treespec: optree.PyTreeSpec, order: tuple[int, ...] | None, views: list[Any], rest: Any) -> Any:
-    if order is None:
-        return optree.tree_unflatten(treespec, views)
-    values = [*views, *rest]
-    return optree.tree_unflatten(treespec, map(values.__getitem__, order))
 
 
 def _with_new_containers(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout import Plan, plan
+from .._layout import Layout, Plan, plan
 from .._memory import default_memory
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
@@ -113,7 +113,7 @@ class Stager:
         moved = [tensor.to(self.device, non_blocking=True) for tensor in planned.passthrough()]
         moved_event = self._target.record_current() if moved else None
         self._count(planned, copies)
-        return Transfer(self._target, planned, slab, event, copies, moved, moved_event)
+        return Transfer(self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event)
 
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._layout import Layout, Plan
+from .._layout import Layout
 from .._pool import Event
 from ._targets import Target
 
@@ -18,12 +18,12 @@ class Transfer:
     threads at the same time.
     """
 
-    __slots__ = ("_batch", "_copies", "_event", "_moved", "_moved_event", "_plan", "_slab", "_target", "_unpacked")
+    __slots__ = ("_batch", "_copies", "_event", "_layout", "_moved", "_moved_event", "_slab", "_target", "_unpacked")
 
     def __init__(
         self,
         target: Target,
-        plan: Plan,
+        layout: Layout,
         slab: torch.Tensor | None,
         event: Event | None,
         copies: int,
@@ -31,7 +31,7 @@ class Transfer:
         moved_event: Event | None,
     ) -> None:
         self._target = target
-        self._plan = plan
+        self._layout = layout
         self._slab = slab
         self._event = event
         self._copies = copies
@@ -43,7 +43,7 @@ class Transfer:
     @property
     def layout(self) -> Layout:
         """Where each leaf lives in the slab."""
-        return Layout.of_plan(self._plan)
+        return self._layout
 
     @property
     def copies(self) -> int:
@@ -86,12 +86,12 @@ class Transfer:
         if not self._unpacked:
             # No slab: nothing was packed but perhaps empty tensors.
             slab = torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
-            self._batch = self._plan.join(self._plan.table.views(slab, self._moved))
+            self._batch = self._layout.unpack(slab, self._moved)
             self._unpacked = True
         return self._batch
 
     def __repr__(self) -> str:
-        nbytes = self._plan.table.nbytes
+        nbytes = self._layout.nbytes
         return (
             f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{' done' if self.done else ''}>"
         )
