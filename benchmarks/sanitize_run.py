@@ -66,9 +66,9 @@ def main() -> int:
 
     if args.baseline:
         if device.type == "cuda":
-            from cuda.bindings import runtime
+            from cuda.bindings import driver
 
-            runtime.cudaFree(0)  # what loading cuda-python alone does
+            driver.cuInit(0)  # what loading cuda-python alone does
         for sources in runs():
             compare(sources, [to_device(source, device) for source in sources])
     else:

@@ -76,8 +76,8 @@ sanitize() {
   step sanitize sanitize 180 "${memcheck[@]}"
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
   grep 'ERROR SUMMARY' "$OUT/sanitize.log" | tee -a "$summary"
-  # cuda-python asks the driver for functions that are newer than it, and memcheck reports each refusal: in the baseline
-  # just as in ours. Anything else is an error.
+  # cuda-python asks the driver for functions that are newer than it when it is loaded, and memcheck reports each refusal.
+  # Anything else is an error.
   if grep -E '^========= (Invalid|Leaked|Program hit)' "$OUT/sanitize.log" | grep -v 'cuGetProcAddress'; then
     say "memcheck found errors"
     failed=1

@@ -538,7 +538,8 @@ def test_a_batch_of_another_shape_is_refused_with_the_path(batch):
         (lambda t: [t, t.t()], lambda t: [t, t.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
         (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of no tensor"),
         (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "no tensor instead of float32"),
-        (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
+        (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "float32 that cannot be packed instead of"),
+        (lambda t: [t.to_sparse()], lambda t: [t.double().to_sparse()], "[0]", "float64 that cannot be packed"),
         (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", "2 distinct tensors instead of 1"),
         (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "1 distinct tensors instead of 2"),
         (lambda t: [t, None], lambda t: [t, t], "", "another structure"),
@@ -672,3 +673,23 @@ def test_a_channels_last_tensor_that_is_contiguous_too_keeps_the_stride_it_has(s
     assert [t.stride() for t in staged] == [t.to("cpu", copy=True).stride() for t in leaves]
     with_a_slow_one = through_slab([*leaves, torch.zeros(4, 4).t()])
     assert [t.stride() for t in with_a_slow_one[:3]] == [t.stride() for t in leaves]
+
+
+def test_an_object_that_is_too_large_to_be_searched_is_refused():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.parts = [(number,) for number in range(100_001)]
+    with pytest.raises(LayoutError, match=r"batch\['x'\] is no known container and too large to be searched") as caught:
+        plan({"x": holder})
+    assert caught.value.path == "['x']"
+
+
+def test_unpack_wants_one_stand_in_for_each_tensor_that_cannot_be_packed():
+    layout = Layout.of([torch.eye(2).to_sparse(), torch.ones(3)])
+    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="wrong length: 2 for 1 tensors"):
+        layout.unpack(slab, [torch.ones(1), torch.ones(1)])
+    stand_in = torch.ones(1)
+    assert layout.unpack(slab, [stand_in])[0] is stand_in

@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import os
+import sys
 import threading
 import weakref
 
@@ -66,7 +67,7 @@ def make_packer():
     packers = []
 
     def make(threads):
-        packers.append(Packer(threads))
+        packers.append(Packer(threads, large_by_torch=True))
         return packers[-1]
 
     yield make
@@ -342,6 +343,28 @@ def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
     for _ in range(3):
         list(packer.pack(table, tensors, slab))
         assert torch.equal(slab[: tensors[0].numel()], tensors[0])
+
+
+def test_an_interrupt_between_taking_a_piece_and_moving_it_reaches_the_caller(make_packer, background):
+    packer = make_packer(2)
+    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
+    table = plan(tensors).table
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_name == "_move":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def interrupted():
+        sys.settrace(interrupt)
+        try:
+            list(packer.pack(table, tensors, torch.empty(table.nbytes, dtype=torch.uint8)))
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            sys.settrace(None)
+
+    assert outcome(background(interrupted)) == "interrupted"
 
 
 @with_threads_of_torch

@@ -88,6 +88,11 @@ def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape,
         del view
 
 
+def test_the_default_device_plays_no_part_in_an_empty_view(pool):
+    with pool.acquire(4) as lease, torch.device("meta"):
+        assert lease.view((0, 3), torch.float32).device.type == "cpu"
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0), 0])
 def test_a_view_without_elements_is_empty(pool, shape):
     with pool.acquire(4) as lease:

@@ -32,6 +32,7 @@ from pinstage import (
     Transfer,
 )
 from pinstage._packing import CHUNK_BYTES, PARALLEL_FROM_BYTES
+from pinstage._staging._transfer import memory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 
@@ -391,6 +392,27 @@ def test_a_frozen_pool_refuses_a_larger_batch(stager):
     assert stager.stats().batches == 1
 
 
+@pytest.fixture
+def device_memory_runs_out(monkeypatch):
+    """torch.empty fails once, as it does when the device is full."""
+    empty = torch.empty
+
+    def fail_once(*args, **kwargs):
+        monkeypatch.setattr(torch, "empty", empty)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail_once)
+
+
+def test_an_error_that_is_kept_does_not_keep_the_slab(stager, device_memory_runs_out):
+    source = torch.ones(1000)
+    with pytest.raises(torch.OutOfMemoryError) as kept:
+        stager.stage([source])
+    stats = stager.stats().pool
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    assert kept.value.__traceback__ is not None
+
+
 @dataclasses.dataclass
 class Exhausting:
     """Fails when it is put together."""
@@ -608,7 +630,7 @@ def test_by_default_the_cap_is_chosen_and_explained():
 def test_a_cap_beside_a_pool_is_refused():
     with (
         SlabPool(PageableMemory(), max_bytes="1MiB") as pool,
-        pytest.raises(ValueError, match="'2MiB' is the cap of a new pool"),
+        pytest.raises(ValueError, match="exclude each other: max_bytes='2MiB'; give"),
     ):
         Stager("cpu", pool=pool, max_bytes="2MiB")
 
@@ -760,3 +782,31 @@ def test_a_transfer_does_not_keep_the_batch_it_was_made_of(stager):
     assert gone() is None
     assert torch.equal(transfer.get()["x"], torch.ones(10))
     assert transfer.get()["label"] == "a"
+
+
+class Ended:
+    """Its flatten ends an iterator that is not the loop's."""
+
+    def tree_flatten(self):
+        return (next(iter(())),), None
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls()
+
+
+def test_a_stop_iteration_of_a_batch_is_not_taken_for_the_end(stager):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(stager.prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Sparse")
+def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
+    eye = torch.eye(4)
+    plain = torch.ones(3)
+    assert memory_of(plain) == [plain]
+    assert len(memory_of(eye.to_sparse())) == 2
+    for compressed in (eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2)), eye.to_sparse_bsc((2, 2))):
+        assert len(memory_of(compressed)) == 3
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert [part.layout for part in memory_of(nested)] == [torch.strided]

@@ -2,9 +2,8 @@
 
 The slab's bytes are cut into pieces of a megabyte or more. Pieces of small leaves are taken by threads of ours, one
 after the other, the calling thread among them. Pieces of large leaves are copied by torch's threads, one after the
-other for the
-calling thread: they do not have to pass the interpreter lock around. Consecutive pieces make a chunk; when all of it is
-moved, it can travel. Most batches are one chunk, and small ones a single thread's work.
+other for the calling thread: they do not have to pass the interpreter lock around. Consecutive pieces make a chunk;
+when all of it is moved, it can travel. Most batches are one chunk, and small ones a single thread's work.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ class Packer:
 
     Args:
         threads: how many move bytes, the calling one included; None takes the usable cpus, at most `MAX_THREADS`.
+        large_by_torch: leave large leaves to torch's threads where there are `TORCH_THREADS_FROM`; None: if `threads`
+            is None, since a number given is a limit.
 
     Raises:
         ValueError: `threads` is less than 1.
@@ -68,10 +69,11 @@ class Packer:
     May be used by several threads at once.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, large_by_torch: bool | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1: {threads}; 1 packs in the calling thread")
         self.threads = min(usable_cpus(), MAX_THREADS) if threads is None else threads
+        self._large_by_torch = threads is None if large_by_torch is None else large_by_torch
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -95,7 +97,8 @@ class Packer:
             yield table.nbytes
             return
         moves.gather()
-        job = _Job(moves, table.raw_end, large_by_torch=torch.get_num_threads() >= TORCH_THREADS_FROM)
+        large_by_torch = self._large_by_torch and torch.get_num_threads() >= TORCH_THREADS_FROM
+        job = _Job(moves, table.raw_end, large_by_torch=large_by_torch)
         if job.shared_bytes >= PARALLEL_FROM_BYTES:
             self._start(min(self.threads - 1, 1 + job.shared_bytes // BYTES_PER_THREAD), job)
         try:
@@ -153,6 +156,7 @@ class _Job:
         self._shared = [index for index, is_shared in enumerate(shared) if is_shared]
         self._own = deque(index for index, is_shared in enumerate(shared) if not is_shared)
         self._turn = itertools.count()  # a step of it is atomic: each shared piece goes to one thread
+        self._helpers: list[threading.Lock] = []  # each held while a thread helps
         self._errors: list[BaseException] = []
         self.shared_bytes = sum(
             piece.nbytes for piece, is_shared in zip(self._pieces, shared, strict=True) if is_shared
@@ -160,28 +164,33 @@ class _Job:
 
     def work(self) -> None:
         """Take shared pieces and move them until none is left."""
-        while self._step():
-            pass
+        helping = threading.Lock()
+        with helping:
+            self._helpers.append(helping)  # before the first step, see end()
+            while self._step():
+                pass
 
     def work_and_wait(self) -> Iterator[int]:
         """Move what is not shared, help with the rest, yield the end of each chunk when it is complete."""
         for chunk in self._chunks:
             while self._own and self._chunk_of[self._own[0]] is chunk:
                 self._move(self._own.popleft(), by_torch=True)
-            while not chunk.done.is_set():
+            while not chunk.is_done():
                 if not self._step():
-                    chunk.done.wait()
+                    chunk.wait()
             if self._errors:
                 raise self._errors[0]
             yield chunk.end
 
     def end(self) -> None:
         """See that no thread touches the slab any more: leave out what nobody has begun, wait for the rest."""
-        left_out = itertools.takewhile(lambda turn: turn < len(self._shared), self._turn)
-        for index in [*(self._shared[turn] for turn in left_out), *self._own]:
-            self._chunk_of[index].one_done()
-        for chunk in self._chunks:
-            chunk.done.wait()
+        if not all(chunk.is_done() for chunk in self._chunks):
+            # Not by the chunks' counts: an interrupt of the calling thread may have come between taking a piece and
+            # counting it. Who is not in the list by now finds no piece.
+            while next(self._turn) < len(self._shared):
+                pass
+            for helping in self._helpers:
+                helping.acquire()
         # The slab's view has to die here, or the slab would not be free: a thread may hold the job a moment longer.
         del self._moves
 
@@ -205,17 +214,28 @@ class _Job:
 
 
 class Chunk:
-    """Consecutive pieces that travel together."""
+    """Consecutive pieces that travel together.
+
+    Waiting is done on a plain lock: an interrupt may leave a `threading.Event` locked for ever.
+    """
 
     def __init__(self, pieces: int, end: int) -> None:
         self.pieces = pieces
         self.end = end
-        self.done = threading.Event()
         self._moved = itertools.count(1)
+        self._moving = threading.Lock()
+        self._moving.acquire()
 
     def one_done(self) -> None:
         if next(self._moved) == self.pieces:
-            self.done.set()
+            self._moving.release()
+
+    def is_done(self) -> bool:
+        return not self._moving.locked()
+
+    def wait(self) -> None:
+        with self._moving:
+            pass
 
 
 def cut_into_chunks(pieces: list[Piece], nbytes: int) -> list[Chunk]:

@@ -233,6 +233,16 @@ def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device)
         assert (stager.stats().passthrough_leaves, stager.stats().packed_leaves) == (3, 1)
 
 
+def test_what_comes_from_a_device_to_the_cpu_is_there(cuda_device):
+    with ps.Stager("cpu") as stager:
+        there = torch.zeros(MIB, device=cuda_device)
+        there.fill_(1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(500_000_000)
+        there.fill_(7)
+        assert bool((stager.to_device({"x": there})["x"] == 7).all())
+
+
 def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_device):
     with ps.Stager(cuda_device, max_bytes="1GiB", threads=4) as stager:
         batch = {"samples": [{"x": torch.randn(MIB), "y": torch.randn(MIB + 3)} for _ in range(12)]}

@@ -163,6 +163,12 @@ class Layout:
             ValueError: `src` is not such a tensor.
         """
         self._check_slab(src, "src")
+        expected = len(self._table.columns.passthrough)
+        if passthrough is not None and len(passthrough) != expected:
+            raise ValueError(
+                f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
+                "pass one for each, or None"
+            )
         views = self._table.views(src, self._passthrough if passthrough is None else passthrough)
         if self._order is None:
             return optree.tree_unflatten(self._treespec, views)
@@ -353,7 +359,7 @@ def _sort_out(
         if tensor is not None:
             positions.append(position)
             tensors.append(tensor)
-        elif kind is not Kind.ATOM and holds_tensor(leaf):
+        elif kind is not Kind.ATOM and _hides_tensor(leaf, treespec, position):
             raise _opaque(leaf, treespec, position)
         else:
             rest_positions.append(position)
@@ -377,6 +383,18 @@ def _tensor_of(array: np.ndarray[Any, Any], treespec: optree.PyTreeSpec, positio
         raise LayoutError(
             f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
             "convert it to a dtype that torch has",
+            path,
+        ) from error
+
+
+def _hides_tensor(leaf: Any, treespec: optree.PyTreeSpec, position: int) -> bool:
+    try:
+        return holds_tensor(leaf)
+    except OverflowError as error:
+        path, name = path_text(treespec, position), type(leaf).__qualname__
+        raise LayoutError(
+            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+            f"known with pinstage.register_node({name})",
             path,
         ) from error
 

@@ -33,7 +33,7 @@ _ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.value
 """Types whose items are searched by iterating."""
 
 _SEARCH_LIMIT = 100_000
-"""Objects looked at inside one opaque leaf before it is taken to hold no tensor."""
+"""Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
 
 
 class Kind(enum.Enum):
@@ -142,10 +142,15 @@ def holds_tensor(leaf: Any) -> bool:
     """Say whether an object that is no known container has a tensor or an array somewhere inside.
 
     Follows attributes, slots and Python's containers. What a C extension hides, or a closure, is not seen.
+
+    Raises:
+        OverflowError: there is too much to search.
     """
     seen: set[int] = set()
     pending = [leaf]
-    while pending and len(seen) < _SEARCH_LIMIT:
+    while pending:
+        if len(seen) > _SEARCH_LIMIT:
+            raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
         obj = pending.pop()
         if isinstance(obj, torch.Tensor):
             return True

@@ -60,6 +60,8 @@ class Moves:
         self._base = slab.data_ptr()
         chosen = itemgetter(*table.raw)(tensors) if len(table.raw) > 1 else [tensors[i] for i in table.raw]
         self._addresses = list(map(torch.Tensor.data_ptr, chosen))
+        if 0 in self._addresses:
+            raise ValueError("a tensor has no memory: a zero tensor of forward-mode AD; pass tensor.clone()")
 
     def everything(self) -> None:
         """Move all leaves, in the calling thread."""

@@ -229,9 +229,9 @@ class Table:
 
     def describe(self, position: int) -> str:
         """Say in words what a tensor looks like."""
-        if position in self.columns.passthrough:
-            return "a tensor that cannot be packed"
         name = str(self.columns.dtypes[position]).removeprefix("torch.")
+        if position in self.columns.passthrough:
+            return f"a tensor of {name} that cannot be packed"
         strides = dict(self.columns.strides)
         stride = f" with stride {list(strides[position])}" if position in strides else ""
         lazy = ", lazily conjugated or negated" if position in self.columns.lazy else ""

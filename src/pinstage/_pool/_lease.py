@@ -136,7 +136,7 @@ class Lease:
             )
         exporter = self._export("view()")
         if count == 0:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever the default device
         return torch.frombuffer(exporter, dtype=dtype, count=count).view(sizes)
 
     def numpy(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

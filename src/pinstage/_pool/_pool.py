@@ -140,7 +140,7 @@ class SlabPool:
         if type(nbytes) is not int:
             nbytes = parse_bytes(nbytes)
         if nbytes <= 0:
-            raise ValueError(f"nbytes must be at least 1: {nbytes}")
+            raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         if self._generation != _fork_generation:
@@ -166,7 +166,7 @@ class SlabPool:
         """
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
-            raise ValueError(f"reserve needs nbytes >= 1 and count >= 0: nbytes={nbytes}, count={count}")
+            raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
         self._check_process()
         with self._lock:
             self._check_request(nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_NO_MORE = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,8 @@ class Stager:
             pageable memory.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        threads: how many pack large batches, the calling one included; None takes the cpus this process may use.
+        threads: how many pack a batch of 4 MiB or more, the calling one included; None takes the cpus that the process
+            may use, and leaves large tensors to torch's own threads where these are four or more.
 
     Raises:
         ValueError: another kind of device, or both `pool` and `max_bytes`.
@@ -71,7 +75,9 @@ class Stager:
         threads: int | None = None,
     ) -> None:
         if pool is not None and max_bytes != "auto":
-            raise ValueError(f"max_bytes={max_bytes!r} is the cap of a new pool: give it to the pool that is passed")
+            raise ValueError(
+                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
+            )
         self._target = target_for(torch.device(device))
         self._packer = Packer(threads)
         self._owns_pool = pool is None
@@ -110,7 +116,9 @@ class Stager:
         """
         planned = plan(batch)
         slab, event, copies = self._copy_packed(planned) if planned.table.nbytes else (None, None, 0)
-        moved = [tensor.to(self.device, non_blocking=True) for tensor in planned.passthrough()]
+        # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
+        asynchronous = self.device.type != "cpu"
+        moved = [tensor.to(self.device, non_blocking=asynchronous) for tensor in planned.passthrough()]
         moved_event = self._target.record_current() if moved else None
         self._count(planned, copies)
         return Transfer(self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event)
@@ -163,6 +171,9 @@ class Stager:
             lease = self._pool.acquire(planned.table.nbytes)
             try:
                 device, copies = self._pack_and_copy(planned, lease)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
+                raise
             finally:
                 event = self._target.record_copies()
                 lease.release(after=event)
@@ -185,9 +196,11 @@ class Stager:
         failure: Exception | None = None
         while failure is None:
             try:
-                ahead.append(self.stage(next(batches)))
-            except StopIteration:
-                break
+                batch = next(batches, _NO_MORE)
+                if batch is _NO_MORE:
+                    break
+                ahead.append(self.stage(batch))
+                del batch  # the next one may take its memory
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 failure = error
             if len(ahead) > depth:

@@ -82,7 +82,7 @@ class Transfer:
         if self._slab is not None:
             self._target.hand_over(self._event, [self._slab], stream)
         if self._moved:
-            self._target.hand_over(self._moved_event, [t for t in self._moved if _records_stream(t)], stream)
+            self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
         if not self._unpacked:
             # No slab: nothing was packed but perhaps empty tensors.
             slab = torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
@@ -97,5 +97,14 @@ class Transfer:
         )
 
 
-def _records_stream(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one."""
+    if tensor.is_nested:
+        return [tensor.values()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if tensor.layout is torch.strided else []
