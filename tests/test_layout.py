@@ -693,3 +693,8 @@ def test_unpack_wants_one_stand_in_for_each_tensor_that_cannot_be_packed():
         layout.unpack(slab, [torch.ones(1), torch.ones(1)])
     stand_in = torch.ones(1)
     assert layout.unpack(slab, [stand_in])[0] is stand_in
+
+
+def test_a_tensor_without_memory_is_refused_instead_of_read():
+    with pytest.raises(ValueError, match="has no memory"):
+        through_slab([torch._efficientzerotensor(4), torch.ones(2)])

@@ -259,20 +259,6 @@ def test_small_leaves_are_shared_out_while_torchs_threads_move_the_large_ones(ma
     assert packing_threads()
 
 
-@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
-def test_an_error_while_torchs_threads_move_reaches_the_caller(make_packer):
-    packer = make_packer(3)
-    tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]
-    table = FailingTable(plan(tensors).table.columns)
-    table.fail_in = "caller"
-    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="failed in the caller"):
-        list(packer.pack(table, tensors, slab))
-    table.fail_in = "nobody"
-    list(packer.pack(table, tensors, slab))
-    assert torch.equal(slab[: tensors[0].numel()], tensors[0])
-
-
 def test_threads_are_kept_from_batch_to_batch(make_packer):
     packer = make_packer(3)
     tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
@@ -330,6 +316,7 @@ def test_an_error_in_a_packing_thread_reaches_the_caller_and_the_next_batch_is_p
     assert torch.equal(slab[:size], tensors[0])
 
 
+@with_threads_of_torch
 def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
     packer = make_packer(3)
     tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]

@@ -1,6 +1,6 @@
 """pinstage: a reusable pool of page-locked staging buffers for PyTorch.
 
-Whatever a batch looks like, one line moves it at the speed of the bus, never corrupts it and never pins more than
+Whatever a batch looks like, one line moves it in one copy, never corrupts it and never pins more than
 allowed::
 
     import pinstage as ps

@@ -32,9 +32,8 @@ MiB took 2.4 ms with 4 threads and 3.1 ms with 12, 300 MiB 18 ms with 4 and 10 t
 
 TORCH_THREADS_FROM = 4
 """With fewer threads of torch's (``torch.get_num_threads()``; torchrun sets 1) large leaves are left to ours as well.
-64
-leaves of 1 MiB: 0.9 ms by 16 threads of torch's, about 2 ms by any number of ours. 1000 leaves of 256 KiB: 24 ms and
-9."""
+Packed in chunks, each copied at once, 64 leaves of 1 MiB took 1.5 ms with 16 threads of torch's and 2.4 to 3 ms with
+any number of ours; leaves of 256 KiB are too small for torch's (benchmarks/NOTES.md)."""
 
 CHUNK_BYTES = 16 * 1024 * 1024
 """The smallest chunk: long enough that the copy call (8 us) and the hand-over between threads do not show."""
