@@ -27,11 +27,13 @@ types: $(VENV)/.stamp-types ## check types
 docs: $(VENV)/.stamp-docs ## build the docs into site/
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.stamp-bench ## run the benchmarks, which need a GPU (BENCH_ARGS)
-	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
+	$(BIN)/pinstage bench --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)
 
 bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU (BENCH_ARGS)
-	$(BIN)/python benchmarks/run.py --smoke $(BENCH_ARGS)
+	$(BIN)/pinstage bench --smoke $(BENCH_ARGS)
+	$(BIN)/python benchmarks/loader.py --smoke
+	$(BIN)/python benchmarks/to_host.py --smoke
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "scaling.png"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 NAMES = {
     "to": "`.to()` each",
@@ -22,7 +23,10 @@ NAMES = {
     "tensordict_consolidate_prebuilt": "the same, built before",
     "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
     "spdl_transfer": "SPDL",
+    "multi_tensor_copier": "multi_tensor_copier (C++)",
+    "multi_tensor_copier_openmp": "the same with OpenMP",
 }
+OURS = {"pinstage": "**pinstage**", "pinstage_ring": "**ring**"}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -39,28 +43,68 @@ def source(result: dict[str, Any]) -> str:
     """Where figures come from."""
     machine, versions = result["machine"], result["versions"]
     return (
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['cores']} cores, torch {versions['torch']}, Python "
-        f"{versions['python']}; commit {result['commit']}, {result['date'][:10]}"
+        f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python {versions['python']}; commit "
+        f"{result['commit']}, {result['date'][:10]}"
     )
 
 
-def staging() -> str:
-    """Every rival on every batch."""
-    result = load("staging")
-    rows = result["rows"]
-    rivals = [name for name in NAMES if any(row["variant"] == name for row in rows)]
-    lines = [
-        "| leaves x size | " + " | ".join(NAMES[name] for name in rivals) + " | **pinstage** | beside the best rival |",
-        "|---" * (len(rivals) + 3) + "|",
-    ]
+def _device(machine: dict[str, Any]) -> str:
+    return f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else f"{machine['cpu']}, no GPU"
+
+
+def staging(result: dict[str, Any] | None = None) -> str:
+    """Every rival on every batch. A way that a file does not have, or that could not run, has no column."""
+    result = result or load("staging")
+    shown = result["settings"].get("table")  # of a file that has a series too, only these
+    rows = [row for row in result["rows"] if not shown or row["case"] in shown]
+    ran = {row["variant"] for row in rows if row["status"] == "ok"}
+    rivals, ours = ([name for name in names if name in ran] for names in (NAMES, OURS))
+    heads = [NAMES[name] for name in rivals]
+    for name in ours:
+        heads += [OURS[name], "beside the best rival"]
+    lines = ["| leaves x size | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    in_place = []
     for case in dict.fromkeys(row["case"] for row in rows):
         of_case = {row["variant"]: row for row in rows if row["case"] == case}
-        ours = of_case["pinstage"]
-        cells = [figure(of_case[name]["median"]) for name in rivals]
-        lines.append(
-            f"| {case.replace('x', ' x ')} | {' | '.join(cells)} | **{figure(ours['median'])}** | "
-            f"{ours['vs_best_rival']:.2f} x |"
-        )
+        if case.endswith("-in-place"):
+            in_place.append(_in_place(case, of_case))
+            continue
+        cells = [figure(of_case.get(name, {}).get("median")) for name in rivals]
+        for name in ours:
+            row = of_case.get(name, {})
+            ratio = row.get("vs_best_rival")
+            cells += [f"**{figure(row.get('median'))}**", "-" if ratio is None else f"{ratio:.2f} x"]
+        lines.append(f"| {case.replace('x', ' x ')} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *in_place, source(result)])
+
+
+def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Say how fast a batch travels that was written into page-locked memory, so that nothing is packed."""
+    ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager.to_device`"}
+    parts = []
+    for name, way in ways.items():
+        row = rows.get(name, {})
+        if row.get("vs_best_rival") is not None:
+            parts.append(f"{way} {figure(row['median'])} ms, {row['vs_best_rival']:.0%} of the bus")
+    return f"{case.removesuffix('-in-place').replace('x', ' x ')} written in place into a lease: {'; '.join(parts)}.\n"
+
+
+def scaling() -> str:
+    """The picture that `pinstage bench --plot` drew."""
+    if not PICTURE.exists():
+        return "Not drawn yet: `make bench` does, on a machine with a GPU."
+    return f"![Time to stage a batch against its leaves and its bytes, pinstage and the rivals]({PICTURE.name})"
+
+
+def waste() -> str:
+    """Host memory taken that nobody asked for."""
+    result = load("rounding_waste")
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    lines = ["| percent | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
+        of_variant = [row for row in result["rows"] if row["variant"] == variant]
+        cells = [figure(row["median"]) if row["status"] == "ok" else row["status"] for row in of_variant]
+        lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", source(result)])
 
 
@@ -86,7 +130,47 @@ def latency() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
-TABLES = {"staging": staging, "startup": startup, "latency": latency}
+def loader() -> str:
+    """Batches of a DataLoader, by every way of bringing them to the device."""
+    result = load("loader")
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    lines = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
+        cells = []
+        for row in (row for row in result["rows"] if row["variant"] == variant):
+            idle = f", {row['detail'].partition(' beside')[0]}" if row["detail"].startswith("GPU idle") else ""
+            shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
+            cells.append(shown if row["status"] == "ok" else row["status"])
+        lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(result)])
+
+
+def to_host() -> str:
+    """From the device to the host: milliseconds, and ours as a share of what the bus gives."""
+    result = load("to_host")
+    rows = {(row["case"], row["variant"]): row for row in result["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
+    lines = [
+        "| ms | " + " | ".join(f"`{name}`" for name in variants) + " | **share of the bus** |",
+        "|---" * (len(variants) + 2) + "|",
+    ]
+    for case in cases:
+        bus, ours = rows[case, "bus"]["median"], rows[case, "pinstage"]["median"]
+        cells = [figure(rows[case, name]["median"]) for name in variants]
+        lines.append(f"| {case} | {' | '.join(cells)} | **{bus / ours:.0%}** |")
+    return "\n".join([*lines, "", source(result)])
+
+
+TABLES = {
+    "staging": staging,
+    "startup": startup,
+    "latency": latency,
+    "loader": loader,
+    "to_host": to_host,
+    "waste": waste,
+    "scaling": scaling,
+}
 
 
 def filled(text: str) -> str:
@@ -107,7 +191,11 @@ def main() -> None:
             page.write_text(filled(page.read_text()))
     else:
         for name, table in TABLES.items():
-            print(f"{name}\n\n{table()}\n")
+            try:
+                text = table()
+            except FileNotFoundError as error:
+                text = f"not measured yet: there is no {Path(error.filename).name}"
+            print(f"{name}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import harness
-import record
+import script
 import torch
-from harness import Outcome, Size, Variant
+
+from pinstage._bench import harness, record, table
+from pinstage._bench.harness import Outcome, Size, Variant
 
 MIB, GIB = 1 << 20, 1 << 30
 TOUCHED_FIRST = 4 * GIB
@@ -103,29 +104,29 @@ def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed."""
-    parser = harness.parser(__doc__, repeats=2, repeats_help="allocations of each process after its first")
+    parser = script.parser(__doc__, repeats=2, repeats_help="allocations of each process after its first")
     parser.add_argument("--nbytes", type=int, default=GIB, help="bytes to make ready")
     parser.set_defaults(rounds=3)
     args = parser.parse_args(argv)
-    harness.settle_device(args)
+    script.settle_device(args)
     if args.smoke:
         args.nbytes, args.rounds = min(args.nbytes, MIB), 1
     name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
     cases = [Size(f"{name} first", args.nbytes), Size(f"{name} again", args.nbytes)]
     variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
     if args.child:
-        (variant,) = harness.chosen(args.child, variants, "variant")
+        (variant,) = script.chosen(args.child, variants)
         harness.start_device(torch.device(args.device))
         harness.work(cases, partial(measure, variant.setup(), args.repeats), lambda: None)
         return 0
-    variants = tuple(harness.chosen(args.only, variants, "variant"))
+    variants = tuple(script.chosen(args.only, variants))
     if not args.smoke:
         torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
-    rows = harness.collect("memory_startup", __file__, variants, cases, args, ["--nbytes", str(args.nbytes)])
+    rows = script.collect("memory_startup", __file__, variants, cases, args, ["--nbytes", str(args.nbytes)])
     record.compare(rows)
-    record.grid("ms until the memory is ready", rows, "median", "p10", "p90")
-    record.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
-    return harness.finish("memory_startup", rows, variants, args)
+    table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
+    table.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
+    return script.finish("memory_startup", rows, variants, args)
 
 
 if __name__ == "__main__":

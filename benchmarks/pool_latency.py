@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-import harness
-import record
+import script
 import torch
-from harness import Outcome, Size, Variant
+
+from pinstage._bench import harness, table
+from pinstage._bench.harness import Outcome, Size, Variant
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200
@@ -81,22 +82,22 @@ def measure(variant: Variant, repeats: int, case: harness.Case) -> Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed."""
-    parser = harness.parser(__doc__, repeats=5000, repeats_help="cycles for each variant and size")
+    parser = script.parser(__doc__, repeats=5000, repeats_help="cycles for each variant and size")
     args = parser.parse_args(argv)
-    harness.settle_device(args)
+    script.settle_device(args)
     if args.smoke:
         args.repeats = min(args.repeats, 100)
     if args.child:
-        (variant,) = harness.chosen(args.child, VARIANTS, "variant")
+        (variant,) = script.chosen(args.child, VARIANTS)
         harness.start_device(torch.device(args.device))
         harness.work(CASES, partial(measure, variant, args.repeats), lambda: None)
         return 0
-    variants = harness.chosen(args.only, VARIANTS, "variant")
-    rows = harness.collect("pool_latency", __file__, variants, CASES, args, unit="us")
+    variants = script.chosen(args.only, VARIANTS)
+    rows = script.collect("pool_latency", __file__, variants, CASES, args, unit="us")
     for row in rows:
         row.gb_per_s = None  # nothing moves
-    record.grid("us for a cycle: take, make a tensor, give back", rows, "median", "p10", "p90")
-    return harness.finish("pool_latency", rows, variants, args)
+    table.grid("us for a cycle: take, make a tensor, give back", rows, "median", "p10", "p90")
+    return script.finish("pool_latency", rows, variants, args)
 
 
 if __name__ == "__main__":

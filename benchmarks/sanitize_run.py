@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import batches
 import torch
-from batches import KIB, MIB, BatchShape
+
+from pinstage._bench import batches
+from pinstage._bench.batches import KIB, MIB, BatchShape
 
 SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
 
@@ -81,6 +82,16 @@ def main() -> int:
             if device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                     compare(sources, [stager.stage(source).get() for source in sources])
+        with ps.Stager(device, pool=stager.pool, ring=2, ring_bytes="16MiB") as ring:
+            for sources in runs():
+                for source in sources:
+                    compare([source], [ring.to_device(source)])
+        for sources in runs():
+            for copy in (False, True):
+                transfers = [stager.to_host(stager.to_device(source), copy=copy) for source in sources]
+                for source, transfer in zip(sources, transfers, strict=True):
+                    wrong.extend(batches.differences(source, transfer.result(), torch.device("cpu")))
+                    count += 1
         stager.close()
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")
     for line in wrong[:20]:

@@ -3,11 +3,14 @@
 # with a CUDA device.
 #
 #     scripts/gpu_check.sh [tests] [sanitize] [bench] [demo]        # all four without arguments
+#     scripts/gpu_check.sh distributed                              # needs two devices
+#     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
 #
 # Logs and results go to $OUT (default: out). Every step runs whatever became of the one before; the exit status is 1
 # if any failed. Python packages that the machine lacks are taken from wheels in .whl, where there are some; what the
 # machine has of its own is never replaced. Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), BENCH_ARGS, DEMO_ARGS,
-# PYTEST_ARGS, PINSTAGE_COMMIT.
+# PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by
+# scripts/build_rival.sh if ACCV_LAB is set.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -20,7 +23,9 @@ summary=$OUT/summary.txt
 : >"$summary"
 
 export PYTHONUNBUFFERED=1 PINSTAGE_REQUIRE_GPU=1
-export PYTHONPATH=$PWD/src:$SITE${PYTHONPATH:+:$PYTHONPATH}
+[ -d .rival/accvlab ] && RIVAL_SITE=${RIVAL_SITE:-$PWD/.rival}
+export RIVAL_SITE=${RIVAL_SITE:-/tmp/rival} PYTHON
+export PYTHONPATH=$PWD/src:$SITE:$RIVAL_SITE${PYTHONPATH:+:$PYTHONPATH}
 
 say() { echo "$*" | tee -a "$summary"; }
 
@@ -68,6 +73,13 @@ tests() {
   step tests tests 400 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
 }
 
+# Two GPUs: a missing one fails. Steps of the others skip these tests where there is one.
+distributed() {
+  # shellcheck disable=SC2086
+  PINSTAGE_REQUIRE_GPU=2 step distributed distributed 500 "$PYTHON" -m pytest tests/gpu/test_distributed.py \
+    -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
+}
+
 sanitize() {
   local run=("$PYTHON" benchmarks/sanitize_run.py --device "$DEVICE")
   local memcheck=(compute-sanitizer --tool memcheck --target-processes all "${run[@]}")
@@ -89,11 +101,44 @@ benchmark() {
   step bench "$1" "$2" "$PYTHON" "benchmarks/$3" --device "$DEVICE" --out "$OUT/$1.json" "${@:4}"
 }
 
+# comparison NAME SECONDS OPTION...: pinstage bench.
+comparison() {
+  step bench "$1" "$2" "$PYTHON" -m pinstage._cli bench --device "$DEVICE" --out "$OUT/$1.json" "${@:3}"
+}
+
+rival() {
+  [ -z "${ACCV_LAB:-}" ] || step bench rival 300 scripts/build_rival.sh
+}
+
 bench() {
+  rival
   # shellcheck disable=SC2086
-  benchmark staging 330 run.py ${BENCH_ARGS:-}
+  comparison staging 480 ${BENCH_ARGS:-}
+  comparison staging_busy 120 --busy $(($(nproc) / 2)) --batches 64x1KiB,1000x256B,64x1MiB \
+    --only to,pin_to,tensordict_consolidate,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
   benchmark memory_startup 120 memory_startup.py --rounds 2
   benchmark pool_latency 60 pool_latency.py
+  benchmark loader 180 loader.py
+  benchmark to_host 120 to_host.py
+  benchmark rounding_waste 90 rounding_waste.py
+}
+
+# Without the variants of tensordict that are slower still. Two files, and a picture of both.
+series() {
+  rival
+  local which files=()
+  for which in leaves bytes; do
+    # shellcheck disable=SC2086
+    comparison "series_$which" 290 --series "$which" --repeats 20 --seconds 0.3 --timeout 80 --only \
+      to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring \
+      ${BENCH_ARGS:-}
+    files+=(--from "$OUT/series_$which.json")
+  done
+  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
+    step bench draw 60 "$PYTHON" -m pinstage._cli bench "${files[@]}" --plot "$OUT/scaling.png"
+  else
+    say "no matplotlib here; where it is: pinstage bench ${files[*]} --plot scaling.png"
+  fi
 }
 
 demo() {
@@ -104,8 +149,9 @@ demo() {
 [ $# -gt 0 ] || set -- tests sanitize bench demo
 for name; do
   case $name in
-    tests | sanitize | bench | demo) rm -f "$OUT/$name.log" ;;
-    *) echo "$0: no such step: $name; there are tests, sanitize, bench, demo" >&2; exit 2 ;;
+    tests | distributed | sanitize | bench | demo) rm -f "$OUT/$name.log" ;;
+    series) ;;  # adds to the log of bench
+    *) echo "$0: no such step: $name; there are tests, distributed, sanitize, bench, demo, series" >&2; exit 2 ;;
   esac
 done
 

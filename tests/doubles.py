@@ -147,3 +147,19 @@ def outcome(future: concurrent.futures.Future):
     """Return what a call in the background returned, or raise what it raised; fail if it never returns."""
     assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, "the call did not return"
     return future.result()
+
+
+def record_work(monkeypatch):
+    """Have the CPU target mark its stream as a GPU does; return the marks that were made, and those waited for."""
+    made, waited = [], []
+
+    class Work:
+        def synchronize(self):
+            waited.append(self)
+
+    def record(target):
+        made.append(Work())
+        return made[-1]
+
+    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_current", record)
+    return made, waited

@@ -16,18 +16,20 @@ SRC = Path(__file__).parents[1] / "src" / "pinstage"
 PUBLIC = "pinstage"
 MAY_SEE = {
     "_errors": set(),
+    "_steps": set(),
     "_memory": {"_errors"},
-    "_pool": {"_errors", "_memory"},
-    "_layout": {"_errors"},
+    "_pool": {"_errors", "_steps", "_memory"},
+    "_layout": {"_errors", "_steps"},
     "_packing": {"_errors", "_layout"},
-    "_staging": {"_errors", "_memory", "_pool", "_layout", "_packing"},
-    "_loader": {"_errors", "_memory", "_pool", "_layout", "_packing", "_staging"},
+    "_staging": {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing"},
+    "_loader": {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing", "_staging"},
     "inspect": {PUBLIC},
     "integrations": {PUBLIC},
     "_demo": {PUBLIC},
-    "_cli": {PUBLIC, "inspect", "_demo"},
+    "_bench": {PUBLIC},
+    "_cli": {PUBLIC, "inspect", "_demo", "_bench"},
 }
-MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "_demo"}
+MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "_demo", "_bench"}
 MAY_SEE["__main__"] = {"_cli"}
 
 
@@ -96,6 +98,7 @@ def test_pool_and_layout_do_not_know_each_other():
         ("integrations/lightning", "from pinstage import _pool", "pinstage._pool"),
         ("_demo", "from pinstage import _private", "pinstage._private"),
         ("_demo", "from pinstage._cli import main", "pinstage._cli.main"),
+        ("_bench/rivals", "from pinstage._staging import Stager", "pinstage._staging.Stager"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
         ("_unknown", "from pinstage._errors import StagingError", "pinstage._errors.StagingError"),
     ],

@@ -1,13 +1,13 @@
-"""The benchmarks run in small, without a GPU, and their result files have one schema."""
+"""The scripts of benchmarks/ run in small, without a GPU; their result files have the schema of `pinstage bench`."""
 
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from result_files import check_schema
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -30,85 +30,67 @@ def run(script, out, *arguments):
     return json.loads(out.read_text())
 
 
-def check_schema(result):
-    from record import SCHEMA, STATUSES, Row
-
-    assert result["schema"] == SCHEMA
-    assert {"commit", "date", "machine", "versions", "settings"} <= set(result)
-    assert {"gpu", "driver", "cuda", "cpu", "cores"} <= set(result["machine"])
-    assert {"python", "torch", "numpy", "optree", "pinstage", "tensordict", "spdl-io"} <= set(result["versions"])
-    for row in result["rows"]:
-        assert set(row) == {field.name for field in fields(Row)}
-        assert row["status"] in STATUSES
-        assert row["benchmark"] == result["benchmark"]
-        if row["status"] == "ok":
-            assert row["repeats"] > 0
-            assert 0 < row["p10"] <= row["median"] <= row["p90"]
-        else:
-            assert row["median"] is None
-
-
-def test_a_smoke_run_stages_every_shape_with_every_variant(scripts, tmp_path):
-    from batches import SMOKE_SHAPES
-    from rivals import VARIANTS
-
-    result = run("run.py", tmp_path / "staging.json")
-
-    check_schema(result)
-    pairs = [(row["variant"], row["case"]) for row in result["rows"]]
-    assert pairs == [(variant.id, shape.id) for variant in VARIANTS for shape in SMOKE_SHAPES]
-    for row in result["rows"]:
-        (variant,) = (variant for variant in VARIANTS if variant.id == row["variant"])
-        assert row["status"] == (variant.obstacle(torch.device("cpu")) or "ok"), row
-    assert {row["status"] for row in result["rows"] if row["variant"] == "pinstage"} == {"ok"}
-
-
-@pytest.mark.parametrize("script", ["memory_startup.py", "pool_latency.py"])
-def test_the_other_benchmarks_write_the_same_schema(scripts, tmp_path, script):
+@pytest.mark.parametrize("script", ["memory_startup.py", "pool_latency.py", "to_host.py", "rounding_waste.py"])
+def test_the_scripts_write_the_same_schema(tmp_path, script):
     result = run(script, tmp_path / "rows.json")
 
     check_schema(result)
     assert "ok" in {row["status"] for row in result["rows"]}
 
 
-def test_a_rival_that_is_not_installed_is_a_row_that_says_so(scripts, tmp_path, monkeypatch, capsys):
-    import rivals
-    import run as benchmark
-    from harness import Variant
+def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
+    result = run("loader.py", tmp_path / "loader.json", "--only", "torch_to,spdl,pinstage")
 
-    ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
-    monkeypatch.setattr(rivals, "VARIANTS", (*rivals.VARIANTS, ghost))
-    out = tmp_path / "staging.json"
-
-    assert benchmark.main(["--smoke", "--device", "cpu", "--only", "ghost,pin_to", "--out", str(out)]) == 0
-
-    result = json.loads(out.read_text())
     check_schema(result)
-    statuses = {row["variant"]: (row["status"], row["detail"]) for row in result["rows"]}
-    assert statuses == {"ghost": ("not installed", "no_such_package.inside"), "pin_to": ("needs CUDA", "")}
-    assert "not installed" in capsys.readouterr().out
+    statuses = {}
+    for row in result["rows"]:
+        statuses.setdefault(row["variant"], []).append(row["status"])
+    assert statuses["torch_to"] == statuses["pinstage"] == ["ok", "ok", "ok"]
+    assert len(statuses["spdl"]) == 3
+    assert "ok" not in statuses["spdl"]  # it needs CUDA
+    assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == ["ready", "step", "decode"]
+    assert "GPU idle" in result["rows"][1]["detail"]
 
 
-def test_a_variant_that_crashes_is_a_row_with_its_last_words(scripts, tmp_path):
-    import harness
+def test_of_the_demo_s_batches_little_is_waste(scripts):
+    import rounding_waste
 
-    script = tmp_path / "crash.py"
-    script.write_text("import sys\nsys.exit('out of luck')\n")
-    args = harness.parser(None, repeats=1, repeats_help="").parse_args(["--device", "cpu"])
+    (variant,) = (variant for variant in rounding_waste.VARIANTS if variant.id == "pinstage")
+    in_all, of_batches = rounding_waste.shares(variant, torch.device("cpu"), 200)
 
-    (row,) = harness.collect("crash", str(script), [harness.Variant("v", print, "")], [harness.Size("1B", 1)], args)
+    assert len(of_batches) == 200
+    assert in_all <= 0.06
+    assert sum(of_batches) / len(of_batches) <= 0.06
+    assert max(of_batches) <= 0.125
 
-    assert row.status == "error"
-    assert row.detail == "exit status 1: out of luck"
+
+def test_a_mistyped_variant_is_named_without_a_traceback():
+    command = [sys.executable, str(BENCHMARKS / "pool_latency.py"), "--smoke", "--only", "pol"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no such variant: pol; known: ")
 
 
-def test_wrong_bits_are_named_by_their_path(scripts):
-    import batches
+def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts):
+    import markdown
 
-    cpu = torch.device("cpu")
-    batch, other = (batches.build(batches.BatchShape(9, 64), seed=0) for _ in range(2))
-    assert list(batches.differences(batch, other, cpu)) == []
+    older = markdown.load("staging")
+    newer = json.loads(json.dumps(older))
+    in_place = "1x512MiB-in-place"
+    newer["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
+    lease = newer["rows"][0] | {"case": in_place, "variant": "pinstage_lease", "median": 9.75, "vs_best_rival": 0.985}
+    newer["rows"].append(lease)
+    for name in ("multi_tensor_copier", "pinstage_ring"):
+        figures = {"variant": name, "median": 0.125, "vs_best_rival": 2.5 if name == "pinstage_ring" else None}
+        newer["rows"] += [row | figures for row in newer["rows"] if row["variant"] == "pinstage"]
+    newer["rows"] = [row for row in newer["rows"] if (row["variant"], row["case"]) != ("pinstage_ring", "1000x256B")]
 
-    other["sample_0000"]["stream_1"]["times"][3] += 1
+    lines = markdown.staging(newer).splitlines()
 
-    assert list(batches.differences(batch, other, cpu)) == ["sample_0000/stream_1/times: other bytes"]
+    assert lines[0].endswith("| **pinstage** | beside the best rival | **ring** | beside the best rival |")
+    assert "multi_tensor_copier (C++)" in lines[0]
+    assert lines[1].count("---") == lines[0].count("|") - 1
+    assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
+    assert lines[2].endswith("| **0.125** | 2.50 x |")
+    assert lines[3].endswith("| **-** | - |")
+    assert lines[4:6] == ["", "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."]

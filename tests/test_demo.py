@@ -1,4 +1,4 @@
-"""The demo's claims: real data of the stated shape, three ways that agree to the last bit, a failure otherwise."""
+"""The demo's claims: real data of the stated shape, four ways that agree to the last bit, a failure otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from pinstage._demo.data import Archive, make_batches
 from pinstage._demo.errors import DemoError, LossMismatchError
 from pinstage._demo.model import DelayModel, deterministic
 from pinstage._demo.train import check_losses, measure
-from pinstage._demo.ways import HostMemory, PinThenTo, PlainTo, Staged, Way
+from pinstage._demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
+
+# Of Python 3.12, about what torch's loader does anyway.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 CPU = torch.device("cpu")
 SMOKE = ["demo", "--batches", "3", "--device", "cpu"]
@@ -129,7 +132,9 @@ def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "make", [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB")], ids=["to", "pin", "stager"]
+    "make",
+    [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB"), lambda device: Loaded(device, "64MiB")],
+    ids=["to", "pin", "stager", "loader"],
 )
 def test_a_way_gives_the_same_bytes_in_the_same_structure(
     make: Callable[[torch.device], Way], few: list[RaggedBatch]
@@ -180,6 +185,18 @@ def test_the_stager_reports_what_its_pool_holds_and_wastes(few: list[RaggedBatch
     assert 0 < memory.held_bytes <= memory.max_bytes
     assert memory.waste is not None
     assert 0 <= memory.waste <= 0.125
+
+
+def test_the_loader_issues_one_copy_a_batch_and_holds_less_than_its_cap(few: list[RaggedBatch]) -> None:
+    loaded = Loaded(CPU, "64MiB")
+    assert loaded.memory() == HostMemory(0)
+    assert [outline(staged) for staged in loaded.staged(few)] == [outline(batch) for batch in few]
+    copies, nbytes = loaded.issued(few[0])
+    assert copies == 1
+    assert nbytes > 0
+    memory = loaded.memory()
+    assert memory.max_bytes == 64 << 20
+    assert 0 < memory.held_bytes <= memory.max_bytes
 
 
 def test_without_cuda_the_rivals_say_what_they_do_instead() -> None:
@@ -283,7 +300,7 @@ def test_the_demo_says_where_it_runs_and_ends_with_one_table(capsys: pytest.Capt
         "rounding waste",
     ):
         assert sum(row in line for line in lines) == 1, row
-    assert "losses: 3 batches, equal bit for bit in all 3 ways" in text
+    assert "losses: 3 batches, equal bit for bit in all 4 ways" in text
 
 
 def test_the_output_is_plain_when_it_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,39 +1,119 @@
-"""The documentation's snippets run as they stand, and its links to the changelog's names hold."""
+"""The documentation's snippets run as they stand, and its names hold."""
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed
 
 import pinstage
 
+# Of the snippets' workers, by torch and by Python 3.12; and of tensordict's import.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+RUN_ELSEWHERE = {
+    "index.md": "test_the_lines_of_use_run",
+    "audit.md": "test_inspect_docs.py",
+    "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs_from_top_to_bottom",
+    "trace.md": "test_inspect_recording.py",
+}
+GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
+RUN_FROM_TOP_TO_BOTTOM = ["tutorial.md", "errors.md", "performance.md", *sorted(GUIDES - RUN_ELSEWHERE.keys())]
+SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def python_blocks(path):
-    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the blocks of a page that run; those behind a comment ``<!-- skip: why -->`` do not."""
+    return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL)
 
 
-def test_the_tutorial_runs_from_top_to_bottom(capsys):
-    blocks = python_blocks(ROOT / "docs" / "tutorial.md")
-    assert len(blocks) >= 7
-    names = {"__name__": "tutorial"}
+def scripts(path):
+    """Return the blocks that are files of their own: name, text, and what the page says that they print."""
+    pattern = r'^```python title="(\S+\.py)"\n(.*?)^```(?:\n\n```text\n(.*?)^```)?'
+    return re.findall(pattern, path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(page, names):
+    """Run a page's blocks from top to bottom, on the CPU, and return the names that they made."""
+    blocks = python_blocks(DOCS / page)
+    assert blocks
     for number, block in enumerate(blocks):
-        exec(compile(block, f"tutorial.md, block {number}", "exec"), names)
-    printed = capsys.readouterr().out
-    shown = re.search(r"^```text\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert shown[1] in printed
+        here = re.sub(r'"cuda:\d"', '"cpu"', block)
+        exec(compile(here, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
+def test_the_snippets_of_a_page_run_from_top_to_bottom(page, capsys):
+    names = run(page, {"__name__": "page"})
+    for test in [value for name, value in names.items() if name.startswith("test_")]:  # of the page about tests
+        test()
+    for value in names.values():
+        if isinstance(value, pinstage.Stager):
+            value.close()
+    if page == "tutorial.md":
+        shown = re.search(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+        assert shown[1] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_lines_of_use_run(page):
-    names = {"__name__": "use", "loader": [{"x": torch.ones(3)}], "train_step": lambda batch: None}
+    samples = [{"x": torch.ones(3)}]
+    names = {"__name__": "use", "loader": samples, "dataset": samples, "train_step": lambda batch: None}
     for block in python_blocks(ROOT / page):
-        exec(compile(block.replace('"cuda:0"', '"cpu"'), page, "exec"), names)
+        here = block.replace('"cuda:0"', '"cpu"').replace("num_workers=8", "num_workers=1")
+        exec(compile(here, page, "exec"), names)
     assert names["stager"].stats().batches == 1
     names["stager"].close()
+
+
+def test_the_guide_to_several_gpus_runs_from_top_to_bottom():
+    trained = []
+    names = {
+        "device": torch.device("cpu"),
+        "dataset": [{"x": torch.full((3,), float(index))} for index in range(64)],
+        "train_step": trained.append,
+        "model": torch.nn.Linear(3, 1),
+        "host_batches": [{"x": torch.ones(4, 3)}] * 25,
+    }
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        run("guides/several_gpus.md", names)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(trained) == 4
+    assert names["stager"].pool.frozen
+    for stager in (*names["stagers"], names["stager"]):
+        stager.close()
+    names["pool"].close()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_script_about_start_methods_works_with_each_of_them(method, tmp_path):
+    [(name, text, shown)] = scripts(DOCS / "guides" / "loaders.md")
+    (tmp_path / name).write_text(text.replace('"cuda:0"', '"cpu"'))
+    command = [sys.executable, "-W", "ignore", name, method]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
+
+
+def test_no_page_has_snippets_that_never_run():
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.relative_to(DOCS).as_posix()
+        if python_blocks(path):
+            assert page in RUN_FROM_TOP_TO_BOTTOM or page in RUN_ELSEWHERE, page
+        assert not scripts(path) or page in ("audit.md", "guides/loaders.md"), page
 
 
 def test_every_error_has_its_section():
@@ -41,6 +121,11 @@ def test_every_error_has_its_section():
     for name in pinstage.__all__:
         if name.endswith(("Error", "Warning")):
             assert f"\n## {name}\n" in errors, name
+
+
+def test_every_public_name_is_on_the_reference_page():
+    shown = set(re.findall(r"^::: pinstage\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE))
+    assert shown == {*pinstage.__all__, "inspect"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])

@@ -15,6 +15,7 @@ from pinstage import (
     LeaseError,
     PoolClosedError,
     PoolFrozenError,
+    RingError,
     StagingError,
     UnreleasedLeaseWarning,
 )
@@ -26,12 +27,13 @@ BUILT_IN = {
     PoolFrozenError: RuntimeError,
     ForkedPoolError: RuntimeError,
     LeaseError: RuntimeError,
+    RingError: RuntimeError,
     LayoutError: TypeError,
 }
 NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
 EXAMPLES = [
     *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
-    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError, LeaseError)),
+    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError, LeaseError, RingError)),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)

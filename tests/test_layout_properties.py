@@ -13,7 +13,14 @@ from strategies import assert_same, batches, bits, tensors
 
 from pinstage import Layout
 from pinstage._layout import ALIGNMENT, Moves, plan
-from pinstage._layout._fragments import LARGE_FRAGMENT_BYTES, LARGE_PIECE_BYTES, PIECE_BYTES, VECTOR_LENGTH, Fragments
+from pinstage._layout._fragments import (
+    LARGE_FRAGMENT_BYTES,
+    LARGE_PIECE_BYTES,
+    PIECE_BYTES,
+    VECTOR_LENGTH,
+    Fragments,
+    Part,
+)
 from pinstage._packing import Packer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -147,14 +154,15 @@ def test_pieces_cover_each_fragment_once_and_are_of_a_size(sizes, padding, repea
     assert fragments.nbytes[fragments.leaves].tolist() == sizes
     starts = np.cumsum([0, *fragments.nbytes])
     reached = 0
-    for offset, nbytes, first, whole, cut in fragments.pieces:
-        assert offset == reached == starts[first] + cut
-        if whole:
-            assert whole <= VECTOR_LENGTH
-            assert 0 < nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
-            assert nbytes == fragments.nbytes[first : first + whole].sum()
+    for piece in fragments.pieces:
+        if type(piece) is Part:
+            assert piece.offset == reached == starts[fragments.leaves[piece.leaf]] + piece.cut
+            assert 0 < piece.nbytes <= LARGE_PIECE_BYTES
+            assert piece.cut + piece.nbytes <= sizes[piece.leaf]
         else:
-            assert 0 < nbytes <= LARGE_PIECE_BYTES
-            assert cut + nbytes <= fragments.nbytes[first]
-        reached += nbytes
+            assert piece.offset == reached == starts[piece.first]
+            assert piece.fragments <= VECTOR_LENGTH
+            assert 0 < piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
+            assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.fragments].sum()
+        reached += piece.nbytes
     assert reached == end

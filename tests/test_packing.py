@@ -14,22 +14,16 @@ from strategies import bits, tensor_of
 
 from pinstage._layout import Moves, Table, plan
 from pinstage._layout._fragments import (
+    CHUNK_BYTES,
     LARGE_FRAGMENT_BYTES,
     LARGE_PIECE_BYTES,
+    MAX_CHUNKS,
     PIECE_BYTES,
     VECTOR_LENGTH,
     Fragments,
+    Part,
 )
-from pinstage._packing import (
-    CHUNK_BYTES,
-    MAX_CHUNKS,
-    MAX_THREADS,
-    PARALLEL_FROM_BYTES,
-    TORCH_THREADS_FROM,
-    Packer,
-    cut_into_chunks,
-    usable_cpus,
-)
+from pinstage._packing import MAX_THREADS, PARALLEL_FROM_BYTES, Packer, threads_for, usable_cpus
 
 BATCHES = {
     "nothing": [],
@@ -48,26 +42,12 @@ def packing_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("pinstage-pack")]
 
 
-@pytest.fixture(autouse=True)
-def torch_threads(request):
-    """One thread of torch's, so that large leaves are shared out too, unless the test asks for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
-    yield
-    torch.set_num_threads(before)
-
-
-with_threads_of_torch = pytest.mark.parametrize(
-    "torch_threads", [1, TORCH_THREADS_FROM], indirect=True, ids=["our threads", "torch's threads"]
-)
-
-
 @pytest.fixture
 def make_packer():
     packers = []
 
     def make(threads):
-        packers.append(Packer(threads, large_by_torch=True))
+        packers.append(Packer(threads))
         return packers[-1]
 
     yield make
@@ -106,7 +86,6 @@ def leaves_are_equal(table, tensors, slab, expected):
 # -- the same bytes ----------------------------------------------------------------------------------------------------
 
 
-@with_threads_of_torch
 @pytest.mark.parametrize("threads", [1, 2, 4, 5])
 def test_any_number_of_threads_writes_the_same_bytes(batch, make_packer, threads):
     table, tensors, expected = batch
@@ -146,7 +125,6 @@ def test_padding_does_not_carry_what_the_slab_held_before(make_packer):
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-@with_threads_of_torch
 @pytest.mark.parametrize("threads", [1, 4])
 def test_what_is_reported_is_in_the_slab_already(batch, make_packer, threads):
     table, tensors, expected = batch
@@ -203,13 +181,13 @@ def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes)
     reached = 0
     for piece in fragments.pieces:
         assert piece.offset == reached
-        assert piece.whole <= VECTOR_LENGTH
-        if piece.whole:
-            assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.whole].sum()
-            assert piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
-        else:
+        if type(piece) is Part:
             assert piece.nbytes <= LARGE_PIECE_BYTES
-            assert piece.cut + piece.nbytes <= fragments.nbytes[piece.first]
+            assert piece.cut + piece.nbytes <= sizes[piece.leaf]
+        else:
+            assert piece.fragments <= VECTOR_LENGTH
+            assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.fragments].sum()
+            assert piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
         reached += piece.nbytes
     assert reached == end
 
@@ -217,7 +195,7 @@ def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
 def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(sizes):
     fragments, end = fragments_of(sizes)
-    chunks = cut_into_chunks(fragments.pieces, end)
+    chunks = fragments.chunks
     lengths = [high - low for low, high in itertools.pairwise([0, *(chunk.end for chunk in chunks)])]
     largest_piece = max(piece.nbytes for piece in fragments.pieces)
     assert chunks[-1].end == end
@@ -227,6 +205,19 @@ def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(sizes):
     assert len(chunks) == 1 or min(lengths) >= CHUNK_BYTES - largest_piece
 
 
+def test_more_bytes_take_more_threads():
+    mib = 1024 * 1024
+    assert [threads_for(n * mib) for n in (0, 3, 4, 8, 16, 64, 300)] == [1, 1, 2, 3, 4, 6, 13]
+    assert [threads_for(n) for n in range(0, 10**9, 10**6)] == sorted(threads_for(n) for n in range(0, 10**9, 10**6))
+
+
+def test_where_chunks_end_is_known_before(batch, make_packer):
+    table, tensors, _ = batch
+    packer = make_packer(4)
+    _, ends = packed(packer, table, tensors)
+    assert packer.ends(table) == ends
+
+
 def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer):
     packer = make_packer(4)
     tensors = [tensor_of(torch.uint8, (PARALLEL_FROM_BYTES - 200,)), tensor_of(torch.uint8, (100,))]
@@ -234,29 +225,52 @@ def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer)
     assert not packing_threads()
 
 
-@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
-def test_large_leaves_are_left_to_torchs_threads_where_there_are_enough(make_packer):
-    tensors = [
-        tensor_of(torch.float32, (2, 3, 512, 512), 1).contiguous(memory_format=torch.channels_last),
-        tensor_of(torch.complex64, (300, 1000), 2),
-        tensor_of(torch.bool, (LARGE_PIECE_BYTES + 7,), 3),
-        tensor_of(torch.uint8, (2 * CHUNK_BYTES + 3,), 4),
+def strided_leaves():
+    """Leaves of megabytes whose elements are not side by side, one lazily conjugated, one empty."""
+    return [
+        tensor_of(torch.uint8, (3, 2000, 1001), 1)[:, :, :1000],
+        tensor_of(torch.bfloat16, (1, 1, 1500, 3000), 2)[..., ::2],
+        tensor_of(torch.complex128, (900, 600), 3)[:, 1:],
+        tensor_of(torch.bool, (1, 7_000_000), 4)[:, ::2],
+        tensor_of(torch.int64, (5, 1), 5).expand(5, 100_000),
+        tensor_of(torch.complex64, (3, 40), 6).conj(),
+        tensor_of(torch.float32, (0, 4), 7)[:, ::2],
     ]
-    table = plan(tensors).table
-    slab, ends = packed(make_packer(4), table, tensors)
-    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(tensors, table.views(slab, ()), strict=True))
-    assert len(ends) == 2
-    assert not packing_threads()
 
 
-@pytest.mark.parametrize("torch_threads", [TORCH_THREADS_FROM], indirect=True)
-def test_small_leaves_are_shared_out_while_torchs_threads_move_the_large_ones(make_packer):
-    small = [tensor_of(torch.uint8, (20_000,), seed) for seed in range(400)]
-    tensors = [*small[:200], tensor_of(torch.uint8, (CHUNK_BYTES,)), *small[200:], tensor_of(torch.int32, (10**7,))]
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("raw", [0, 1, 100], ids=["alone", "beside one leaf", "beside many"])
+def test_strided_leaves_are_packed_by_any_number_of_threads(make_packer, threads, raw):
+    tensors = [*strided_leaves(), *[tensor_of(torch.int16, (11,), seed) for seed in range(raw)]]
     table = plan(tensors).table
-    slab, _ = packed(make_packer(3), table, tensors)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, table.views(slab, ()), strict=True))
-    assert packing_threads()
+    slab, ends = packed(make_packer(threads), table, tensors)
+    for tensor, view in zip(tensors, table.views(slab, ()), strict=True):
+        plain = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor.resolve_conj()
+        assert torch.equal(bits(view), bits(plain.contiguous()))
+    assert bool(packing_threads()) == (threads > 1)
+    assert len(ends) == (1 if threads == 1 else 3)
+
+
+def test_strided_leaves_are_packed_without_threads_of_torchs(make_packer, monkeypatch):
+    tensors = [tensor for tensor in strided_leaves() if not tensor.is_conj()]
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *arguments, **keywords: pytest.fail("torch copies"))
+    packed(make_packer(2), plan(tensors).table, tensors)
+
+
+def test_large_strided_leaves_are_cut_along_their_rows():
+    tensors = strided_leaves()
+    table = plan(tensors).table
+    covered = {position: torch.zeros(tensor.shape, dtype=torch.bool) for position, tensor in enumerate(tensors)}
+    for piece in table.fragments.pieces:
+        tensor, part = tensors[piece.position], covered[piece.position][piece.rows]
+        assert not part.any(), "moved twice"
+        part[...] = True
+        assert piece.nbytes == part.numel() * tensor.itemsize
+        assert piece.nbytes < 2 * PIECE_BYTES or not piece.rows
+        assert piece.offset >= table.offsets[piece.position]
+    assert all(part.all() for part in covered.values())
+    assert [chunk.end for chunk in table.fragments.chunks] == sorted(chunk.end for chunk in table.fragments.chunks)
+    assert sum(chunk.pieces for chunk in table.fragments.chunks) == len(table.fragments.pieces)
 
 
 def test_threads_are_kept_from_batch_to_batch(make_packer):
@@ -316,7 +330,6 @@ def test_an_error_in_a_packing_thread_reaches_the_caller_and_the_next_batch_is_p
     assert torch.equal(slab[:size], tensors[0])
 
 
-@with_threads_of_torch
 def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
     packer = make_packer(3)
     tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]
@@ -338,7 +351,7 @@ def test_an_interrupt_between_taking_a_piece_and_moving_it_reaches_the_caller(ma
     table = plan(tensors).table
 
     def interrupt(frame, event, argument):
-        if frame.f_code.co_name == "_move":
+        if frame.f_code.co_name == "move":
             sys.settrace(None)
             raise KeyboardInterrupt
 
@@ -354,7 +367,6 @@ def test_an_interrupt_between_taking_a_piece_and_moving_it_reaches_the_caller(ma
     assert outcome(background(interrupted)) == "interrupted"
 
 
-@with_threads_of_torch
 def test_a_pack_that_is_left_early_leaves_no_thread_writing(make_packer):
     packer = make_packer(4)
     tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,)).fill_(1)]

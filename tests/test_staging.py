@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import os
 import threading
 import traceback
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import strategies as known
 import torch
-from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, stays_blocked
+from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, record_work, stays_blocked
 from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
@@ -31,7 +32,9 @@ from pinstage import (
     StagingError,
     Transfer,
 )
-from pinstage._packing import CHUNK_BYTES, PARALLEL_FROM_BYTES
+from pinstage._layout._fragments import CHUNK_BYTES
+from pinstage._packing import PARALLEL_FROM_BYTES
+from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._staging._transfer import memory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -540,10 +543,24 @@ def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(stager, de
     assert next(prefetching, "exhausted") == "exhausted"
 
 
+def test_prefetch_does_not_let_the_loop_run_away_from_the_device(stager, monkeypatch):
+    made, waited = record_work(monkeypatch)
+    for number, _ in enumerate(itertools.islice(stager.prefetch(Reading(20)), 15)):
+        assert len(made) == number
+        assert waited == made[: max(0, number - RUN_AHEAD)]
+    assert number == 14
+
+
 def test_prefetch_reads_two_ahead_by_default(stager):
     reading = Reading(10)
     next(stager.prefetch(reading))
     assert reading.read == 3
+
+
+@pytest.mark.parametrize("depth", [None, 1.5, "2"])
+def test_a_depth_that_is_no_number_of_batches_is_refused(stager, depth):
+    with pytest.raises(TypeError, match=f"depth must be an int: {depth!r}"):
+        stager.prefetch([], depth=depth)
 
 
 @pytest.mark.parametrize("depth", [0, -1])

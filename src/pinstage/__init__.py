@@ -1,7 +1,7 @@
 """pinstage: a reusable pool of page-locked staging buffers for PyTorch.
 
 Whatever a batch looks like, one line moves it in one copy, never corrupts it and never pins more than
-allowed::
+allowed:
 
     import pinstage as ps
 
@@ -20,10 +20,12 @@ from ._errors import (
     LeaseError,
     PoolClosedError,
     PoolFrozenError,
+    RingError,
     StagingError,
     UnreleasedLeaseWarning,
 )
 from ._layout import Layout, Slot, StagingNode, register_node
+from ._loader import DataLoader, LoaderStats, collate_into_slab
 from ._memory import (
     Block,
     HostAllocMemory,
@@ -35,7 +37,9 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Lease, PoolStats, SlabPool
-from ._staging import Stager, StagerStats, Transfer
+from ._staging import HostTransfer, Stager, StagerStats, Transfer
+from ._steps import StepTime, StepTimes, profile
+from .inspect import audit
 
 __version__ = "0.1.0"
 
@@ -43,18 +47,22 @@ __all__ = [
     "AcquireTimeoutError",
     "Block",
     "BudgetExceededError",
+    "DataLoader",
     "ForkedPoolError",
     "HostAllocMemory",
+    "HostTransfer",
     "Layout",
     "LayoutError",
     "Lease",
     "LeaseError",
+    "LoaderStats",
     "MemoryResource",
     "PageableMemory",
     "PoolClosedError",
     "PoolFrozenError",
     "PoolStats",
     "RegisteredMemory",
+    "RingError",
     "SharedMapping",
     "SharedMemory",
     "SlabPool",
@@ -63,8 +71,13 @@ __all__ = [
     "StagerStats",
     "StagingError",
     "StagingNode",
+    "StepTime",
+    "StepTimes",
     "Transfer",
     "UnreleasedLeaseWarning",
+    "audit",
+    "collate_into_slab",
     "default_memory",
+    "profile",
     "register_node",
 ]

@@ -41,31 +41,38 @@ class _PoolStateError(StagingError):
 
 
 class BudgetExceededError(_PoolStateError, MemoryError):
-    """The request can never fit under ``max_bytes``; waiting would not help."""
+    """The request can never fit under ``max_bytes``; waiting would not help. A `MemoryError`."""
 
 
 class AcquireTimeoutError(_PoolStateError, TimeoutError):
-    """No slab came free in time; the same request might fit later."""
+    """No slab came free in time; the same request might fit later. A `TimeoutError`."""
 
 
 class PoolFrozenError(_PoolStateError, RuntimeError):
-    """Serving the request would need an allocation, and the pool is frozen."""
+    """Serving the request would need an allocation, and the pool is frozen. A `RuntimeError`."""
 
 
 class PoolClosedError(StagingError, RuntimeError):
-    """The pool was closed."""
+    """The pool was closed. A `RuntimeError`."""
 
 
 class ForkedPoolError(StagingError, RuntimeError):
-    """The pool belongs to the parent of this forked process."""
+    """The pool belongs to the parent of this forked process. A `RuntimeError`."""
 
 
 class LeaseError(StagingError, RuntimeError):
-    """A lease was used after its release, or released twice."""
+    """A lease was used after its release, or released twice. A `RuntimeError`."""
+
+
+class RingError(StagingError, RuntimeError):
+    """A batch finds no place in a stager's ring of device slabs, or was asked for after its slab was released.
+
+    A `RuntimeError`.
+    """
 
 
 class LayoutError(StagingError, TypeError):
-    """A leaf or object that cannot be staged, or a batch that does not match a layout.
+    """A leaf or object that cannot be staged, or a batch that does not match a layout. A `TypeError`.
 
     Attributes:
         path: where it is, as one would write it after the batch's name, for example ``['obs'][3].raw``; empty for the

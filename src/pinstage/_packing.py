@@ -1,9 +1,12 @@
 """How a batch's bytes get into a slab quickly: by several threads, and in chunks that travel while the next is packed.
 
-The slab's bytes are cut into pieces of a megabyte or more. Pieces of small leaves are taken by threads of ours, one
-after the other, the calling thread among them. Pieces of large leaves are copied by torch's threads, one after the
-other for the calling thread: they do not have to pass the interpreter lock around. Consecutive pieces make a chunk;
-when all of it is moved, it can travel. Most batches are one chunk, and small ones a single thread's work.
+The slab's bytes are cut into pieces of about a megabyte, which threads take one after the other, the calling thread
+among them. Consecutive pieces make a chunk; when all of it is moved, it can travel. Small batches are one chunk and a
+single thread's work.
+
+Why threads of our own and not torch's: those share out each copy evenly and wait for all of it, spinning. Where other
+processes want the same cpus, as the workers of a DataLoader do, each such wait takes until the scheduler has served
+them: 8 ms for each leaf on the reference machine with half of its cpus busy, 85 times as long (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -11,35 +14,28 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
-from ._layout import Moves, Piece, Table
+from ._layout import Chunk, Moves, Table
 
 MAX_THREADS = 12
-"""More threads gained nothing: 300 leaves of 1 MiB took 8.7 ms with 12 and 8.8 ms with 16 on the reference machine."""
+"""More threads gained nothing: 300 leaves of 1 MiB took 7.5 ms with 8, 10 and 12 on the reference machine."""
 
 PARALLEL_FROM_BYTES = 4 * 1024 * 1024
 """Below this size a second thread gains nothing: waking it and passing the interpreter lock around take 0.1 ms."""
 
-BYTES_PER_THREAD = 16 * 1024 * 1024
-"""From there on there are two threads, and one more for each of these. More are slower until there is work for all: 64
-MiB took 2.4 ms with 4 threads and 3.1 ms with 12, 300 MiB 18 ms with 4 and 10 to 12 ms with 12."""
 
-TORCH_THREADS_FROM = 4
-"""With fewer threads of torch's (``torch.get_num_threads()``; torchrun sets 1) large leaves are left to ours as well.
-Packed in chunks, each copied at once, 64 leaves of 1 MiB took 1.5 ms with 16 threads of torch's and 2.4 to 3 ms with
-any number of ours; leaves of 256 KiB are too small for torch's (benchmarks/NOTES.md)."""
+def threads_for(nbytes: int) -> int:
+    """Return how many threads move so many bytes quickest; 1 for less than `PARALLEL_FROM_BYTES`.
 
-CHUNK_BYTES = 16 * 1024 * 1024
-"""The smallest chunk: long enough that the copy call (8 us) and the hand-over between threads do not show."""
-
-MAX_CHUNKS = 6
-"""More chunks only cost hand-overs: with six, at most 1/6 of the copy is not hidden behind the packing."""
+    More have to pass the interpreter lock around more often: 64 leaves of 1 MiB took 1.9 ms with 5 or 6 and 2.7 with 8
+    to 12, 300 took 9.3 ms with 5 and 7.5 with 8 to 12.
+    """
+    return min(1 + nbytes // PARALLEL_FROM_BYTES, 4 + nbytes // (32 * 1024 * 1024))
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -58,9 +54,8 @@ class Packer:
     """Moves batches into slabs with a number of threads, which are kept until `close`.
 
     Args:
-        threads: how many move bytes, the calling one included; None takes the usable cpus, at most `MAX_THREADS`.
-        large_by_torch: leave large leaves to torch's threads where there are `TORCH_THREADS_FROM`; None: if `threads`
-            is None, since a number given is a limit.
+        threads: how many move bytes at the most, the calling one included; None takes the usable cpus, at most
+            `MAX_THREADS`.
 
     Raises:
         ValueError: `threads` is less than 1.
@@ -68,16 +63,21 @@ class Packer:
     May be used by several threads at once.
     """
 
-    def __init__(self, threads: int | None = None, *, large_by_torch: bool | None = None) -> None:
+    def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1: {threads}; 1 packs in the calling thread")
         self.threads = min(usable_cpus(), MAX_THREADS) if threads is None else threads
-        self._large_by_torch = threads is None if large_by_torch is None else large_by_torch
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def pack(self, table: Table, tensors: list[torch.Tensor], slab: torch.Tensor) -> Iterator[int]:
+    def ends(self, table: Table) -> list[int]:
+        """Return what `pack` will yield: where each chunk of a batch ends, in bytes; the last one ``table.nbytes``."""
+        if self._threads_for(table) == 1:
+            return [table.nbytes]
+        return [*(chunk.end for chunk in table.fragments.chunks[:-1]), table.nbytes]
+
+    def pack(self, table: Table, tensors: list[torch.Tensor], slab: torch.Tensor) -> Generator[int, None, None]:
         """Write tensors to their places in a slab, and report progress.
 
         Args:
@@ -86,25 +86,25 @@ class Packer:
             slab: uint8 ``[>= table.nbytes]`` on the CPU.
 
         Yields:
-            Offsets, rising, the last one ``table.nbytes``: all bytes before it are in the slab. More than one only for
-            batches of two `CHUNK_BYTES` and more. The iterator has to be exhausted or closed; closing waits for the
-            threads.
+            Offsets, rising, those that `ends` returns: all bytes before it are in the slab. The iterator has to be
+            exhausted or closed; closing waits for the threads.
         """
         moves = Moves(table, tensors, slab)
-        if self.threads == 1 or table.raw_end < PARALLEL_FROM_BYTES:
+        threads = self._threads_for(table)
+        if threads == 1:
             moves.everything()
             yield table.nbytes
             return
-        moves.gather()
-        large_by_torch = self._large_by_torch and torch.get_num_threads() >= TORCH_THREADS_FROM
-        job = _Job(moves, table.raw_end, large_by_torch=large_by_torch)
-        if job.shared_bytes >= PARALLEL_FROM_BYTES:
-            self._start(min(self.threads - 1, 1 + job.shared_bytes // BYTES_PER_THREAD), job)
+        job = _Job(moves, table.fragments.chunks)
+        self._start(threads - 1, job)
         try:
-            for end in job.work_and_wait():
-                yield end if end < table.raw_end else table.nbytes
+            for end, _ in zip(self.ends(table), job.work_and_wait(), strict=True):
+                yield end
         finally:
             job.end()
+
+    def _threads_for(self, table: Table) -> int:
+        return min(self.threads, threads_for(table.nbytes))
 
     def close(self) -> None:
         """End the threads; waits for moves under way."""
@@ -138,55 +138,46 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
 
 
 class _Job:
-    """One slab to be filled: the shared pieces by whoever has time, the others by the calling thread.
+    """One slab to be filled by whoever has time.
 
     Args:
         moves: fill the slab.
-        nbytes: of the raw part.
-        large_by_torch: pieces of large leaves are not shared.
+        chunks: all of it.
     """
 
-    def __init__(self, moves: Moves, nbytes: int, *, large_by_torch: bool) -> None:
+    def __init__(self, moves: Moves, chunks: list[Chunk]) -> None:
         self._moves = moves
         self._pieces = moves.pieces()
-        self._chunks = cut_into_chunks(self._pieces, nbytes)
+        self._chunks = [_Progress(chunk) for chunk in chunks]
         self._chunk_of = [chunk for chunk in self._chunks for _ in range(chunk.pieces)]
-        shared = [piece.whole > 0 or not large_by_torch for piece in self._pieces]
-        self._shared = [index for index, is_shared in enumerate(shared) if is_shared]
-        self._own = deque(index for index, is_shared in enumerate(shared) if not is_shared)
-        self._turn = itertools.count()  # a step of it is atomic: each shared piece goes to one thread
+        self._turn = itertools.count()  # a step of it is atomic: each piece goes to one thread
         self._helpers: list[threading.Lock] = []  # each held while a thread helps
         self._errors: list[BaseException] = []
-        self.shared_bytes = sum(
-            piece.nbytes for piece, is_shared in zip(self._pieces, shared, strict=True) if is_shared
-        )
 
     def work(self) -> None:
-        """Take shared pieces and move them until none is left."""
+        """Take pieces and move them until none is left."""
         helping = threading.Lock()
         with helping:
             self._helpers.append(helping)  # before the first step, see end()
             while self._step():
                 pass
 
-    def work_and_wait(self) -> Iterator[int]:
-        """Move what is not shared, help with the rest, yield the end of each chunk when it is complete."""
+    def work_and_wait(self) -> Iterator[_Progress]:
+        """Take pieces as well, and yield each chunk when it is complete."""
         for chunk in self._chunks:
-            while self._own and self._chunk_of[self._own[0]] is chunk:
-                self._move(self._own.popleft(), by_torch=True)
             while not chunk.is_done():
                 if not self._step():
                     chunk.wait()
             if self._errors:
                 raise self._errors[0]
-            yield chunk.end
+            yield chunk
 
     def end(self) -> None:
         """See that no thread touches the slab any more: leave out what nobody has begun, wait for the rest."""
         if not all(chunk.is_done() for chunk in self._chunks):
             # Not by the chunks' counts: an interrupt of the calling thread may have come between taking a piece and
             # counting it. Who is not in the list by now finds no piece.
-            while next(self._turn) < len(self._shared):
+            while next(self._turn) < len(self._pieces):
                 pass
             for helping in self._helpers:
                 helping.acquire()
@@ -194,33 +185,26 @@ class _Job:
         del self._moves
 
     def _step(self) -> bool:
-        """Move the next shared piece; say whether there was one."""
+        """Move the next piece; say whether there was one."""
         turn = next(self._turn)
-        if turn >= len(self._shared):
+        if turn >= len(self._pieces):
             return False
-        self._move(self._shared[turn], by_torch=False)
-        return True
-
-    def _move(self, index: int, *, by_torch: bool) -> None:
         try:
-            if by_torch:
-                self._moves.copy(self._pieces[index])
-            else:
-                self._moves.move(self._pieces[index])
+            self._moves.move(self._pieces[turn])
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             self._errors.append(error)
-        self._chunk_of[index].one_done()
+        self._chunk_of[turn].one_done()
+        return True
 
 
-class Chunk:
-    """Consecutive pieces that travel together.
+class _Progress:
+    """How far a chunk is.
 
     Waiting is done on a plain lock: an interrupt may leave a `threading.Event` locked for ever.
     """
 
-    def __init__(self, pieces: int, end: int) -> None:
-        self.pieces = pieces
-        self.end = end
+    def __init__(self, chunk: Chunk) -> None:
+        self.pieces = chunk.pieces
         self._moved = itertools.count(1)
         self._moving = threading.Lock()
         self._moving.acquire()
@@ -235,16 +219,3 @@ class Chunk:
     def wait(self) -> None:
         with self._moving:
             pass
-
-
-def cut_into_chunks(pieces: list[Piece], nbytes: int) -> list[Chunk]:
-    """Cut pieces into even chunks of at least about `CHUNK_BYTES`, at most `MAX_CHUNKS`."""
-    count = max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
-    chunks: list[Chunk] = []
-    taken = 0
-    for index, piece in enumerate(pieces, 1):
-        end = piece.offset + piece.nbytes
-        if end * count >= nbytes * (len(chunks) + 1) or index == len(pieces):
-            chunks.append(Chunk(index - taken, end))
-            taken = index
-    return chunks

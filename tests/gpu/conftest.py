@@ -8,15 +8,32 @@ import torch
 from latch import Latch
 
 
+def _need(devices: int) -> None:
+    """Skip the test where there are fewer devices; fail it where PINSTAGE_REQUIRE_GPU says that there are as many."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= devices:
+        return
+    required = os.environ.get("PINSTAGE_REQUIRE_GPU", "0")
+    sees = f"torch sees {found} CUDA devices" if found else "torch sees no CUDA device"
+    if int(required) >= devices:
+        pytest.fail(f"PINSTAGE_REQUIRE_GPU={required} and {sees}")
+    pytest.skip(sees if devices == 1 else f"{sees}; this needs {devices}")
+
+
 @pytest.fixture
 def cuda_device() -> torch.device:
     """The first CUDA device; without one the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=1."""
-    if not torch.cuda.is_available():
-        if os.environ.get("PINSTAGE_REQUIRE_GPU") == "1":
-            pytest.fail("PINSTAGE_REQUIRE_GPU=1 and torch sees no CUDA device")
-        pytest.skip("torch sees no CUDA device")
+    _need(1)
     torch.cuda.init()
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_devices() -> tuple[torch.device, torch.device]:
+    """The first two CUDA devices; without them the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=2."""
+    _need(2)
+    torch.cuda.init()
+    return torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture

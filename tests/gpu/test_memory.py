@@ -369,3 +369,15 @@ def test_a_registered_gib_is_ready_in_a_third_of_cudahostallocs_time(cuda_device
             print(f"\n{name}: {format_bytes(GIB)} ready in {medians[name]:.0f} ms ({each})", end="")
         print(f"; {medians['HostAllocMemory'] / medians['RegisteredMemory']:.1f} times sooner")
     assert medians["RegisteredMemory"] <= medians["HostAllocMemory"] / 3
+
+
+def test_pages_on_the_devices_node_are_page_locked_like_others(cuda_device):
+    memory = RegisteredMemory(cuda_device, numa_node="auto")
+    assert "node" in memory.numa
+    assert Path("/sys/bus/pci/devices", _cuda.pci_address(0)).exists() or not Path("/sys/bus/pci/devices").exists()
+    block = memory.allocate(8 * MIB)
+    try:
+        assert as_tensor(block.ptr, block.nbytes).is_pinned()
+        assert not as_tensor(block.ptr, block.nbytes).any()
+    finally:
+        memory.deallocate(block)

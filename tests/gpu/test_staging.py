@@ -11,6 +11,7 @@ import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from latch import Latch
+from steady import long_run
 
 import pinstage as ps
 
@@ -82,6 +83,15 @@ def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothi
         forbidden = ("Synchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "cudaMalloc", "cudaFree")
         assert {name for name in events if any(word in name for word in forbidden)} == set()
         assert events["Memcpy HtoD (Pinned -> Device)"] == 15
+
+
+def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind(cuda_device):
+    before, after = long_run(cuda_device, 10_000)
+    assert after.pool.misses == before.pool.misses
+    assert after.pool.total_held_slabs == before.pool.total_held_slabs
+    assert after.pool.hits - before.pool.hits == 10_000
+    assert after.device_bytes - before.device_bytes <= 2 * MIB  # what torch's allocator takes at once
+    assert after.resident_bytes - before.resident_bytes < 16 * MIB
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")

@@ -67,3 +67,31 @@ def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
     stager.stage(batch).done = True  # type: ignore[misc]
     stager.stage(batch).get("cuda:0")  # type: ignore[arg-type]
     stager.stage(batch).result()  # type: ignore[attr-defined]
+
+
+def to_the_host(stager: ps.Stager, tree: object) -> None:
+    transfer = stager.to_host(tree)
+    assert_type(transfer, ps.HostTransfer)
+    assert_type(transfer.done, bool)
+    assert_type(transfer.copies, int)
+    assert_type(transfer.nbytes, int)
+    assert_type(transfer.result(), Any)
+    transfer.wait()
+    stager.to_host(tree, copy=True, timeout=None)
+    stager.to_host(tree, True)  # type: ignore[call-arg]
+    assert_type(stager.stats().fetched_bytes, int)
+
+
+def a_ring(batch: object) -> None:
+    stager = ps.Stager("cuda", ring=2, ring_bytes="64MiB", ring_overflow="fresh")
+    with stager.stage(batch) as staged:
+        assert_type(staged, Any)
+    stager.stage(batch).release()
+    ps.Stager("cuda", ring=2, ring_overflow="wait")  # type: ignore[arg-type]
+    assert_type(stager.stats().ring_overflows, int)
+
+
+def numa_nodes() -> None:
+    assert_type(ps.RegisteredMemory("cuda:1", numa_node="auto").numa, str)
+    ps.RegisteredMemory(numa_node=1)
+    ps.RegisteredMemory(numa_node="near")  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""The demo: one year of New York weather and flights, staged three ways, trained on, compared bit for bit.
+"""The demo: one year of New York weather and flights, staged four ways, trained on, compared bit for bit.
 
 It is written as a user's program: a team's own batch classes (`batch`), their data (`data`), their model (`model`),
-three ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and what is shown
+four ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and what is shown
 (`report`); `run` puts them in order. Of pinstage it uses the public names only.
 
 Nothing here is imported until `pinstage demo` runs.

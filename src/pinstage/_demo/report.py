@@ -16,9 +16,9 @@ from rich.table import Table
 from pinstage._demo.batch import RaggedBatch
 from pinstage._demo.data import Archive
 from pinstage._demo.train import Outcome
-from pinstage._demo.ways import HostMemory
+from pinstage._demo.ways import HostMemory, Loaded, Staged
 
-PLAIN_WIDTH = 100
+PLAIN_WIDTH = 120
 """Columns when the output is not a terminal."""
 REFRESH_EVERY = 16
 """Batches between two steps of the progress bar: drawing it must not be what is measured."""
@@ -114,13 +114,15 @@ class Report:
 
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
         """Print that the losses agree, and what the times mean; call it after the check."""
-        *rivals, ours = outcomes
-        self.line(f"losses: {len(ours.losses):,} batches, equal bit for bit in all {len(outcomes)} ways")
-        if not ours.memory.pinned:
+        self.line(f"losses: {len(outcomes[0].losses):,} batches, equal bit for bit in all {len(outcomes)} ways")
+        ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
+        if not any(outcome.memory.pinned for outcome in ours):
             self.line("times: copies from CPU to CPU; without a bus to save they say nothing about a GPU")
             return
-        gains = (f"{rival.batch_seconds / ours.batch_seconds:.1f}x {rival.way.title}" for rival in rivals)
-        self.line(f"staging speed of {ours.way.title}: {', '.join(gains)}")
+        for own in ours:
+            rivals = (outcome for outcome in outcomes if outcome not in ours)
+            gains = (f"{rival.batch_seconds / own.batch_seconds:.1f}x {rival.way.title}" for rival in rivals)
+            self.line(f"staging speed of {own.way.title}: {', '.join(gains)}")
 
 
 def _held(memory: HostMemory) -> str:

@@ -1,4 +1,4 @@
-"""The demo from first line to last: choose a device, make the batches, train three ways, compare, report."""
+"""The demo from first line to last: choose a device, make the batches, train four ways, compare, report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pinstage._demo.train import (
     profile_copies,
     warm_up,
 )
-from pinstage._demo.ways import PinThenTo, PlainTo, Staged, Way
+from pinstage._demo.ways import Loaded, PinThenTo, PlainTo, Staged, Way
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,9 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
 
 
 def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
-    """Return the three ways, the Stager's last; `stack` closes what has to be closed."""
-    return [PlainTo(device), PinThenTo(device), stack.enter_context(Staged(device, max_bytes))]
+    """Return the four ways, ours last; `stack` closes what has to be closed."""
+    staged = stack.enter_context(Staged(device, max_bytes))
+    return [PlainTo(device), PinThenTo(device), staged, Loaded(device, max_bytes)]
 
 
 def choose_device(text: str) -> torch.device:

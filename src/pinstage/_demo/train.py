@@ -36,7 +36,8 @@ class Outcome:
         losses: float32 `[batches]` on the host, in order.
         epoch_seconds: The whole epoch, training included.
         call_seconds: The part of it that the host spent in staging calls.
-        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived.
+        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived; of a way that
+            works ahead, the mean.
         leaf_seconds: The same for each leaf: median over batches of time over leaves.
         copies: Host-to-device copies a batch, median.
         copies_profiled: Whether `copies` was seen by a profiler, or is what the calls amount to.
@@ -141,9 +142,8 @@ def _epoch(
     _wait_for(device)
     start = perf_counter()
     for _ in range(epochs):
-        for batch in batches:
-            called = perf_counter()
-            staged = way.stage(batch)
+        called = perf_counter()
+        for staged in way.staged(batches):
             call_seconds += perf_counter() - called
             optimizer.zero_grad()
             loss = model.loss(staged)
@@ -151,6 +151,7 @@ def _epoch(
             optimizer.step()
             losses.append(loss.detach())
             on_batch()
+            called = perf_counter()
     _wait_for(device)
     seconds = perf_counter() - start
     return torch.stack(losses).cpu(), seconds, call_seconds
@@ -159,13 +160,17 @@ def _epoch(
 def _staging_alone(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> tuple[float, float]:
     sizes = [len(batch.fragments()) for batch in batches]
     seconds = []
-    for batch in batches:
+    arriving = way.staged(batches)
+    for _ in batches:
         _wait_for(device)
         start = perf_counter()
-        staged = way.stage(batch)
+        staged = next(arriving)
         _wait_for(device)
         seconds.append(perf_counter() - start)
         del staged  # outside the timer for every way
+    if way.works_ahead and len(seconds) > 1:
+        # Batches come in bursts, as workers finish; and the first one waits for the workers to start.
+        seconds = [sum(seconds[1:]) / len(seconds[1:])] * len(seconds)
     return median(seconds), median(time / size for time, size in zip(seconds, sizes, strict=True))
 
 

@@ -1,12 +1,14 @@
-"""Three ways to bring one batch to the device, behind one small interface.
+"""Four ways to bring batches to the device, behind one small interface.
 
-All three take the same host batch and give the same nested batch on the device; what differs is how many copies that
-takes, what memory it pins, and how long it lasts. Without CUDA the two rivals do the nearest comparable work, and
-their titles say so.
+All take the same host batches and give the same nested batches on the device; what differs is how many copies that
+takes, what memory it pins, how long it lasts, and who does it: for `Loaded`, worker processes. Without CUDA the two
+rivals do the nearest comparable work, and their titles say so.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -47,8 +49,17 @@ class Way(Protocol):
         """What a reader must know to compare it; may be empty."""
         ...
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the next batch is staged while this one is used."""
+        ...
+
     def stage(self, batch: RaggedBatch) -> RaggedBatch:
         """Return the batch on the device, safe to use on the current stream."""
+        ...
+
+    def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
+        """Yield batches as `stage` returns them."""
         ...
 
     def issued(self, batch: RaggedBatch) -> tuple[int, int]:
@@ -60,7 +71,20 @@ class Way(Protocol):
         ...
 
 
-class PlainTo:
+class _OneByOne:
+    """A way that stages a batch when it is asked for."""
+
+    works_ahead = False
+
+    def stage(self, batch: RaggedBatch) -> RaggedBatch:
+        raise NotImplementedError
+
+    def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
+        """Stage each batch when it is asked for."""
+        return map(self.stage, batches)
+
+
+class PlainTo(_OneByOne):
     """`.to(device)` on each leaf."""
 
     def __init__(self, device: torch.device) -> None:
@@ -85,7 +109,7 @@ class PlainTo:
         return torch.as_tensor(leaf).to(self._device, copy=self._device.type == "cpu")
 
 
-class PinThenTo:
+class PinThenTo(_OneByOne):
     """`pin_memory()` on each leaf, then `.to(device, non_blocking=True)`; torch's pinned allocator lends the memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +148,7 @@ class PinThenTo:
         return int(torch.cuda.host_memory_stats().get("active_bytes.allocated", 0)) if self._cuda else 0
 
 
-class Staged:
+class Staged(_OneByOne):
     """`ps.Stager`: one line, one copy."""
 
     title = "ps.Stager"
@@ -158,6 +182,54 @@ class Staged:
         """Return what the pool holds, its cap, and how far its size classes round up."""
         pool = self._stager.pool.stats()
         return HostMemory(pool.held_bytes, pool.max_bytes, waste=pool.rounding_waste, pinned=self._pinned)
+
+
+class Loaded:
+    """`ps.DataLoader`: worker processes pack, this one starts the copies."""
+
+    title = "ps.DataLoader"
+    works_ahead = True
+
+    def __init__(self, device: torch.device, max_bytes: str | int) -> None:
+        self._device = device
+        self._max_bytes = max_bytes
+        self._workers = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+        self._batches: Sequence[RaggedBatch] = ()
+        self._loader: ps.DataLoader[RaggedBatch] | None = None
+        self.note = f"{self._workers} workers" if self._workers > 1 else "1 worker"
+
+    def stage(self, batch: RaggedBatch) -> RaggedBatch:
+        """Let a worker pack this one batch."""
+        (staged,) = self.staged([batch])
+        return staged
+
+    def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
+        """Let workers pack the batches, which they inherit; the next ones travel while one is used."""
+        if self._loader is None or self._batches is not batches:
+            self._batches = batches
+            self._loader = ps.DataLoader(
+                batches,  # type: ignore[arg-type]  # a list is all that a map-style dataset has to be
+                batch_size=None,
+                num_workers=self._workers,
+                multiprocessing_context="fork",
+                device=self._device,
+                max_bytes=self._max_bytes,
+            )
+        return iter(self._loader)
+
+    def issued(self, batch: RaggedBatch) -> tuple[int, int]:  # noqa: ARG002 - a pass is counted as a whole
+        """Return the averages of the batches that were loaded last, which the loader itself counted."""
+        assert self._loader is not None
+        stats = self._loader.stats()
+        return round(stats.copies / stats.batches), round(stats.bytes / stats.batches)
+
+    def memory(self) -> HostMemory:
+        """Return what the loader's pool holds, its cap, and how far its size classes round up."""
+        pool = None if self._loader is None else self._loader.stats().pool
+        if pool is None:
+            return HostMemory(0)
+        pinned = self._device.type == "cuda"
+        return HostMemory(pool.held_bytes, pool.max_bytes, waste=pool.rounding_waste, pinned=pinned)
 
 
 def _leaf_copies(batch: RaggedBatch) -> tuple[int, int]:

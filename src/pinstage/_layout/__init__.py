@@ -6,22 +6,49 @@ values, so it is computed once for batches that look alike. Knows shapes, counts
 device.
 """
 
-from ._fragments import Piece
-from ._layout import Layout, Plan, Slot, plan
-from ._leaves import ALIGNMENT
+from ._fragments import Chunk, Piece
+from ._gather import duplicate, flat, gather
+from ._layout import (
+    Layout,
+    Plan,
+    Slot,
+    dump_structure,
+    load_structure,
+    plan,
+    structure_key,
+    table_of,
+    take_apart,
+    with_leaves,
+)
+from ._leaves import ALIGNMENT, packable
 from ._moves import Moves
 from ._nodes import StagingNode, register_node
+from ._parts import Parts
+from ._recall import Recall
 from ._table import Table
 
 __all__ = [
     "ALIGNMENT",
+    "Chunk",
     "Layout",
     "Moves",
+    "Parts",
     "Piece",
     "Plan",
+    "Recall",
     "Slot",
     "StagingNode",
     "Table",
+    "dump_structure",
+    "duplicate",
+    "flat",
+    "gather",
+    "load_structure",
+    "packable",
     "plan",
     "register_node",
+    "structure_key",
+    "table_of",
+    "take_apart",
+    "with_leaves",
 ]

@@ -55,6 +55,10 @@ class TableCache:
                 _put(self._remembered, key, None, remembered)
         return table
 
+    def unlock(self) -> None:
+        """In a forked child: forget the lock, which a thread that is not there may hold."""
+        self._lock = threading.Lock()
+
     def __len__(self) -> int:
         """Tables in memory."""
         return len(self._kept) + len(self._fresh)

@@ -1,8 +1,9 @@
-"""The raw part of a slab as a list of fragments, and the pieces in which these are moved."""
+"""A slab as a list of fragments, in pieces that are moved and chunks that travel."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,10 @@ PIECE_BYTES = 1024 * 1024
 interpreter lock goes from thread to thread, short enough that a dozen threads end at about the same time."""
 
 LARGE_PIECE_BYTES = 4 * 1024 * 1024
-"""What one call moves of a large fragment at the most."""
+"""What one call moves of a large fragment at the most; `PIECE_BYTES` where that makes less than `PIECES` in all."""
+
+PIECES = 128
+"""Pieces that leave each of a dozen threads enough to do to end at about the same time."""
 
 LARGE_FRAGMENT_BYTES = 512 * 1024
 """From here on a fragment is moved by memmove: twice as fast as the system call, which in turn has no cost for each
@@ -24,50 +28,112 @@ VECTOR_LENGTH = 1024
 """Fragments that one system call takes (UIO_MAXIOV of Linux)."""
 
 
-class Piece(NamedTuple):
-    """What one call moves."""
+CHUNK_BYTES = 8 * 1024 * 1024
+"""The smallest chunk. 64 leaves of 1 MiB took 1.94 ms with it and 1.90 ms with half of it (benchmarks/NOTES.md)."""
+
+MAX_CHUNKS = 16
+"""With so many 1/16 of the copy is not hidden behind the packing; more would only cost calls."""
+
+
+class Part(NamedTuple):
+    """A large leaf, or a part of it: what one memmove moves."""
 
     offset: int
     """Where in the slab it goes."""
     nbytes: int
+    leaf: int
+    """Which of the leaves."""
+    cut: int
+    """Where in that leaf the part starts."""
+
+
+class Gathering(NamedTuple):
+    """Small leaves and padding: what one system call moves."""
+
+    offset: int
+    """Where in the slab they go."""
+    nbytes: int
     first: int
     """The first fragment."""
-    whole: int
-    """How many whole fragments; 0 for a part of the large fragment `first`."""
-    cut: int
-    """Where in that fragment the part starts."""
+    fragments: int
+    """How many."""
+
+
+class Rows(NamedTuple):
+    """A strided leaf, or some rows of it: what has to be copied element by element."""
+
+    offset: int
+    """Where in the slab they go."""
+    nbytes: int
+    position: int
+    """Which of the tensors."""
+    rows: tuple[slice, ...]
+    """Which part of it, as an index; empty for all of it."""
+
+
+Piece = Part | Gathering | Rows
+
+
+class Strided(NamedTuple):
+    """A leaf that has to be copied element by element."""
+
+    offset: int
+    """Where in the slab it goes."""
+    nbytes: int
+    position: int
+    """Which of the tensors."""
+    shape: tuple[int, ...]
+    """``()`` if it is not to be cut."""
+
+
+class Chunk(NamedTuple):
+    """Consecutive pieces that travel together."""
+
+    pieces: int
+    """How many."""
+    end: int
+    """Where in the slab they end."""
 
 
 class Fragments:
-    """Leaves, and the padding between them, from 0 to the end of the raw part, without gaps.
+    """Leaves, and the padding between them, from 0 to the end of the raw part, without gaps; then strided leaves.
 
     Args:
-        offsets: where each leaf starts, in bytes, rising.
+        offsets: where each raw leaf starts, in bytes, rising.
         nbytes: their sizes, none 0.
         end: the end of the raw part.
+        strided: what lies behind it, in order of offsets; none of 0 bytes.
 
     Attributes:
-        nbytes: int64 ``[n]``: the size of each fragment.
+        nbytes: int64 ``[n]``: the size of each fragment of the raw part.
         leaves: int64: which fragments are the leaves; the others are padding.
         pieces: all of it, in order of offsets.
+        chunks: all pieces, in order.
+        gathers: whether any of the pieces is a `Gathering`.
     """
 
-    __slots__ = ("leaves", "nbytes", "pieces")
+    __slots__ = ("chunks", "gathers", "leaves", "nbytes", "pieces")
 
-    def __init__(self, offsets: list[int], nbytes: list[int], end: int) -> None:
+    def __init__(self, offsets: list[int], nbytes: list[int], end: int, strided: Sequence[Strided] = ()) -> None:
         sizes = np.empty(2 * len(offsets), dtype=np.int64)
         sizes[::2] = nbytes
         sizes[1::2] = np.diff(np.array([*offsets, end], dtype=np.int64)) - sizes[::2]  # padding behind each leaf
         present = sizes > 0
         self.leaves = (np.cumsum(present) - 1)[::2]
         self.nbytes = sizes[present]
-        self.pieces = _cut(self.nbytes)
+        self.pieces = _cut(self.nbytes, self.leaves) if len(self.nbytes) else []
+        self.gathers = any(type(piece) is Gathering for piece in self.pieces)
+        for leaf in strided:
+            self.pieces.extend(_rows(leaf))
+            end = leaf.offset + leaf.nbytes
+        self.chunks = _cut_into_chunks(self.pieces, end)
 
 
-def _cut(nbytes: npt.NDArray[np.int64]) -> list[Piece]:
+def _cut(nbytes: npt.NDArray[np.int64], leaves: npt.NDArray[np.int64]) -> list[Piece]:
     """Cut large fragments, and put the others together, to pieces."""
     starts = np.concatenate([[0], np.cumsum(nbytes)])
-    pieces = []
+    step = max(PIECE_BYTES, min(LARGE_PIECE_BYTES, int(starts[-1]) // PIECES))
+    pieces: list[Piece] = []
     low = 0
     for large in [*np.flatnonzero(nbytes >= LARGE_FRAGMENT_BYTES).tolist(), len(nbytes)]:
         if low < large:
@@ -76,10 +142,33 @@ def _cut(nbytes: npt.NDArray[np.int64]) -> list[Piece]:
             edges = np.union1d(by_bytes, np.arange(low, large, VECTOR_LENGTH))
             for first, stop in itertools.pairwise([*edges[edges < large].tolist(), large]):
                 start = int(starts[first])
-                pieces.append(Piece(start, int(starts[stop]) - start, first, stop - first, 0))
+                pieces.append(Gathering(start, int(starts[stop]) - start, first, stop - first))
         if large < len(nbytes):
             start, size = int(starts[large]), int(nbytes[large])
-            cuts = range(0, size, LARGE_PIECE_BYTES)
-            pieces.extend(Piece(start + cut, min(LARGE_PIECE_BYTES, size - cut), large, 0, cut) for cut in cuts)
+            leaf = int(np.searchsorted(leaves, large))
+            pieces.extend(Part(start + cut, min(step, size - cut), leaf, cut) for cut in range(0, size, step))
         low = large + 1
     return pieces
+
+
+def _rows(leaf: Strided) -> Iterator[Rows]:
+    """Cut a strided leaf along its first dimension that has more than one row."""
+    dimension, count = next(((d, size) for d, size in enumerate(leaf.shape) if size > 1), (0, 1))
+    parts = max(1, min(count, leaf.nbytes // PIECE_BYTES))
+    row = leaf.nbytes // count
+    for first, stop in itertools.pairwise(count * part // parts for part in range(parts + 1)):
+        rows = (*[slice(None)] * dimension, slice(first, stop)) if parts > 1 else ()
+        yield Rows(leaf.offset + first * row, (stop - first) * row, leaf.position, rows)
+
+
+def _cut_into_chunks(pieces: list[Piece], nbytes: int) -> list[Chunk]:
+    """Cut pieces into even chunks of at least about `CHUNK_BYTES`, at most `MAX_CHUNKS`."""
+    count = max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
+    chunks: list[Chunk] = []
+    taken = 0
+    for index, piece in enumerate(pieces, 1):
+        end = piece.offset + piece.nbytes
+        if end * count >= nbytes * (len(chunks) + 1) or index == len(pieces):
+            chunks.append(Chunk(index - taken, end))
+            taken = index
+    return chunks

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import optree
 import torch
 
 from .._errors import LayoutError
+from .._steps import step
 from ._cache import TableCache
 from ._leaves import ALIGNMENT, KINDS, Kind, from_array, holds_tensor
 from ._moves import Moves
-from ._nodes import NodeType, flatten, learn_containers, node_types, path_text
-from ._table import Columns, Table, columns_of
+from ._nodes import NodeType, node_types, path_text, path_texts
+from ._parts import Parts
+from ._recall import Recall
+from ._table import Columns, Place, Table, columns_of
+from ._walk import walk
 
 TABLES = TableCache()
 """The process's offset tables."""
+
+os.register_at_fork(after_in_child=TABLES.unlock)
+
+_PLANS = Recall[Table]()
+
+V = TypeVar("V")
 
 _ONLY_TENSORS = {torch.Tensor}
 
@@ -47,14 +59,81 @@ def plan(batch: Any) -> Plan:
         LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or the batch
             refers to itself.
     """
-    leaves, treespec = flatten(batch)
-    if set(map(type, leaves)) == _ONLY_TENSORS:
-        tensors, places = _without_repeats(leaves, leaves)
-        rest, order = list[Any](), None if places is None else tuple(places)
-    else:
-        leaves, treespec = _with_new_containers(batch, leaves, treespec)
-        tensors, rest, order = _sort_out(leaves, treespec)
-    return Plan(TABLES.table_of(columns_of(tensors)), treespec, tensors, rest, order)
+    parts, table = take_apart(batch, _PLANS, _describe)
+    return Plan(table, *parts)
+
+
+def _describe(parts: Parts) -> tuple[Table, Table | None]:
+    table = table_of(parts.tensors, "cpu")
+    return table, None if table.columns.passthrough else table
+
+
+def take_apart(
+    tree: Any, recall: Recall[V], describe: Callable[[Parts], tuple[V, Table | None]], *, arrays: bool = True
+) -> tuple[Parts, V]:
+    """Take a tree apart into its structure, its tensors and the rest, and describe these parts.
+
+    Args:
+        tree: containers with anything in them.
+        recall: of trees described before; one that looks like one of them is not described again.
+        describe: returns a description that holds for all trees that look alike, and a table of the tensors, or of some
+            of them, or None if trees like this are not to be recognised.
+        arrays: whether numpy arrays count as tensors; else they are part of the rest.
+
+    Returns:
+        The parts and their description.
+
+    Raises:
+        LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or the tree
+            refers to itself.
+    """
+    with step("walk"):
+        leaves, treespec, leaf_types = walk(tree)
+    with step("describe"):
+        found = recall.find(leaves, treespec)
+        if found is not None:
+            return found
+        if leaf_types == _ONLY_TENSORS:
+            tensors, places = _without_repeats(leaves, leaves)
+            parts = Parts(treespec, tensors, [], None if places is None else tuple(places))
+        else:
+            parts = Parts(treespec, *_sort_out(leaves, treespec, arrays=arrays))
+        description, table = describe(parts)
+        if table is not None:
+            recall.learn(leaves, parts, table, description)
+        return parts, description
+
+
+def table_of(tensors: list[torch.Tensor], place: Place) -> Table:
+    """Find the offset table of tensors that are on the CPU, or on one GPU."""
+    return TABLES.table_of(columns_of(tensors, place))
+
+
+def structure_key(planned: Plan) -> tuple[Any, ...]:
+    """Return what two batches must have in common to be put together by the same structure.
+
+    More than equality of treespecs, which ignores the order in which a dict was filled; their pickles do not.
+    """
+    return pickle.dumps(planned.treespec), planned.order, planned.table.columns
+
+
+def dump_structure(planned: Plan) -> bytes:
+    """Pickle a plan without its leaves, for another process."""
+    nodes = node_types(planned.treespec)  # unpickled first, so that the structure finds its classes registered
+    columns = planned.table.columns
+    columns = columns._replace(shapes=tuple(map(tuple, columns.shapes)))  # torch.Size is slow to pickle
+    return pickle.dumps((nodes, planned.treespec, columns, planned.order))
+
+
+def load_structure(data: bytes) -> Layout:
+    """Return the layout, without leaves, of the plan that `dump_structure` pickled; see `with_leaves`."""
+    _, treespec, columns, order = pickle.loads(data)
+    return Layout(TABLES.table_of(columns), treespec, order, (), ())
+
+
+def with_leaves(layout: Layout, rest: Sequence[Any], passthrough: Sequence[torch.Tensor]) -> Layout:
+    """Return a layout with other leaves in the place of those that do not live in the slab."""
+    return Layout(layout._table, layout._treespec, layout._order, tuple(rest), tuple(passthrough))
 
 
 class Slot(NamedTuple):
@@ -126,7 +205,10 @@ class Layout:
     def slots(self) -> tuple[Slot, ...]:
         """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
         if self._slots is None:
-            self._slots = tuple(self._slot(position) for position in self._packed())
+            paths: dict[int, str] = {}
+            for leaf, path in enumerate(path_texts(self._treespec)):
+                paths.setdefault(leaf if self._order is None else self._order[leaf], path)
+            self._slots = tuple(self._slot(position, paths[position]) for position in self._packed())
         return self._slots
 
     def pack(self, batch: Any, dst: torch.Tensor) -> None:
@@ -169,11 +251,13 @@ class Layout:
                 f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
                 "pass one for each, or None"
             )
-        views = self._table.views(src, self._passthrough if passthrough is None else passthrough)
-        if self._order is None:
-            return optree.tree_unflatten(self._treespec, views)
-        values = [*views, *self._rest]
-        return optree.tree_unflatten(self._treespec, map(values.__getitem__, self._order))
+        with step("views"):
+            views = self._table.views(src, self._passthrough if passthrough is None else passthrough)
+        with step("unflatten"):
+            if self._order is None:
+                return optree.tree_unflatten(self._treespec, views)
+            values = [*views, *self._rest]
+            return optree.tree_unflatten(self._treespec, map(values.__getitem__, self._order))
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -207,10 +291,6 @@ class Layout:
     def _packed(self) -> list[int]:
         return [position for position, offset in enumerate(self._table.offsets) if offset >= 0]
 
-    def _path(self, position: int) -> str:
-        leaf = position if self._order is None else self._order.index(position)
-        return path_text(self._treespec, leaf)
-
     def _leaf(self, leaf: int) -> tuple[int, str]:
         """Return which tensor a leaf is, and what it looks like; (-1, ...) if it is none."""
         position = leaf if self._order is None else self._order[leaf]
@@ -218,11 +298,11 @@ class Layout:
             return -1, "no tensor"
         return position, self._table.describe(position)
 
-    def _slot(self, position: int) -> Slot:
+    def _slot(self, position: int, path: str) -> Slot:
         table = self._table
         dtype, shape = table.columns.dtypes[position], tuple(table.columns.shapes[position])
         nbytes = dtype.itemsize * math.prod(shape)
-        return Slot(self._path(position), table.offsets[position], nbytes, dtype, shape, table.stride_of(position))
+        return Slot(path, table.offsets[position], nbytes, dtype, shape, table.stride_of(position))
 
     def _check_slab(self, slab: torch.Tensor, name: str) -> None:
         if slab.dtype is not torch.uint8 or slab.ndim != 1 or not slab.is_contiguous():
@@ -318,15 +398,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_new_containers(
-    batch: Any, leaves: list[Any], treespec: optree.PyTreeSpec
-) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Walk again as long as leaves turn out to be containers that were not known before."""
-    while learn_containers(set(map(type, leaves))):
-        leaves, treespec = flatten(batch)
-    return leaves, treespec
-
-
 def _without_repeats(tensors: list[torch.Tensor], leaves: list[Any]) -> tuple[list[torch.Tensor], list[int] | None]:
     """Keep each tensor once, by the identity of the leaf that it was; return where each leaf's tensor stands then."""
     identities = list(map(id, leaves))
@@ -344,7 +415,7 @@ def _without_repeats(tensors: list[torch.Tensor], leaves: list[Any]) -> tuple[li
 
 
 def _sort_out(
-    leaves: list[Any], treespec: optree.PyTreeSpec
+    leaves: list[Any], treespec: optree.PyTreeSpec, *, arrays: bool
 ) -> tuple[list[torch.Tensor], list[Any], tuple[int, ...] | None]:
     """Tell tensors and arrays, each once, from the rest; refuse what hides tensors."""
     positions: list[int] = []
@@ -354,7 +425,7 @@ def _sort_out(
     for position, leaf in enumerate(leaves):
         kind = KINDS[type(leaf)]
         tensor = leaf if kind is Kind.TENSOR else None
-        if kind is Kind.ARRAY:
+        if kind is Kind.ARRAY and arrays:
             tensor = _tensor_of(leaf, treespec, position)
         if tensor is not None:
             positions.append(position)

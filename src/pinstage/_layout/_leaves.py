@@ -62,14 +62,14 @@ class _Kinds(dict[type, Kind]):
 KINDS = _Kinds()
 
 
-def packable(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's bytes can go into a slab: plain, dense, on the CPU, and no part of an autograd graph.
+def packable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
+    """Say whether a tensor's bytes can go into a slab: plain, dense, where they should be, no part of autograd's graph.
 
     A tensor that requires grad travels by its own ``.to()``, which autograd follows.
     """
     return (
         type(tensor) is torch.Tensor
-        and tensor.is_cpu
+        and tensor.device.type == device_type
         and tensor.layout is torch.strided
         and tensor.dtype not in QUANTIZED
         and not tensor.is_nested

@@ -2,26 +2,27 @@
 
 Many small leaves are gathered by one system call, ``process_vm_writev`` on the own process, which takes a list of
 fragments and lets other threads run meanwhile. Where the system does not allow it (another system, a sandbox) each of
-them is a memmove. Large leaves are anyway.
+them is a memmove. Large leaves are anyway. Strided leaves are copied by numpy, which uses the calling thread alone and
+lets others run; torch would start threads of its own (see `_packing`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import itemgetter
 
 import numpy as np
 import torch
 
-from ._fragments import Piece
+from ._fragments import Gathering, Part, Piece, Rows
+from ._gather import INTEGERS, copy_elements
 from ._table import Table
 
 _FEW_LEAVES = 16
 """Up to so many leaves cost less by one memmove each than the list of fragments and the system call (20 us)."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IOVEC_BYTES = 16  # struct iovec: address and length, 8 bytes each
 _ZEROS = ctypes.create_string_buffer(4096)  # what padding is filled with
 
@@ -65,58 +66,64 @@ class Moves:
 
     def everything(self) -> None:
         """Move all leaves, in the calling thread."""
-        self.gather()
         if len(self._addresses) <= _FEW_LEAVES:
-            for address, offset, nbytes in zip(
-                self._addresses, self._table.raw_offsets, self._table.raw_nbytes, strict=True
-            ):
-                memmove(self._base + offset, address, nbytes)
+            self.only(self._table.raw)
         else:
             for piece in self.pieces():
                 self.move(piece)
 
-    def gather(self) -> None:
-        """Copy the leaves whose bytes are not their value as they lie: strided, expanded, lazily conjugated."""
+    def only(self, positions: Collection[int]) -> None:
+        """Move the leaves at some positions, and all strided ones, in the calling thread."""
         table = self._table
+        for position, address, offset, nbytes in zip(
+            table.raw, self._addresses, table.raw_offsets, table.raw_nbytes, strict=True
+        ):
+            if position in positions:
+                memmove(self._base + offset, address, nbytes)
         for position in table.gathered:
-            dtype, shape = table.columns.dtypes[position], table.columns.shapes[position]
-            offset, source = table.offsets[position], self._tensors[position]
-            if position not in table.columns.lazy and dtype.itemsize in _INTEGERS:
-                # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
-                dtype = _INTEGERS[dtype.itemsize]
-                source = source.view(dtype)
-            target = self._slab[offset : offset + source.numel() * dtype.itemsize].view(dtype)
-            target.as_strided(shape, table.stride_of(position)).copy_(source)
+            self._copy_rows(position)
 
     def pieces(self) -> list[Piece]:
-        """Return what `move` has to be called with, in any order, to move all leaves but the gathered ones."""
+        """Return what `move` has to be called with, in any order, to move all leaves."""
         fragments = self._table.fragments
-        vector = np.empty((len(fragments.nbytes), 2), dtype=np.int64)
-        vector[:, 0] = ctypes.addressof(_ZEROS)
-        vector[fragments.leaves, 0] = self._addresses
-        vector[:, 1] = fragments.nbytes
-        self._vector = vector
-        self._vector_address = vector.ctypes.data
+        if fragments.gathers:
+            vector = np.empty((len(fragments.nbytes), 2), dtype=np.int64)
+            vector[:, 0] = ctypes.addressof(_ZEROS)
+            vector[fragments.leaves, 0] = self._addresses
+            vector[:, 1] = fragments.nbytes
+            self._vector = vector
+            self._vector_address = vector.ctypes.data
         return fragments.pieces
 
     def move(self, piece: Piece) -> None:
         """Move one piece. May be called by several threads at once."""
-        offset, nbytes, first, whole, cut = piece
+        if type(piece) is Part:
+            offset, nbytes, leaf, cut = piece
+            memmove(self._base + offset, self._addresses[leaf] + cut, nbytes)
+        elif type(piece) is Rows:
+            self._copy_rows(piece.position, piece.rows)
+        elif type(piece) is Gathering:
+            self._gather(*piece)
+
+    def _copy_rows(self, position: int, rows: tuple[slice, ...] = ()) -> None:
+        """Copy a strided leaf, or some of its rows."""
+        table, source = self._table, self._tensors[position]
+        dtype = table.columns.dtypes[position]
+        if position in table.columns.lazy:
+            copy_elements(table, position, source, self._slab)
+            return
+        # As integers: bits count, and numpy does not have all dtypes. It has the only one of 16 bytes, complex128.
+        array = source.view(INTEGERS.get(dtype.itemsize, dtype)).numpy()
+        offset = table.offsets[position]
+        target = self._slab[offset : offset + array.nbytes].numpy().view(array.dtype).reshape(array.shape)
+        np.copyto(target[rows], array[rows])
+
+    def _gather(self, offset: int, nbytes: int, first: int, count: int) -> None:
         target = self._base + offset
-        if not whole:
-            memmove(target, int(self._vector[first, 0]) + cut, nbytes)
-        elif self.writev is None or not self._write(target, nbytes, first, whole):
-            for address, size in self._vector[first : first + whole].tolist():
+        if self.writev is None or not self._write(target, nbytes, first, count):
+            for address, size in self._vector[first : first + count].tolist():
                 memmove(target, address, size)
                 target += size
-
-    def copy(self, piece: Piece) -> None:
-        """Move a piece of a large leaf as `move` does, by torch's own threads, which the calling thread waits for."""
-        offset, nbytes, first, _, cut = piece
-        leaf = int(np.searchsorted(self._table.fragments.leaves, first))
-        tensor = self._tensors[self._table.raw[leaf]]
-        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        self._slab[offset : offset + nbytes].copy_(flat[cut : cut + nbytes])
 
     def _write(self, target: int, nbytes: int, first: int, count: int) -> bool:
         """Gather fragments at an address by one system call; say whether all arrived."""

@@ -1,9 +1,8 @@
 """Which objects are containers, and how each is taken apart and put together again.
 
 optree walks the tree. Python's own containers it knows; the others are made known to it, in a namespace of ours, when
-they
-are first met: dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes with the
-`StagingNode` protocol, and what `register_node` was given. From then on the walk stays in C++.
+they are first met: dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes with
+the `StagingNode` protocol, and what `register_node` was given. From then on the walk stays in C++.
 
 An object is put together again as `copy.copy` would: a new instance without a call of ``__init__`` whose stored
 attributes, ``__dict__`` and slots alike, are set underneath any property or frozen ``__setattr__``.
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import threading
 import warnings
 from collections import UserDict, UserList, defaultdict
@@ -39,6 +39,14 @@ _registered: set[type] = set()
 _by_attributes: set[type] = set()  # classes given to register_node(cls) alone; their subclasses follow them
 _slots: dict[type, dict[str, Any]] = {}
 _looked_at: set[type] = set()  # classes that were met as a leaf and are no container, as far as known
+
+
+def _unlock() -> None:
+    global _lock  # noqa: PLW0603 - a thread that is not there may hold it
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 @runtime_checkable
@@ -133,6 +141,16 @@ def learn_containers(types: set[type]) -> bool:
     return bool(containers)
 
 
+def is_registered(cls: type) -> bool:
+    """Say whether a class is a container that this room made known."""
+    return cls in _registered
+
+
+def registrations() -> int:
+    """Return how many classes were made known; a class that was a leaf may be a container when it has changed."""
+    return len(_registered)
+
+
 def _learn(cls: type) -> bool:
     if cls in _registered:
         return True
@@ -148,7 +166,7 @@ def _functions_of(cls: type) -> tuple[Flatten, Unflatten] | None:
     own: Any = (getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None))
     if all(map(callable, own)):
         return own  # type: ignore[no-any-return]
-    for key, entry in list(getattr(optree.registry, "_NODETYPE_REGISTRY", {}).items()):
+    for key, entry in dict.copy(getattr(optree.registry, "_NODETYPE_REGISTRY", {})).items():  # others may add
         # In another namespace; there is no public question. torch's own does not count: it is filled only when some
         # part of torch happens to be imported, and with leaves of ours (torch.Size, slice).
         if isinstance(key, tuple) and key[1] is cls and key[0] != "torch":
@@ -333,8 +351,17 @@ class _Item:
 
 def path_text(treespec: optree.PyTreeSpec, position: int) -> str:
     """Return where a leaf is, as one would write it after the batch's name: ``.streams['wind'][3]``."""
+    return _in_words(treespec.accessors()[position])
+
+
+def path_texts(treespec: optree.PyTreeSpec) -> list[str]:
+    """Return where each leaf is; see `path_text`."""
+    return list(map(_in_words, treespec.accessors()))
+
+
+def _in_words(accessor: optree.PyTreeAccessor) -> str:
     text = ""
-    for entry in treespec.accessors()[position]:
+    for entry in accessor:
         key = entry.entry
         if isinstance(key, _Item):
             text += f"[{key.key!r}]"

@@ -8,13 +8,13 @@ one split makes all their views.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ._fragments import Fragments
+from ._fragments import Fragments, Strided
 from ._leaves import ALIGNMENT, QUANTIZED, contiguous_stride, dense_stride, packable
 
 _ROW_GROUP = 4
@@ -27,7 +27,14 @@ _MAX_ROW_PADDING = 64
 _AMBIGUOUS_FROM = 4
 """Dimensions from which a shape has more than one memory format (channels last)."""
 
-_is_cpu, _layout, _requires_grad = attrgetter("is_cpu"), attrgetter("layout"), attrgetter("requires_grad")
+Picker = Callable[[list[Any]], Sequence[Any]] | None
+"""Takes items out of a list; None takes all, in order."""
+
+Place = Literal["cpu", "cuda"]
+"""The type of the device that a table's tensors are on."""
+
+_IS_THERE = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
+_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _is_contiguous, _is_conj, _is_neg = torch.Tensor.is_contiguous, torch.Tensor.is_conj, torch.Tensor.is_neg
 
@@ -46,15 +53,20 @@ class Columns(NamedTuple):
     """Positions of the tensors that are not packed."""
 
 
-def columns_of(tensors: list[torch.Tensor]) -> Columns:
-    """Describe tensors. Takes a third of a microsecond for each if all are plain and contiguous, the usual case."""
+def columns_of(tensors: list[torch.Tensor], place: Place = "cpu") -> Columns:
+    """Describe tensors. Takes a third of a microsecond for each if all are plain and contiguous, the usual case.
+
+    Args:
+        tensors: of any kind.
+        place: where those are that can be packed.
+    """
     dtypes = tuple(map(_dtype, tensors))
     distinct = set(dtypes)
     try:
         if (
             {torch.Tensor}.issuperset(map(type, tensors))  # first: a subclass may answer in its own way, or not at all
             and all(map(_is_contiguous, tensors))
-            and all(map(_is_cpu, tensors))
+            and all(map(_IS_THERE[place], tensors))
             and not any(map(_requires_grad, tensors))
             and not any(map(_is_neg, tensors))
             and not (any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, tensors)))
@@ -67,7 +79,7 @@ def columns_of(tensors: list[torch.Tensor]) -> Columns:
             return Columns(dtypes, shapes, _own_strides(tensors, shapes))
     except RuntimeError:  # sparse and nested tensors have no such answers
         pass
-    packed = list(map(packable, tensors))
+    packed = [packable(tensor, place) for tensor in tensors]
     plain = [tensor if is_packed else None for tensor, is_packed in zip(tensors, packed, strict=True)]
     shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in plain)
     lazy = tuple(position for position, tensor in enumerate(plain) if tensor is not None and _is_lazy(tensor))
@@ -98,13 +110,18 @@ def _own_strides(
 class Run:
     """Neighbours in the slab that one dtype view and one split turn into tensors."""
 
-    __slots__ = ("dtype", "nbytes", "sizes", "trailing")
+    __slots__ = ("dtype", "folded", "members", "nbytes", "padding", "picked", "raw", "sizes", "trailing")
 
-    def __init__(self, dtype: torch.dtype, trailing: tuple[int, ...]) -> None:
+    def __init__(self, dtype: torch.dtype, trailing: tuple[int, ...], *, raw: bool) -> None:
         self.dtype = dtype
         self.trailing = trailing
+        self.raw = raw
         self.nbytes = 0
         self.sizes: list[int] = []  # rows of each leaf, and of the padding behind it where there is some
+        self.members: list[int] = []  # whose rows these are: the position of a tensor, -1 for padding
+        self.picked: Picker = None  # takes the members out of all tensors
+        self.padding: list[int] = []  # which of them are padding
+        self.folded: list[int] = []  # which of them are not as flat as they lie in the run
 
 
 class Table:
@@ -120,11 +137,13 @@ class Table:
         raw_nbytes: their sizes in bytes.
         raw_end: offset behind the last of them; what follows is gathered.
         gathered: positions of the tensors that are read element by element.
+        met: how often batches of this table were taken apart; `Recall` counts.
     """
 
     __slots__ = (
         "__weakref__",
         "_fragments",
+        "_picked",
         "_pieces",
         "_places",
         "_reshapes",
@@ -133,6 +152,7 @@ class Table:
         "_strides",
         "columns",
         "gathered",
+        "met",
         "nbytes",
         "offsets",
         "payload_bytes",
@@ -145,6 +165,7 @@ class Table:
     def __init__(self, columns: Columns) -> None:
         count = len(columns.dtypes)
         self.columns = columns
+        self.met = 0
         self.offsets = [-1] * count
         self.raw: list[int] = []
         self.raw_offsets: list[int] = []
@@ -168,19 +189,28 @@ class Table:
         self._run_bytes = [run.nbytes for run in self._runs]
         for index, position in enumerate(columns.passthrough):
             self._places[position] = self._pieces + index
+        self._picked = picker(self._places, self._pieces + len(columns.passthrough))
+        for run in self._runs:
+            run.picked = picker(run.members, count)
 
     @property
     def fragments(self) -> Fragments:
-        """The raw part of the slab as a gapless list of fragments. Computed once."""
+        """The slab as a list of fragments. Computed once."""
         if self._fragments is None:
-            self._fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end)
+            strided = sorted(filter(attrgetter("nbytes"), map(self._strided, self.gathered)))
+            self._fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end, strided)
         return self._fragments
+
+    def _strided(self, position: int) -> Strided:
+        dtype, shape = self.columns.dtypes[position], self.columns.shapes[position]
+        nbytes = dtype.itemsize * math.prod(shape)
+        return Strided(self.offsets[position], nbytes, position, () if position in self.columns.lazy else shape)
 
     def _place(self, positions: list[int], *, raw: bool) -> None:
         shapes = self.columns.shapes
         for (dtype, trailing), members in self._groups(positions).items():
             row = dtype.itemsize * math.prod(trailing or ())
-            run = Run(dtype, trailing or ())
+            run = Run(dtype, trailing or (), raw=raw)
             sizes, piece = run.sizes, self._pieces
             start = offset = self.nbytes
             for position in members:
@@ -196,12 +226,16 @@ class Table:
                     stride = self._strides.get(position)
                     if len(shape) != 1 or stride is not None:
                         self._reshapes.append((piece, shape, stride))
+                        run.folded.append(len(sizes))
                 sizes.append(nbytes // row)
+                run.members.append(position)
                 piece += 1
                 self.payload_bytes += nbytes
                 offset += nbytes
                 if offset % ALIGNMENT:
                     padding = _padding_rows(offset, row)
+                    run.padding.append(len(run.members))
+                    run.members.append(-1)
                     sizes.append(padding)
                     piece += 1
                     offset += padding * row
@@ -243,6 +277,16 @@ class Table:
             return self._strides[position]
         return contiguous_stride(self.columns.shapes[position])
 
+    def runs(self, slab: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
+        """Cut a slab into its runs; each comes with its rows: a tensor ``[rows, *trailing]`` of the run's dtype."""
+        if not self._runs:
+            return []
+        cut = []
+        for run, raw in zip(self._runs, _split(slab[: self.nbytes], self._run_bytes), strict=True):
+            typed = raw.view(run.dtype)
+            cut.append((run, typed.view(-1, *run.trailing) if run.trailing else typed))
+        return cut
+
     def views(self, slab: torch.Tensor, others: Sequence[Any]) -> list[Any]:
         """Cut a slab into tensors.
 
@@ -258,18 +302,27 @@ class Table:
         """
         pieces: list[Any] = []
         if self._runs:
-            for run, raw in zip(self._runs, _split(slab[: self.nbytes], self._run_bytes), strict=True):
-                typed = raw.view(run.dtype)
-                if run.trailing:
-                    typed = typed.view(-1, *run.trailing)
-                pieces.extend(_split(typed, run.sizes))
+            for run, rows in self.runs(slab):
+                pieces.extend(_split(rows, run.sizes))
             for piece, shape, stride in self._reshapes:
                 flat = pieces[piece]
                 pieces[piece] = flat.view(shape) if stride is None else flat.as_strided(shape, stride)
         pieces.extend(others)
-        if len(self._places) == 1:
-            return [pieces[self._places[0]]]
-        return list(itemgetter(*self._places)(pieces)) if self._places else []
+        return pick(pieces, self._picked)
+
+
+def picker(positions: list[int], count: int) -> Picker:
+    """Return what `pick` needs to take some of `count` items in the order of `positions`."""
+    if positions == list(range(count)):
+        return None
+    if len(positions) < 2:
+        return lambda items: [items[position] for position in positions]
+    return itemgetter(*positions)
+
+
+def pick(items: list[Any], picked: Picker) -> list[Any]:
+    """Take items out of a list; the list itself where it is all of them in order."""
+    return items if picked is None else list(picked(items))
 
 
 def _padding_rows(offset: int, row: int) -> int:

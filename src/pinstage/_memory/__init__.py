@@ -13,7 +13,7 @@ Importing this room pins nothing, imports no CUDA bindings, and initialises no C
 
 from ._default import default_memory
 from ._host_alloc import HostAllocMemory
-from ._limits import auto_max_bytes
+from ._limits import auto_max_bytes, cap_bytes
 from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
@@ -29,6 +29,7 @@ __all__ = [
     "SharedMapping",
     "SharedMemory",
     "auto_max_bytes",
+    "cap_bytes",
     "default_memory",
     "format_bytes",
     "parse_bytes",

@@ -192,6 +192,13 @@ def registers_well(index: int) -> bool:
     return bool(supported) and not host_page_tables
 
 
+def pci_address(index: int) -> str:
+    """Where a device is on the PCI bus, as in ``"0000:1b:00.0"``. Makes no context."""
+    driver = _loaded().driver
+    text = _call(driver, "cuDeviceGetPCIBusId", 32, _call(driver, "cuDeviceGet", index))
+    return bytes(text).split(b"\0")[0].decode().lower()
+
+
 def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
     """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its address."""
     runtime = _loaded().runtime

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from ._sizes import format_bytes
+from ._sizes import format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same
@@ -19,6 +19,8 @@ WSL_PINNED_BYTES = 1 << 30
 
 UNKNOWN_BYTES = 1 << 30
 """Taken for available where no limit can be read: enough to stage with, and little on any machine with a GPU."""
+
+_PER_NODE = "/node"
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
@@ -65,6 +67,35 @@ def auto_max_bytes(
     return cap, reason
 
 
+def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
+    """Read a cap on the bytes that one process may hold, and say where it comes from.
+
+    Args:
+        max_bytes: ``"auto"``; a size as `parse_bytes` reads it; or such a size with ``"/node"`` behind it, a cap for
+            all ranks of this host together, of which each takes an equal part. Their number is ``LOCAL_WORLD_SIZE``, as
+            torchrun sets it; 1 where no launcher says that there are several.
+
+    Returns:
+        The cap in bytes, and the reason.
+
+    Raises:
+        TypeError: neither an integer nor text.
+        ValueError: no size, or the number of ranks on this host cannot be known.
+    """
+    if max_bytes == "auto":
+        return auto_max_bytes()
+    if not isinstance(max_bytes, str) or not max_bytes.rstrip().endswith(_PER_NODE):
+        return parse_bytes(max_bytes), f"given: {max_bytes}"
+    if "LOCAL_WORLD_SIZE" not in os.environ and os.environ.get("WORLD_SIZE", "1").strip() != "1":
+        raise ValueError(
+            f"max_bytes={max_bytes!r} cannot be divided: WORLD_SIZE={os.environ['WORLD_SIZE']!r}, and LOCAL_WORLD_SIZE "
+            "(how many ranks this host has) is not set; launch with torchrun, set it, or pass each rank's own size"
+        )
+    ranks = _ranks(None)
+    whole = parse_bytes(max_bytes.rstrip().removesuffix(_PER_NODE))
+    return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
+
+
 def most_bytes(root: Path = Path("/")) -> Limit:
     """What exists in all, used or not, and whose limit that is: more than this can never be page-locked.
 
@@ -83,7 +114,10 @@ def is_wsl(root: Path = Path("/")) -> bool:
 def _ranks(local_world_size: int | None) -> int:
     told = os.environ.get("LOCAL_WORLD_SIZE", "1") if local_world_size is None else str(local_world_size)
     if not told.isdecimal() or int(told) < 1:
-        raise ValueError(f"LOCAL_WORLD_SIZE must be 1 or more: {told!r}")
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE must be 1 or more: {told!r}; set it to the number of ranks on this host, as torchrun "
+            "does"
+        )
     return int(told)
 
 

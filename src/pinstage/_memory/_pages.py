@@ -104,7 +104,7 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
     return not _libc().madvise(address, nbytes, advice)
 
 
-def populate(address: int, nbytes: int, *, threads: int | None = None) -> None:
+def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
     """Give every page of a fresh private or shared mapping its memory, by several threads.
 
     Blocks until all is touched, with the interpreter lock released. The contents stay zero.
@@ -113,6 +113,7 @@ def populate(address: int, nbytes: int, *, threads: int | None = None) -> None:
         address: start of the mapping, page-aligned.
         nbytes: its length.
         threads: how many touch; by default ``POPULATE_THREADS``, or the CPUs of this process where they are fewer.
+        cpus: where they run; anywhere if empty.
 
     Raises:
         MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
@@ -127,12 +128,12 @@ def populate(address: int, nbytes: int, *, threads: int | None = None) -> None:
     starts = range(address, address + nbytes, POPULATE_PIECE_BYTES)
     end = address + nbytes
     workers = min(threads or default_threads(), len(starts))
-    if workers == 1:
+    if workers == 1 and not cpus:
         for start in starts:
             _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start))
         return
     # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
-    with ThreadPoolExecutor(workers, thread_name_prefix="pinstage-populate") as pool:
+    with ThreadPoolExecutor(workers, "pinstage-populate", _run_on, (cpus,)) as pool:
         pieces = [pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start)) for start in starts]
         try:
             for piece in pieces:
@@ -140,6 +141,12 @@ def populate(address: int, nbytes: int, *, threads: int | None = None) -> None:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _run_on(cpus: frozenset[int]) -> None:
+    """Keep the calling thread, a worker that ends with its pool, on some cpus."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def default_threads() -> int:

@@ -1,9 +1,13 @@
 """Memory of one's own, page-locked afterwards."""
 
+import logging
 from contextlib import ExitStack
+from typing import Literal
 
-from . import _cuda, _pages
+from . import _cuda, _numa, _pages
 from ._resource import Block, Resource, leak
+
+_log = logging.getLogger("pinstage")
 
 
 class RegisteredMemory(Resource):
@@ -23,22 +27,50 @@ class RegisteredMemory(Resource):
         huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align these to 2 MiB. The system
             may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then start-up is slower, and nothing else.
         threads: how many touch pages; by default 8, or the CPUs of this process where they are fewer.
+        numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, as sysfs
+            tells. When the node is full, pages come from the next one. On a host with one node nothing is done;
+            ``numa`` says what was. None leaves it to the kernel.
 
     Raises:
         RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
-        ValueError: ``device`` is not a CUDA device, or ``threads`` is less than 1.
+        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is no node. That it is
+            none of this host is known at the first allocation, or when ``numa`` is asked.
     """
 
-    def __init__(self, device: _cuda.Device = None, *, huge_pages: bool = True, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        device: _cuda.Device = None,
+        *,
+        huge_pages: bool = True,
+        threads: int | None = None,
+        numa_node: int | Literal["auto"] | None = None,
+    ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be 1 or more: {threads}")
         super().__init__(pinned=True, device=_cuda.check_device(device))
         self._huge_pages = huge_pages
         self._threads = threads
+        self._numa_node = _numa.check(numa_node)
+        self._placements: dict[int, _numa.Placement] = {}
         _cuda.require(type(self).__name__)
+
+    @property
+    def numa(self) -> str:
+        """Where pages are put, and why, in words: ``"node 1, that of 0000:1b:00.0"``, or why nowhere in particular."""
+        return self._placement(_cuda.device_index(self._device)).reason
+
+    def _placement(self, device: int) -> _numa.Placement:
+        if self._numa_node is None:
+            return _numa.ANYWHERE
+        if device not in self._placements:
+            address = _cuda.pci_address(device) if self._numa_node == "auto" else ""
+            self._placements[device] = _numa.placement(self._numa_node, address)
+            _log.info("RegisteredMemory for cuda:%d: %s", device, self._placements[device].reason)
+        return self._placements[device]
 
     def _take(self, nbytes: int) -> Block:
         device = _cuda.device_index(self._device)
+        node, cpus, _ = self._placement(device)
         huge = self._huge_pages and nbytes >= _pages.HUGE_PAGE_BYTES
         with ExitStack() as undo:
             address = _pages.map_anonymous(nbytes, alignment=_pages.HUGE_PAGE_BYTES if huge else _pages.PAGE_BYTES)
@@ -46,7 +78,9 @@ class RegisteredMemory(Resource):
             if huge:
                 _pages.advise(address, nbytes, _pages.MADV_HUGEPAGE)
             _pages.advise(address, nbytes, _pages.MADV_DONTFORK)
-            _pages.populate(address, nbytes, threads=self._threads)
+            if node is not None:
+                _numa.prefer(address, nbytes, node)  # where this is forbidden, the threads' first touch does it
+            _pages.populate(address, nbytes, threads=self._threads, cpus=cpus)
             _cuda.register(address, nbytes, device)
             undo.pop_all()
         return Block(address, nbytes, _device=device)

@@ -105,6 +105,11 @@ class Lease:
         """Whether the lease has been given back."""
         return self._slab is None
 
+    @property
+    def fd(self) -> int | None:
+        """File descriptor of the slab's bytes where the pool's memory is shared, else None. Never close it."""
+        return self._held("fd").block.fd
+
     def data_ptr(self) -> int:
         """Return the slab's address. The address keeps nothing alive: it is yours until the release and not longer."""
         return self._held("data_ptr()").ptr

@@ -17,7 +17,8 @@ from .._errors import (
     PoolClosedError,
     PoolFrozenError,
 )
-from .._memory import MemoryResource, auto_max_bytes, default_memory, format_bytes, parse_bytes
+from .._memory import MemoryResource, cap_bytes, default_memory, format_bytes, parse_bytes
+from .._steps import step
 from ._classes import reuse_limit, size_class
 from ._lease import Event, Lease, Slab
 from ._stats import Meter, PoolStats
@@ -53,11 +54,12 @@ class SlabPool:
 
     Args:
         memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
-        max_bytes: cap on the bytes held, idle slabs included: an int, text such as ``"2GiB"``, or ``"auto"`` for a
-            share of what this process may pin (`PoolStats.max_bytes_reason` says which).
+        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/node"``, a cap
+            for this host, of which each of torchrun's local ranks takes an equal part; or ``"auto"`` for a share of
+            what this process may pin. `PoolStats.max_bytes_reason` says how the number came about.
 
     Raises:
-        ValueError: `max_bytes` is not a positive size.
+        ValueError: `max_bytes` is not a positive size, or there is no telling how many ranks this host has.
 
     Requests are rounded to size classes with eight steps to a doubling, at most 12.5% (and to whole pages where memory
     is page-locked). A request is served, in this order: by an idle slab of which at most 12.5% is waste, or, from 1 MiB
@@ -68,10 +70,7 @@ class SlabPool:
     """
 
     def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str = "auto") -> None:
-        if max_bytes == "auto":
-            self._max_bytes, self._max_bytes_reason = auto_max_bytes()
-        else:
-            self._max_bytes, self._max_bytes_reason = parse_bytes(max_bytes), f"given: {max_bytes}"
+        self._max_bytes, self._max_bytes_reason = cap_bytes(max_bytes)
         if self._max_bytes <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._memory: MemoryResource = default_memory() if memory is None else memory
@@ -145,13 +144,14 @@ class SlabPool:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         if self._generation != _fork_generation:
             self._check_process()
-        with self._lock:
-            if self._closed or nbytes > self._largest:
-                self._check_request(nbytes)
-            found = None if self._waiters else self._decide(nbytes)
-        if found is None:
-            found = self._wait(nbytes, timeout)
-        return found if type(found) is Lease else self._grow(nbytes, found)  # type: ignore[arg-type]
+        with step("acquire"):
+            with self._lock:
+                if self._closed or nbytes > self._largest:
+                    self._check_request(nbytes)
+                found = None if self._waiters else self._decide(nbytes)
+            if found is None:
+                found = self._wait(nbytes, timeout)
+            return found if type(found) is Lease else self._grow(nbytes, found)  # type: ignore[arg-type]
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._layout import Layout, Plan, plan
-from .._memory import default_memory
+from .._memory import default_memory, parse_bytes
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
+from .._steps import step
+from ._ring import Overflow, Ring, RingSlab, RingTransfer
+from ._run_ahead import RunAhead
+from ._sources import Sources
 from ._targets import target_for
-from ._transfer import Transfer
+from ._to_host import HostTransfer, to_host
+from ._transfer import Transfer, move_others
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,6 +47,14 @@ class StagerStats:
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
     """Tensors that travelled by their own ``.to()``."""
+    ring_overflows: int
+    """Batches that found no place in the ring and got a device slab of their own."""
+    fetches: int
+    """Calls of `to_host`."""
+    fetch_copies: int
+    """Device-to-host copies issued by them."""
+    fetched_bytes: int
+    """What these copies carried, padding included."""
     pool: PoolStats
     """The pool's counters."""
 
@@ -55,15 +70,22 @@ class Stager:
             pageable memory.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        threads: how many pack a batch of 4 MiB or more, the calling one included; None takes the cpus that the process
-            may use, and leaves large tensors to torch's own threads where these are four or more.
+        ring: use so many fixed device slabs again and again, rather than a fresh one for each batch. A batch's tensors
+            are then the same objects, at the same addresses, whenever its layout comes back in the same slab. A slab is
+            used again when nobody holds its batch any more and the work issued on it is done, or after
+            `Transfer.release`. None: fresh slabs.
+        ring_bytes: size of each of these slabs; None takes the first batch's.
+        ring_overflow: what becomes of a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
+            ``"fresh"``, a device slab of its own (counted in the stats).
+        threads: how many pack a batch of 4 MiB or more at the most, the calling one included; None takes the cpus that
+            the process may use, at most 12.
 
     Raises:
-        ValueError: another kind of device, or both `pool` and `max_bytes`.
+        ValueError: another kind of device, both `pool` and `max_bytes`, or a ring of no size.
         StagingError: a CUDA device without CUDA.
 
-    All methods may be called from any thread. No method waits for the device, but for the pool when it is at its cap.
-    In a forked child nothing can be staged.
+    All methods may be called from any thread. No method but `prefetch` waits for the device; all wait for the pool when
+    it is at its cap. In a forked child nothing can be staged.
     """
 
     def __init__(
@@ -72,19 +94,28 @@ class Stager:
         *,
         pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
+        ring: int | None = None,
+        ring_bytes: int | str | None = None,
+        ring_overflow: Overflow = "error",
         threads: int | None = None,
     ) -> None:
         if pool is not None and max_bytes != "auto":
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
             )
+        if ring is None and (ring_bytes is not None or ring_overflow != "error"):
+            raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         self._target = target_for(torch.device(device))
+        slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
+        self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._packer = Packer(threads)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.Lock()
         self._batches = self._copies = self._passthrough_leaves = 0
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
+        self._sources = Sources()
+        self._fetches = self._fetch_copies = self._fetched_bytes = 0
 
     @property
     def device(self) -> torch.device:
@@ -112,38 +143,95 @@ class Stager:
         Raises:
             LayoutError: something in the batch cannot be staged; see its ``path``.
             BudgetExceededError: the batch is larger than the pool's cap.
+            RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        planned = plan(batch)
-        slab, event, copies = self._copy_packed(planned) if planned.table.nbytes else (None, None, 0)
-        # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
-        asynchronous = self.device.type != "cpu"
-        moved = [tensor.to(self.device, non_blocking=asynchronous) for tensor in planned.passthrough()]
-        moved_event = self._target.record_current() if moved else None
+        with step("stage"):
+            planned = plan(batch)
+            place = self._ring.take(planned.table) if self._ring is not None and planned.table.nbytes else None
+            try:
+                return self._stage(planned, place)
+            except BaseException:
+                if self._ring is not None and place is not None:
+                    self._ring.give_up(place)
+                raise
+
+    def _stage(self, planned: Plan, place: RingSlab | None) -> Transfer:
+        slab, event, copies = self._copy_packed(planned, place) if planned.table.nbytes else (None, None, 0)
+        moved, moved_event = move_others(self._target, planned.passthrough())
         self._count(planned, copies)
-        return Transfer(self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event)
+        carried = self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event
+        if self._ring is not None and place is not None:
+            return RingTransfer(self._ring, place, planned, *carried)
+        return Transfer(*carried)
 
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
         return self.stage(batch).get()
 
+    def to_host(self, tree: Any, *, copy: bool = False, timeout: float | None = 60.0) -> HostTransfer:
+        """Start to bring a nested tree of tensors to the host.
+
+        Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
+        their device and travel in one copy; dense ones of a MiB and more are copied from where they are. The call is
+        like an operation on the caller's current stream: it sees what that stream was given before, and the tensors may
+        be changed or freed right afterwards. While large ones are read, that stream waits; call on a stream of your own
+        if it must not.
+
+        CPU tensors, numpy arrays and whatever is no tensor come back as the objects they are (on a stager for the CPU,
+        CPU tensors are fetched). Tensors of several devices may be mixed. A tensor that cannot be packed (sparse, a
+        subclass, one that requires grad) is brought by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+
+        Args:
+            tree: containers as `Layout` knows them, with anything in them.
+            copy: return ordinary tensors, each with memory of its own, rather than views of a slab. For what is kept:
+                views hold a slab of the pool.
+            timeout: seconds to wait for a slab at the most; None waits for ever.
+
+        Returns:
+            The transfer; its ``result()`` waits for the copies, and is the only way to their bytes.
+
+        Raises:
+            LayoutError: an object in the tree holds tensors and is no known container.
+            AcquireTimeoutError: no slab came free in time, because living results hold the pool, say.
+            BudgetExceededError: the tensors are larger than the pool's cap.
+            PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+        """
+        # A pool of no device in particular pins on the current one.
+        with step("to_host"), self._target.selected():
+            transfer = to_host(tree, self.device, self._pool, self._sources, copy=copy, timeout=timeout)
+        with self._lock:
+            self._fetches += 1
+            self._fetch_copies += transfer.copies
+            self._fetched_bytes += transfer.nbytes
+        return transfer
+
     def prefetch(self, iterable: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
         """Yield the batches of an iterable on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling, while the device works on it.
+        When a batch is yielded, the next `depth` are packed and travelling, while the device works on it. Waits for the
+        device only where that has the work of more than three batches before it.
 
         Args:
             iterable: yields batches, for example a DataLoader. It is read `depth` batches ahead.
-            depth: batches ahead, at least 1. The device holds up to ``depth + 2`` batches.
+            depth: batches ahead, at least 1. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
         Yields:
             Batches as `to_device` returns them, for the stream that is current when each is asked for.
 
         Raises:
+            TypeError, ValueError: `depth` is no int of at least 1, or larger than the ring allows.
             Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
+        if not isinstance(depth, int):
+            raise TypeError(f"depth must be an int: {depth!r}; it is the number of batches ahead")
         if depth < 1:
             raise ValueError(f"depth must be at least 1: {depth}; to stage without prefetching use to_device()")
+        if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
+            raise ValueError(
+                f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
+                f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
+            )
         return self._prefetch(iterable, depth)
 
     def stats(self) -> StagerStats:
@@ -156,6 +244,10 @@ class Stager:
                 packed_bytes=self._packed_bytes,
                 padding_bytes=self._padding_bytes,
                 passthrough_leaves=self._passthrough_leaves,
+                ring_overflows=0 if self._ring is None else self._ring.overflows,
+                fetches=self._fetches,
+                fetch_copies=self._fetch_copies,
+                fetched_bytes=self._fetched_bytes,
                 pool=self._pool.stats(),
             )
 
@@ -165,12 +257,12 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _copy_packed(self, planned: Plan) -> tuple[torch.Tensor, Event | None, int]:
+    def _copy_packed(self, planned: Plan, place: RingSlab | None = None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
             lease = self._pool.acquire(planned.table.nbytes)
             try:
-                device, copies = self._pack_and_copy(planned, lease)
+                device, copies = self._pack_and_copy(planned, lease, place)
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
                 raise
@@ -179,19 +271,28 @@ class Stager:
                 lease.release(after=event)
         return device, event, copies
 
-    def _pack_and_copy(self, planned: Plan, lease: Lease) -> tuple[torch.Tensor, int]:
-        # The host view must not outlive this call, so that the event alone decides when the slab is free.
+    def _pack_and_copy(self, planned: Plan, lease: Lease, place: RingSlab | None) -> tuple[torch.Tensor, int]:
+        # The host views must not outlive this call, so that the event alone decides when the slab is free.
         host = lease.tensor()
-        device = torch.empty(planned.table.nbytes, dtype=torch.uint8, device=self._target.device)
-        copies = start = 0
-        for stop in self._packer.pack(planned.table, planned.tensors, host):
-            self._target.copy(device, host, start, stop)
-            start = stop
-            copies += 1
-        return device, copies
+        nbytes = planned.table.nbytes
+        if place is None:
+            device = torch.empty(nbytes, dtype=torch.uint8, device=self._target.device)
+        else:
+            device = place.ready(nbytes)
+        ends = self._packer.ends(planned.table)
+        # Cut now: while threads contend for the interpreter lock each call into torch waits for it.
+        parts = zip(_cut(device, ends), _cut(host, ends), strict=True)
+        with closing(self._packer.pack(planned.table, planned.tensors, host)) as packing:
+            for target, source in parts:
+                with step("pack"):
+                    next(packing)
+                with step("copy"):
+                    self._target.copy(target, source)
+        return device, len(ends)
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()
+        run_ahead = RunAhead(self._target)
         batches = iter(iterable)
         failure: Exception | None = None
         while failure is None:
@@ -205,6 +306,7 @@ class Stager:
                 failure = error
             if len(ahead) > depth:
                 yield ahead.popleft().get()
+                run_ahead.bound()
         while ahead:
             yield ahead.popleft().get()
         if failure is not None:
@@ -230,3 +332,10 @@ class Stager:
 
     def __repr__(self) -> str:
         return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"
+
+
+def _cut(slab: torch.Tensor, ends: list[int]) -> Sequence[torch.Tensor]:
+    """Cut a slab at offsets, the last of which is its end."""
+    if len(ends) == 1:
+        return [slab]
+    return torch.split_with_sizes(slab, [end - start for start, end in itertools.pairwise([0, *ends])])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._layout import Layout
 from .._pool import Event
+from .._steps import step
 from ._targets import Target
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
 class Transfer:
@@ -51,6 +55,11 @@ class Transfer:
         return self._copies
 
     @property
+    def copy_event(self) -> Event | None:
+        """What the host slab must not be written before; None where the copy is done already."""
+        return self._event
+
+    @property
     def passthrough(self) -> int:
         """Tensors that travelled by their own ``.to()``."""
         return len(self._moved)
@@ -79,16 +88,36 @@ class Transfer:
             A batch of the same types. Tensors and arrays are tensors on the device; those that were packed are views of
             one device slab, which lives as long as any of them.
         """
-        if self._slab is not None:
-            self._target.hand_over(self._event, [self._slab], stream)
-        if self._moved:
-            self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
-        if not self._unpacked:
-            # No slab: nothing was packed but perhaps empty tensors.
-            slab = torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
-            self._batch = self._layout.unpack(slab, self._moved)
-            self._unpacked = True
-        return self._batch
+        with step("get"):
+            if self._slab is not None:
+                self._target.hand_over(self._event, [self._slab], stream)
+            if self._moved:
+                self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
+            if not self._unpacked:
+                # No slab: nothing was packed but perhaps empty tensors.
+                slab = (
+                    torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
+                )
+                self._batch = self._layout.unpack(slab, self._moved)
+                self._unpacked = True
+            return self._batch
+
+    def release(self) -> None:
+        """Say that the batch is done with: nothing more will be asked of the device with it.
+
+        Needed only in a stager with a ring, and only where the batch's tensors stay alive on purpose, as those do that
+        a CUDA graph was captured with. The device slab is used again as soon as the work is done that the streams given
+        to `get` have by now, whoever still refers to the tensors. Without a ring it does nothing. Does not block.
+        """
+
+    def __enter__(self) -> Any:
+        """Return the batch, as `get` does; it is released at the end of the block."""
+        return self.get()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
 
     def __repr__(self) -> str:
         nbytes = self._layout.nbytes
@@ -108,3 +137,36 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor] if tensor.layout is torch.strided else []
+
+
+def move_others(target: Target, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event | None]:
+    """Move tensors by their own ``.to()`` on the current stream; return them and the event behind the last."""
+    # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
+    asynchronous = target.device.type != "cpu"
+    moved = [tensor.to(target.device, non_blocking=asynchronous) for tensor in tensors]
+    return moved, target.record_current() if moved else None
+
+
+def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, others: list[torch.Tensor]) -> Transfer:
+    """Start the one copy of a batch that lies packed in host memory already.
+
+    Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
+
+    Args:
+        target: where to.
+        layout: describes the memory.
+        host: uint8 ``[>= layout.nbytes]``; None if the layout needs no bytes.
+        others: the tensors that are not packed, in order.
+    """
+    slab, event, copies = None, None, 0
+    nbytes = layout.nbytes
+    if nbytes and host is not None:
+        with target.copying():
+            slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+            try:
+                target.copy(slab, host[:nbytes])
+            finally:
+                event = target.record_copies()
+        copies = 1
+    moved, moved_event = move_others(target, others)
+    return Transfer(target, layout, slab, event, copies, moved, moved_event)

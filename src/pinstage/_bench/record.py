@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
@@ -17,7 +17,10 @@ import torch
 
 SCHEMA = 1
 STATUSES = ("ok", "incorrect", "error", "not installed", "needs CUDA")
-PACKAGES = ("torch", "numpy", "optree", "cuda-bindings", "pinstage", "tensordict", "spdl-io")
+PACKAGES = (
+    "torch", "numpy", "optree", "cuda-bindings", "pinstage", "tensordict", "spdl-io", "spdl-core",
+    "accvlab.multi_tensor_copier",
+)  # fmt: skip
 
 
 @dataclass
@@ -47,8 +50,8 @@ class Row:
     """The best rival's median over this one: above 1 is faster than every rival."""
 
     def fill(self, samples: Sequence[float], main: Sequence[float] = ()) -> None:
-        """Set the figures from the samples, which are in seconds."""
-        scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[self.unit]
+        """Set the figures from the samples, which are in seconds, or shares of one where the unit is "%"."""
+        scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}[self.unit]
         self.repeats = len(samples)
         self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
         if main:
@@ -129,58 +132,28 @@ def commit() -> str:
     if os.environ.get("PINSTAGE_COMMIT"):
         return os.environ["PINSTAGE_COMMIT"]
     here = str(Path(__file__).parent)
+    if not _first_line("git", "-C", here, "ls-files", Path(__file__).name):
+        return "unknown"  # installed; a repository around it is another one
     head = _first_line("git", "-C", here, "rev-parse", "HEAD")
     changed = _first_line("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
     return (head + ("-dirty" if changed else "")) if head else "unknown"
 
 
-def save(path: Path, benchmark: str, settings: dict[str, Any], rows: Sequence[Row]) -> None:
+def rows_of(result: dict[str, Any]) -> list[Row]:
+    """Return the rows of a result file that was read; a field that it does not know has its default."""
+    known = {field.name for field in fields(Row)}
+    return [Row(**{key: value for key, value in row.items() if key in known}) for row in result["rows"]]
+
+
+def result_of(benchmark: str, settings: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what a result file holds."""
+    return {"benchmark": benchmark, **environment(), "settings": settings, "rows": [_rounded(row) for row in rows]}
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
     """Write one result file."""
-    result = {"benchmark": benchmark, **environment(), "settings": settings, "rows": [_rounded(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table, by rich where it is installed. The first column is text, the others are figures."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
-        print(f"\n{title}")
-        for line in (header, *lines):
-            cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            print("  ".join([line[0].ljust(widths[0]), *cells]))
-        return
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(text) for text in line))
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)
-
-
-def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
-    """Print a line for each variant and a column for each case: one figure, and its spread in brackets."""
-    cases = list(dict.fromkeys(row.case for row in rows))
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        between = f" [{' .. '.join(cell(row, name) for name in spread)}]" if spread and row.status == "ok" else ""
-        lines.setdefault(row.variant, []).append(cell(row, field) + between)
-    show(title, ["variant", *cases], [[variant, *cells] for variant, cells in lines.items()])
-
-
-def cell(row: Row, field: str) -> str:
-    """Return a figure of a row to three digits, or the row's status where it has no figures."""
-    value = getattr(row, field)
-    if row.status != "ok":
-        return row.status
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rounded(row: Row) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The eight batch shapes that every variant stages, from many tiny leaves to a few large ones.
+"""The batch shapes that every variant stages, from many tiny leaves to a few large ones.
 
 A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors: dicts alone, because a TensorDict
 knows no lists and every rival takes such a batch as it is. All leaves of a shape have one size, so the figures read as
@@ -7,7 +7,7 @@ cost for each leaf or as bandwidth. Content is random and differs for each leaf:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ STREAMS_PER_SAMPLE = 2
 # Instances of a shape are rotated so that the source of a call is not what the last call left in a cache.
 ROTATED_BYTES = 128 * MIB
 FEWEST_INSTANCES, MOST_INSTANCES = 3, 16
+MOST_LEAVES = 200_000  # of all instances: a million tensors would take longer to make than to stage
+ALONE_FROM_BYTES = 2 * 1024 * MIB  # no cache remembers any of it, and three of them would take long to make
 
 Batch = dict[str, Any]
 
@@ -31,14 +33,18 @@ class BatchShape:
 
     leaves: int
     leaf_bytes: int
+    in_place: bool = False
+    """Whether the leaves were written into page-locked memory in the first place, so that nothing has to be packed."""
 
     @property
     def id(self) -> str:
-        """The name in result files: `1000x256B`."""
-        for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-            if self.leaf_bytes % unit == 0:
-                return f"{self.leaves}x{self.leaf_bytes // unit}{name}"
-        return f"{self.leaves}x{self.leaf_bytes}B"
+        """The name in result files: `1000x256B`, `1x512MiB-in-place`."""
+        size, unit = self.leaf_bytes, "B"
+        for factor, name in ((MIB, "MiB"), (KIB, "KiB")):
+            if self.leaf_bytes % factor == 0:
+                size, unit = self.leaf_bytes // factor, name
+                break
+        return f"{self.leaves}x{size}{unit}{'-in-place' if self.in_place else ''}"
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +54,8 @@ class BatchShape:
     @property
     def instances(self) -> int:
         """How many distinct batches are rotated."""
-        return max(FEWEST_INSTANCES, min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes))
+        fewest = 1 if self.nbytes >= ALONE_FROM_BYTES else FEWEST_INSTANCES
+        return max(fewest, min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes, MOST_LEAVES // self.leaves))
 
 
 SHAPES = (
@@ -60,8 +67,27 @@ SHAPES = (
     BatchShape(1000, 256 * KIB),
     BatchShape(64, MIB),
     BatchShape(300, MIB),
+    BatchShape(1, 512 * MIB),
+    BatchShape(1, 512 * MIB, in_place=True),
 )
-SMOKE_SHAPES = (BatchShape(16, KIB), BatchShape(33, 284), BatchShape(3, 256 * KIB))
+SERIES = {
+    "leaves": tuple(BatchShape(leaves, 256) for leaves in (10, 32, 100, 316, 1000, 3162, 10_000, 31_623, 100_000)),
+    "bytes": tuple(BatchShape(16, 4**power) for power in range(3, 15)),
+}
+"""Shapes that differ in one thing, to see how cost grows with it: the number of leaves, and the size of 16 of them."""
+SMOKE_SHAPES = (
+    BatchShape(16, KIB),
+    BatchShape(33, 284),
+    BatchShape(3, 256 * KIB),
+    BatchShape(1, 64 * KIB, in_place=True),
+)
+SMOKE_POINTS = 3
+"""Of each series, the first so many are small."""
+
+
+def every_shape() -> list[BatchShape]:
+    """Return all shapes that have a name here, each once."""
+    return list(dict.fromkeys([*SHAPES, *SMOKE_SHAPES, *(shape for series in SERIES.values() for shape in series)]))
 
 
 def build(shape: BatchShape, seed: int) -> Batch:
@@ -81,6 +107,11 @@ def build(shape: BatchShape, seed: int) -> Batch:
 def build_instances(shape: BatchShape) -> list[Batch]:
     """Return the distinct batches of a shape that are rotated."""
     return [build(shape, seed) for seed in range(shape.instances)]
+
+
+def map_leaves(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Return a batch of the same structure whose leaves are what `move` makes of them."""
+    return {key: map_leaves(value, move) if isinstance(value, dict) else move(value) for key, value in batch.items()}
 
 
 def differences(batch: Batch, staged: Any, device: torch.device, path: str = "") -> Iterator[str]:

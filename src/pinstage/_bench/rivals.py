@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
-from harness import Variant
+
+from pinstage._bench.batches import map_leaves
+from pinstage._bench.harness import Variant
+
+if TYPE_CHECKING:
+    import pinstage as ps
 
 Stage = Callable[[Any], Any]
 
@@ -79,10 +86,67 @@ def _spdl_transfer(device: torch.device) -> Iterator[Stage]:
 
 
 @contextmanager
+def _multi_tensor_copier(package: str, device: torch.device) -> Iterator[Stage]:
+    start_copy = import_module(package).start_copy
+    # All that its documentation offers (packing, pinned staging, a thread of its own) is on by default, and its own
+    # evaluation calls it like this. The number of threads is torch's, where it was built to have any.
+    yield lambda batch: start_copy(batch, device).get()
+
+
+@contextmanager
 def _pinstage(device: torch.device) -> Iterator[Stage]:
     import pinstage as ps
 
-    stager = ps.Stager(device, max_bytes="4GiB")
+    stager = ps.Stager(device, max_bytes="8GiB")
+    try:
+        yield stager.to_device
+    finally:
+        stager.close()
+
+
+@contextmanager
+def _pinstage_in_place(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
+    import pinstage as ps
+
+    with ps.Stager(device, max_bytes="8GiB") as stager, ExitStack() as leases:
+        yield stager.to_device, partial(_into_leases, stager.pool, leases)
+
+
+@contextmanager
+def _lease(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
+    import pinstage as ps
+
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.to(device, non_blocking=True)
+
+    def stage(batch: Any) -> Any:
+        staged = map_leaves(batch, move)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).record_event()  # what a user would release the lease after
+        return staged
+
+    with ps.SlabPool(max_bytes="8GiB") as pool, ExitStack() as leases:
+        yield stage, partial(_into_leases, pool, leases)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # before the leases go back
+
+
+def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
+    """Write each leaf into a lease of its own, which is held until the shape is done."""
+
+    def write(leaf: torch.Tensor) -> torch.Tensor:
+        view = leases.enter_context(pool.acquire(leaf.nbytes)).view(leaf.shape, leaf.dtype)
+        return view.copy_(leaf)
+
+    return map_leaves(batch, write)
+
+
+@contextmanager
+def _pinstage_ring(device: torch.device) -> Iterator[Stage]:
+    import pinstage as ps
+
+    # Five: the check keeps three batches at once, beside the one that is staged.
+    stager = ps.Stager(device, max_bytes="8GiB", ring=5)
     try:
         yield stager.to_device
     finally:
@@ -126,6 +190,39 @@ VARIANTS = (
         needs_cuda=True,
     ),
     Variant(
-        "pinstage", _pinstage, "`ps.Stager(device, max_bytes='4GiB').to_device(batch)`", package="pinstage", ours=True
+        "multi_tensor_copier",
+        partial(_multi_tensor_copier, "accvlab.multi_tensor_copier"),
+        "NVIDIA ACCV-Lab, C++, as its setup.py builds it: `start_copy(batch, device).get()`",
+        package="accvlab.multi_tensor_copier",
+    ),
+    Variant(
+        "multi_tensor_copier_openmp",
+        partial(_multi_tensor_copier, "accvlab_openmp.multi_tensor_copier"),
+        "the same built with -fopenmp, without which its parallel staging is a loop on one thread",
+        package="accvlab_openmp.multi_tensor_copier",
+    ),
+    Variant(
+        "pinstage",
+        _pinstage,
+        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`",
+        package="pinstage",
+        ours=True,
+        in_place=_pinstage_in_place,
+    ),
+    Variant(
+        "pinstage_ring",
+        _pinstage_ring,
+        "the same with `ring=5`: fixed device slabs, views made once",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "pinstage_lease",
+        _lease,
+        "`pool.acquire(n)`, written in place, then `lease.view(...).to(device, non_blocking=True)` and an event",
+        package="pinstage",
+        ours=True,
+        in_place=_lease,
+        only_in_place=True,
     ),
 )

@@ -1,0 +1,126 @@
+"""How much of the host memory that a batch takes nobody asked for: the pool's slabs beside torch's pinned allocator.
+
+    python benchmarks/rounding_waste.py --out benchmarks/results/rounding_waste.json
+
+The batches are the demo's: a year of weather and flights, eight hours each, hundreds of ragged leaves. What was asked
+for is what the size of the slab is chosen for: the layout's bytes, or where each leaf is pinned by itself, the leaves'.
+`pinstage_padding` counts the padding between the leaves of a slab as waste too. Percent of what was taken:
+`all batches` together, the `mean batch` and the `worst batch`. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import script
+import torch
+
+import pinstage as ps
+from pinstage._bench import harness, table
+from pinstage._bench.harness import Outcome, Size, Variant
+from pinstage._demo.data import Archive, make_batches
+
+CASES = tuple(Size(name, 0) for name in ("all batches", "mean batch", "worst batch"))
+BATCH_SIZE, SEED, SMOKE_BATCHES = 8, 0, 20  # of the demo
+
+Taken = Callable[[Any], tuple[int, int]]
+"""Stages a batch and returns the bytes that were asked for, and those that were taken."""
+
+
+@contextmanager
+def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
+    with ps.Stager(device, max_bytes="256MiB") as stager:
+
+        def taken(batch: Any) -> tuple[int, int]:
+            before = stager.pool.stats()
+            stager.to_device(batch)
+            after = stager.pool.stats()
+            requested = after.total_requested_bytes - before.total_requested_bytes
+            asked = _leaf_bytes(batch) if with_padding else requested
+            return asked, after.total_leased_bytes - before.total_leased_bytes
+
+        yield taken
+
+
+@contextmanager
+def _torch_each(device: torch.device) -> Iterator[Taken]:
+    def taken(batch: Any) -> tuple[int, int]:
+        before = _lent_by_torch()
+        batch.map_tensors(lambda leaf: torch.as_tensor(leaf).pin_memory().to(device, non_blocking=True))
+        return _leaf_bytes(batch), _lent_by_torch() - before
+
+    yield taken
+
+
+@contextmanager
+def _torch_once(device: torch.device) -> Iterator[Taken]:
+    def taken(batch: Any) -> tuple[int, int]:
+        before = _lent_by_torch()
+        nbytes = ps.Layout.of(batch).nbytes
+        torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).to(device, non_blocking=True)
+        return nbytes, _lent_by_torch() - before
+
+    yield taken
+
+
+def _leaf_bytes(batch: Any) -> int:
+    return sum(int(leaf.nbytes) for leaf in batch.fragments())
+
+
+def _lent_by_torch() -> int:
+    return int(torch.cuda.host_memory_stats().get("active_bytes.allocated", 0))
+
+
+VARIANTS = (
+    Variant("torch_each", _torch_each, "each leaf by `pin_memory()`", needs_cuda=True),
+    Variant("torch_once", _torch_once, "`torch.empty(layout.nbytes, pin_memory=True)` a batch", needs_cuda=True),
+    Variant("pinstage", partial(_pinstage, False), "`ps.Stager`: one slab for a batch", ours=True),
+    Variant("pinstage_padding", partial(_pinstage, True), "the same, padding between leaves counted", ours=True),
+)
+
+
+@cache
+def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[float, list[float]]:
+    """Return the share of all bytes taken that nobody asked for, and that of each batch."""
+    asked_in_all = taken_in_all = 0
+    of_batches = []
+    with variant.setup(device) as taken:
+        for batch in make_batches(Archive.read(), batch_size=BATCH_SIZE, seed=SEED, limit=limit):
+            asked, took = taken(batch)
+            asked_in_all, taken_in_all = asked_in_all + asked, taken_in_all + took
+            of_batches.append(1 - asked / took)
+    return 1 - asked_in_all / taken_in_all, of_batches
+
+
+def measure(variant: Variant, device: torch.device, limit: int | None, case: harness.Case) -> Outcome:
+    """Return one figure, as a sample."""
+    in_all, of_batches = shares(variant, device, limit)
+    figures = {"all batches": in_all, "mean batch": sum(of_batches) / len(of_batches), "worst batch": max(of_batches)}
+    return {"status": "ok", "detail": f"{len(of_batches)} batches", "total": [figures[case.id]]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed."""
+    parser = script.parser(__doc__, repeats=1, repeats_help="has no meaning here")
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    if args.child:
+        (variant,) = script.chosen(args.child, VARIANTS)
+        device = torch.device(args.device)
+        harness.start_device(device)
+        limit = SMOKE_BATCHES if args.smoke else None
+        harness.work(CASES, partial(measure, variant, device, limit), lambda: None)
+        return 0
+    variants = script.chosen(args.only, VARIANTS)
+    further = ["--smoke"] if args.smoke else []
+    rows = script.collect("rounding_waste", __file__, variants, CASES, args, further, unit="%")
+    table.grid("percent of the host memory taken that nobody asked for", rows, "median")
+    return script.finish("rounding_waste", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What the scripts of this folder have in common: their arguments, and how they begin and end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pinstage._bench import harness, record
+from pinstage._bench.errors import BenchError
+from pinstage._bench.harness import Case, Variant
+from pinstage._bench.record import Row
+
+
+def parser(description: str | None, *, repeats: int, repeats_help: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all scripts have."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, help="write the rows here, as JSON")
+    arguments.add_argument("--device", help="cuda:0 where there is one, else cpu")
+    arguments.add_argument("--only", help="these variants, separated by commas")
+    arguments.add_argument("--repeats", type=int, default=repeats, help=repeats_help)
+    arguments.add_argument(
+        "--rounds", type=int, default=1, help="processes for each variant; each second round backwards"
+    )
+    arguments.add_argument("--timeout", type=float, default=240.0, help="seconds that one process may take")
+    arguments.add_argument("--smoke", action="store_true", help="small and short, on the CPU by default")
+    arguments.add_argument("--child", help=argparse.SUPPRESS)
+    return arguments
+
+
+def settle_device(args: argparse.Namespace) -> None:
+    """Fill in the device that was not named, and the index that was not given."""
+    if args.device is None:
+        args.device = "cuda:0" if torch.cuda.is_available() and not args.smoke else "cpu"
+    args.device = "cuda:0" if args.device == "cuda" else args.device
+
+
+def chosen(names: str | None, known: Sequence[Variant]) -> list[Variant]:
+    """Return the variants of these ids, all of them for None; exit where there is no such variant."""
+    try:
+        return harness.chosen(names, known, "variant")
+    except BenchError as error:
+        raise SystemExit(str(error)) from error
+
+
+def collect(
+    benchmark: str,
+    path: str,
+    variants: Sequence[Variant],
+    cases: Sequence[Case],
+    args: argparse.Namespace,
+    further: Sequence[str] = (),
+    unit: str = "ms",
+) -> list[Row]:
+    """Run the script at `path` as the child of each variant, and return a row for each variant and case."""
+    command = [sys.executable, path, "--device", args.device, "--repeats", str(args.repeats), *further]
+    device = torch.device(args.device)
+    return harness.collect(
+        benchmark,
+        command,
+        variants,
+        cases,
+        device=device,
+        rounds=args.rounds,
+        timeout=args.timeout,
+        at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
+        unit=unit,
+    )
+
+
+def finish(benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], args: argparse.Namespace) -> int:
+    """Print what failed, write the result file if one is wanted, and return the exit status."""
+    failed = [row for row in rows if row.status in ("error", "incorrect")]
+    for row in failed:
+        print(f"{row.variant} on {row.case}: {row.status}: {row.detail}")
+    if args.out:
+        internal = ("out", "only", "child", "timeout")
+        settings: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in internal}
+        settings["variants"] = {variant.id: variant.about for variant in variants}
+        record.save(args.out, record.result_of(benchmark, settings, rows))
+    return 1 if failed else 0

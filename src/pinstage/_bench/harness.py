@@ -1,0 +1,269 @@
+"""Measure each variant in a fresh process, and make rows of what comes back.
+
+No variant sees another's warm allocator, threads, streams or imported packages, and one that crashes takes only its
+own rows along. A benchmark calls `collect` in the parent, which starts a command with `--child VARIANT`, which calls
+`work`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pinstage._bench.errors import BenchError
+from pinstage._bench.record import Row
+
+MARK = "@outcome "
+SMOKE_AT_ONCE = 2
+"""Processes at a time in a smoke run, which is to be short on two cores."""
+Outcome = dict[str, Any]
+"""`status`, `detail`, and where it is "ok" the samples in seconds: `total`, and `main` until the call returned."""
+
+
+class Named(Protocol):
+    """What a user can choose by its id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+class Case(Named, Protocol):
+    """What variants are measured on."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+ANamed = TypeVar("ANamed", bound=Named)
+ACase = TypeVar("ACase", bound=Case)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The case of a benchmark that knows bytes only."""
+
+    id: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of doing what a benchmark measures: what it needs, and how to set it up."""
+
+    id: str
+    setup: Callable[..., Any]
+    about: str
+    package: str | None = None
+    """The module to import; None where torch alone will do."""
+    needs_cuda: bool = False
+    ours: bool = False
+    prepare: Callable[[Any], Any] | None = None
+    """Applied to a batch before the timer starts."""
+    in_place: Callable[..., Any] | None = None
+    """Set-up for a case whose data is written in place; None where `setup` takes torch's page-locked tensors."""
+    only_in_place: bool = False
+
+    def suits(self, case: Case) -> bool:
+        """Return whether there is anything to measure of this variant on a case."""
+        return not self.only_in_place or getattr(case, "in_place", False)
+
+    def obstacle(self, device: torch.device) -> str | None:
+        """Return why this variant cannot run here, as the status of its rows, or None."""
+        if self.package and not importable(self.package):
+            return "not installed"
+        if self.needs_cuda and device.type != "cuda":
+            return "needs CUDA"
+        return None
+
+
+class Watcher(Protocol):
+    """Who is told how far `collect` is."""
+
+    def case_done(self, variant: str) -> None:
+        """Take note of one case of a variant."""
+        ...
+
+    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:
+        """Take note of a process that has ended, and missed so many cases; `failure` is empty where all went well."""
+        ...
+
+
+class Lines:
+    """A line on stderr for each process."""
+
+    def case_done(self, variant: str) -> None:
+        """Say nothing."""
+
+    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:  # noqa: ARG002
+        """Say how long it took, and what failed."""
+        sys.stderr.write(f"{variant}: {seconds:.1f} s {failure}".rstrip() + "\n")
+        sys.stderr.flush()
+
+
+def importable(module: str) -> bool:
+    """Return whether a module is there, without importing it."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed]:
+    """Return those of `known` whose ids are in the comma-separated `names`, all of them for None.
+
+    Raises:
+        BenchError: There is no such id.
+    """
+    if names is None:
+        return list(known)
+    ids = [name.strip() for name in names.split(",")]
+    unknown = sorted(set(ids) - {item.id for item in known})
+    if unknown:
+        raise BenchError(f"no such {what}: {', '.join(unknown)}; known: {', '.join(item.id for item in known)}")
+    return [item for item in known if item.id in ids]
+
+
+def collect(
+    benchmark: str,
+    command: Sequence[str],
+    variants: Sequence[Variant],
+    cases: Sequence[Case],
+    *,
+    device: torch.device,
+    rounds: int = 1,
+    timeout: float = 240.0,
+    at_once: int = 1,
+    unit: str = "ms",
+    watcher: Watcher | None = None,
+) -> list[Row]:
+    """Run every variant `rounds` times, each in a fresh process, and return a row for each variant and case.
+
+    Args:
+        benchmark: Its name in the rows.
+        command: What starts a child process; `--child VARIANT` is appended.
+        variants: What to run.
+        cases: What the child measures, which `command` has to tell it.
+        device: Where; a variant that cannot run there has rows that say so.
+        rounds: Processes for each variant; each second round runs backwards.
+        timeout: Seconds that one process may take.
+        at_once: Processes that run at a time: more than one where times mean nothing.
+        unit: Of the times in the rows: "s", "ms" or "us".
+        watcher: Is told how far this is.
+    """
+    told = watcher or Lines()
+
+    def outcomes_of(variant: Variant) -> dict[str, Outcome]:
+        suitable = [case for case in cases if variant.suits(case)]
+        obstacle = variant.obstacle(device)
+        if obstacle or not suitable:
+            return {case.id: {"status": obstacle, "detail": variant.package or ""} for case in suitable}
+        began = time.perf_counter()
+        whole = [*command, "--child", variant.id]
+        emitted, failure = _run_fresh(whole, timeout, lambda: told.case_done(variant.id))
+        told.process_done(variant.id, len(suitable) - len(emitted), time.perf_counter() - began, failure)
+        missing = {"status": "error", "detail": failure[:300] or "no result"}
+        return {case.id: missing for case in suitable} | {outcome["case"]: outcome for outcome in emitted}
+
+    by_round: list[dict[str, dict[str, Outcome]]] = []
+    for turn in range(rounds):
+        order = variants if turn % 2 == 0 else variants[::-1]  # what drifts on the machine then touches all alike
+        if at_once == 1:
+            found = [outcomes_of(variant) for variant in order]
+        else:
+            with ThreadPoolExecutor(at_once) as executor:
+                found = list(executor.map(outcomes_of, order))
+        by_round.append({variant.id: outcomes for variant, outcomes in zip(order, found, strict=True)})
+    rows = []
+    for variant in variants:
+        for case in filter(variant.suits, cases):
+            outcomes = [by_variant[variant.id][case.id] for by_variant in by_round]
+            first = next((outcome for outcome in outcomes if outcome["status"] != "ok"), outcomes[0])
+            row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
+            row.nbytes, row.leaves, row.unit = case.nbytes, getattr(case, "leaves", None), unit
+            if row.status == "ok":
+                total, main = ([s for outcome in outcomes for s in outcome.get(part, [])] for part in ("total", "main"))
+                row.fill(total, main)
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def busy_cpus(processes: int) -> Iterator[None]:
+    """Meanwhile so many other processes compute, each as much as one cpu can, like the workers of a DataLoader."""
+    command = [sys.executable, "-c", "import numpy as np\nones = np.ones(1 << 20)\nwhile True: ones * 1.5"]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        running += (subprocess.Popen(command) for _ in range(processes))
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def start_device(device: torch.device) -> None:
+    """In the child: create the CUDA context, outside every timer."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)
+
+
+def work(cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: Callable[[], None]) -> None:
+    """In the child: measure each case, and emit its outcome at once, so that it survives a later crash."""
+    for case in cases:
+        try:
+            outcome = measure(case)
+        except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
+            outcome = {"status": "error", "detail": f"{type(error).__name__}: {error}"[:300]}
+        sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
+        sys.stdout.flush()
+        between()
+
+
+def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], None]) -> tuple[list[Outcome], str]:
+    """Run a command and return the outcomes that it emitted, and what went wrong or an empty string."""
+    outcomes: list[Outcome] = []
+    timed_out = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads while stdout is read could fill up
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+
+        def stop() -> None:
+            timed_out.set()
+            process.kill()
+
+        timer = threading.Timer(timeout, stop)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    outcomes.append(json.loads(line[len(MARK) :]))
+                    on_outcome()
+            process.wait()
+        except BaseException:  # Ctrl-C: nothing may go on computing
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+        if timed_out.is_set():
+            return outcomes, f"took more than {timeout:g} s"
+        if process.returncode == 0:
+            return outcomes, ""
+        errors.seek(0)
+        said = [line.strip() for line in errors if line.strip()] or ["no message"]
+        return outcomes, f"exit status {process.returncode}: {said[-1]}"

@@ -1,0 +1,123 @@
+"""Draw how the time to stage a batch grows with its leaves and with its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pinstage._bench.batches import SERIES
+from pinstage._bench.errors import BenchError
+from pinstage._bench.record import Row, rows_of
+
+LABELS = {
+    "to": ".to() each",
+    "pin_to": "pin + .to() each",
+    "tensordict_consolidate": "tensordict consolidate",
+    "tensordict_consolidate_threads": "tensordict consolidate, threads",
+    "tensordict_consolidate_prebuilt": "tensordict consolidate, built before",
+    "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
+    "spdl_transfer": "SPDL transfer_tensor",
+    "multi_tensor_copier": "multi_tensor_copier (C++)",
+    "multi_tensor_copier_openmp": "multi_tensor_copier (C++, OpenMP)",
+    "pinstage": "pinstage",
+    "pinstage_ring": "pinstage, ring",
+}
+OURS = ("#c1121f", "#e85d04")
+RIVALS = ("#1d3557", "#457b9d", "#2a9d8f", "#6c757d", "#8d99ae", "#a3b18a", "#7f5539", "#5e548e", "#be95c4")
+MARKERS = "osv^D<>PhX*p"
+
+
+def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
+    """Draw a panel for each series that was measured, and write the picture.
+
+    Args:
+        results: Result files that were read; a series may be in one of them, or its variants in several.
+        out: The file; its suffix says which kind of picture.
+
+    Raises:
+        BenchError: No series was measured.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+
+    series = {name: rows for name in SERIES if (rows := _rows_of_series(results, name))}
+    if not series:
+        raise BenchError("no series was measured, so there is nothing to draw; --series all measures both")
+    style = _styles([row for rows in series.values() for row in rows])
+    figure = Figure(figsize=(6.4 * len(series), 5.4), layout="constrained")
+    axes = figure.subplots(1, len(series), squeeze=False)[0]
+    for axis, (name, rows) in zip(axes, series.items(), strict=True):
+        _panel(axis, rows, style, by_leaves=name == "leaves")
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle("\n".join(dict.fromkeys(map(described, results))), fontsize=9, color="#555555")
+    figure.savefig(out, dpi=140)
+
+
+def described(result: dict[str, Any]) -> str:
+    """Say what was measured on."""
+    machine, versions = result["machine"], result["versions"]
+    commit, _, changed = result["commit"].partition("-")
+    return (
+        f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
+        f"commit {commit[:7]}{changed and ' and changes'}, {result['date'][:10]}"
+    )
+
+
+def in_words(nbytes: int) -> str:
+    """Return a power of two with its unit."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while nbytes >= 1024 and len(units) > 1:
+        nbytes, units = nbytes // 1024, units[1:]
+    return f"{nbytes} {units[0]}"
+
+
+def _rows_of_series(results: Sequence[dict[str, Any]], name: str) -> list[Row]:
+    found = []
+    for result in results:
+        cases = result["settings"].get("series", {}).get(name, ())
+        found += [row for row in rows_of(result) if row.case in cases and row.status == "ok"]
+    return found
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return how each variant is drawn, alike in all panels."""
+    rivals, ours = iter(RIVALS), iter(OURS)
+    styles: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.variant not in styles:
+            marker = MARKERS[len(styles) % len(MARKERS)]
+            weight, order, colours = (2.4, 3, ours) if row.ours else (1.2, 2, rivals)
+            styles[row.variant] = {"marker": marker, "lw": weight, "zorder": order, "color": next(colours, "#000000")}
+    return styles
+
+
+def _panel(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, Any]], *, by_leaves: bool) -> None:
+    """Draw the median of each variant, and between which times eight of ten calls of ours were."""
+    field = "leaves" if by_leaves else "nbytes"
+    for variant, style in styles.items():
+        line = sorted((row for row in rows if row.variant == variant), key=lambda row: getattr(row, field))
+        if not line:
+            continue
+        x = [getattr(row, field) for row in line]
+        axis.plot(x, [row.median for row in line], ms=4, label=LABELS.get(variant, variant), **style)
+        if line[0].ours:
+            axis.fill_between(
+                x, [row.p10 for row in line], [row.p90 for row in line], color=style["color"], alpha=0.2, lw=0
+            )
+    axis.set_xscale("log", base=10 if by_leaves else 2)
+    axis.set_yscale("log")
+    axis.set_ylabel("ms until every leaf is ready on the device, median")
+    leaves = rows[0].leaves or 1
+    if by_leaves:
+        axis.set_xlabel(f"leaves of {rows[0].nbytes // leaves} bytes in a batch")
+    else:
+        axis.set_xlabel(f"bytes of a batch of {leaves} leaves")
+        ticks = sorted({row.nbytes for row in rows})[::2]
+        axis.set_xticks(ticks, [in_words(tick) for tick in ticks])
+        axis.minorticks_off()
+    axis.grid(visible=True, which="major", color="#dddddd", lw=0.6)
+    axis.spines[["top", "right"]].set_visible(False)

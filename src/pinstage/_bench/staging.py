@@ -1,0 +1,133 @@
+"""What a child process does: stage the shapes with one variant, check the bits, time the calls.
+
+One fresh process for each variant, which runs all shapes: a process for each pair would cost as many starts of torch
+and CUDA, more than the measurement itself. Between shapes the variant is closed and set up again and torch's caches are
+emptied, so that no shape sees another's slabs.
+
+A sample is the time from the call until every leaf is ready on the device: the call, then a device synchronise. The
+time until the call returned is kept beside it. Before the timer starts, a few batches are staged back to back and
+compared bit for bit. A staged batch is dropped before the next call, outside the timer.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pinstage._bench import batches
+from pinstage._bench.harness import Outcome, Variant
+from pinstage._bench.rivals import Stage
+
+FEWEST_REPEATS = 7
+FEWEST_WARM_UPS = 3
+WARM_UP_SECONDS = 0.3
+SLOW_SECONDS = 4.0
+"""A call of seconds (100,000 leaves, 4 GiB) is not repeated as often: after so long, these are enough."""
+FEWEST_SLOW_REPEATS, FEWEST_SLOW_WARM_UPS = 3, 1
+CHECKED_IN_A_ROW = 3
+
+
+def measure(variant: Variant, device: torch.device, repeats: int, seconds: float, shape: batches.BatchShape) -> Outcome:
+    """Return one variant's status on one shape, and its samples in seconds.
+
+    Args:
+        variant: How to stage.
+        device: Where to.
+        repeats: Timed calls at most.
+        seconds: After so long no further call is timed, once `FEWEST_REPEATS` are.
+        shape: What to stage.
+    """
+    instances = batches.build_instances(shape)
+    gc.collect()
+    gc.freeze()  # a collection during a call shall not walk the benchmark's own batches
+    try:
+        with set_up(variant, device, shape) as (stage, place):
+            placed = [place(batch) for batch in instances]
+            sources = [variant.prepare(batch) if variant.prepare else batch for batch in placed]
+            wrong = check(stage, instances, sources, device)
+            if wrong:
+                return {"status": "incorrect", "detail": wrong}
+            total, main_thread = timed(stage, sources, synchronizer(device), repeats, seconds)
+            del placed, sources  # views of leases keep their slabs from going back
+    finally:
+        gc.unfreeze()
+    return {"status": "ok", "detail": "", "total": total, "main": main_thread}
+
+
+@contextmanager
+def set_up(variant: Variant, device: torch.device, shape: batches.BatchShape) -> Iterator[tuple[Stage, Stage]]:
+    """Give what stages a batch, and what puts it before where the shape says that it lies."""
+    if shape.in_place and variant.in_place:
+        with variant.in_place(device) as both:
+            yield both
+        return
+    with variant.setup(device) as stage:
+        if shape.in_place and device.type == "cuda":
+            yield stage, lambda batch: batches.map_leaves(batch, torch.Tensor.pin_memory)
+        else:
+            yield stage, lambda batch: batch
+
+
+def check(stage: Stage, instances: Sequence[Any], sources: Sequence[Any], device: torch.device) -> str:
+    """Stage some batches back to back, with no wait in between, and return how they differ from their sources."""
+    staged = [stage(source) for source in sources[:CHECKED_IN_A_ROW]]
+    for instance, result in zip(instances, staged, strict=False):
+        wrong = list(islice(batches.differences(instance, result, device), 3))
+        if wrong:
+            return "; ".join(wrong)
+    return ""
+
+
+def timed(
+    stage: Stage, sources: Sequence[Any], synchronize: Callable[[], None], repeats: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Warm up, then return samples of the whole time and of the time until the call returned."""
+    began = time.perf_counter()
+    for i, source in enumerate(sources):
+        if enough(i, time.perf_counter() - began, FEWEST_WARM_UPS, WARM_UP_SECONDS, FEWEST_SLOW_WARM_UPS):
+            break
+        stage(source)
+        synchronize()
+    total: list[float] = []
+    main_thread: list[float] = []
+    began = time.perf_counter()
+    for i in range(repeats):
+        if enough(i, time.perf_counter() - began, FEWEST_REPEATS, seconds, FEWEST_SLOW_REPEATS):
+            break
+        source = sources[i % len(sources)]
+        start = time.perf_counter()
+        staged = stage(source)
+        returned = time.perf_counter()
+        synchronize()
+        done = time.perf_counter()
+        total.append(done - start)
+        main_thread.append(returned - start)
+        del staged
+    return total, main_thread
+
+
+def enough(done: int, elapsed: float, fewest: int, seconds: float, fewest_slow: int) -> bool:
+    """Return whether `done` calls are enough after so many seconds."""
+    return (done >= fewest and elapsed > seconds) or (done >= fewest_slow and elapsed > SLOW_SECONDS)
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """Return what waits for the device."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def empty_caches(device: torch.device) -> None:
+    """Give torch's cached device and page-locked memory back, so that each shape starts alike."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        getattr(torch._C, "_host_emptyCache", lambda: None)()

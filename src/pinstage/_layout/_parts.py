@@ -1,0 +1,28 @@
+"""A tree taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+
+class Parts(NamedTuple):
+    """A tree taken apart."""
+
+    treespec: optree.PyTreeSpec
+    tensors: list[torch.Tensor]
+    """Tensors (and arrays, as tensors, where these count), each once."""
+    rest: list[Any]
+    """Leaves that are neither."""
+    order: tuple[int, ...] | None
+    """Where each leaf stands in ``[*tensors, *rest]``; None if every leaf is a tensor met once."""
+
+    def together(self, tensors: Sequence[Any]) -> Any:
+        """Put the tree together again, with others in place of its tensors."""
+        if self.order is None:
+            return optree.tree_unflatten(self.treespec, tensors)
+        values = [*tensors, *self.rest]
+        return optree.tree_unflatten(self.treespec, map(values.__getitem__, self.order))

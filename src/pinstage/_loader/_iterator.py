@@ -1,0 +1,269 @@
+"""One pass over the data: what workers packed, sent to the device, a few batches ahead."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from .._errors import BudgetExceededError
+from .._layout import Layout, Moves, plan
+from .._staging import RunAhead, Stager, Target, Transfer, send_packed
+from .._steps import step
+from . import _torch
+from ._arrivals import Arrival
+from ._keeper import SlotKeeper
+from ._stats import Counters
+
+_KILL_SECONDS = 5.0
+"""How long a killed worker may take to end."""
+
+
+class LoaderIterator:
+    """Yields batches on the device. Other attributes are those of torch's iterator behind it.
+
+    Args:
+        batches: torch's iterator.
+        target: where to.
+        depth: batches sent ahead.
+        counters: of the loader.
+    """
+
+    def __init__(self, batches: Any, target: Target, depth: int, counters: Counters) -> None:
+        self._batches = batches
+        self._target = target
+        self._depth = depth
+        self._counters = counters
+        self._ahead: deque[tuple[Transfer, Any]] = deque()
+        self._run_ahead = RunAhead(target)
+        self._failure: Exception | None = None
+        self._state: Any = None
+        self._since: float | None = None
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        """Return the next batch, safe to use on the current stream.
+
+        Blocks until the workers have it; those that have arrived behind it are sent ahead. Waits for the device only
+        where that has the work of more than three batches before it.
+        """
+        began = time.perf_counter()
+        try:
+            self._run_ahead.bound()
+            if not self._ahead and self._failure is None:
+                self._ahead.append(self._send_next())
+            while len(self._ahead) <= self._depth and self._failure is None and self._is_next_here():
+                try:
+                    self._ahead.append(self._send_next())
+                except Exception as error:  # noqa: BLE001 - raised when its turn comes
+                    self._failure = error
+            if not self._ahead:
+                assert self._failure is not None
+                failure, self._failure = self._failure, None
+                try:
+                    raise failure
+                finally:
+                    del failure  # or this frame and the error's traceback would keep one another, and this iterator
+            transfer, self._state = self._ahead.popleft()
+            return transfer.get()
+        except StopIteration:
+            self._state = None
+            self._end()
+            raise
+        finally:
+            now = time.perf_counter()
+            self._counters.seconds += now - (began if self._since is None else self._since)
+            self._since = now
+
+    def state_dict(self) -> Any:
+        """Return torchdata's state after the batch that was yielded last, whatever was sent ahead."""
+        return self._batches.state_dict() if self._state is None else self._state
+
+    def _is_next_here(self) -> bool:
+        """Whether a batch can be sent ahead without waiting for it."""
+        return False
+
+    def _send_next(self) -> tuple[Transfer, Any]:
+        """Return the next batch on its way, and the state of torch's iterator behind it."""
+        transfer = self._send(self._fetch())
+        return transfer, self._batches.state_dict() if hasattr(self._batches, "state_dict") else None
+
+    def _send(self, batch: Any) -> Transfer:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Torch's iterator is exhausted."""
+
+    def _fetch(self) -> Any:
+        began = time.perf_counter()
+        try:
+            with step("loader.wait"):
+                return next(self._batches)
+        finally:
+            self._counters.wait_seconds += time.perf_counter() - began
+
+    def _count(self, transfer: Transfer, nbytes: int, *, fallback: bool) -> None:
+        counters = self._counters
+        counters.batches += 1
+        counters.copies += transfer.copies
+        counters.bytes += nbytes
+        counters.fallback_batches += fallback
+        counters.passthrough_leaves += transfer.passthrough
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # not made yet: no recursion
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+class InlineIterator(LoaderIterator):
+    """Without workers: loads, packs and sends in the calling thread.
+
+    Nothing is loaded ahead: the dataset and the loop share the random generators, and torch's loader would not.
+
+    Args:
+        batches: torch's iterator.
+        stager: packs and sends.
+        target: where to, for batches that do not fit into the stager's pool.
+        counters: of the loader.
+        owner: keeps the stager open.
+    """
+
+    def __init__(self, batches: Any, stager: Stager, target: Target, counters: Counters, owner: object) -> None:
+        super().__init__(batches, target, 0, counters)
+        self._owner = owner
+        self._stager = stager
+
+    def _send(self, batch: Any) -> Transfer:
+        try:
+            transfer, fallback = self._stager.stage(batch), False
+        except BudgetExceededError:
+            planned = plan(batch)
+            host = torch.empty(planned.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
+            Moves(planned.table, planned.tensors, host).everything()
+            transfer, fallback = send_packed(self._target, Layout.of_plan(planned), host, planned.passthrough()), True
+        self._count(transfer, transfer.layout.nbytes, fallback=fallback)
+        return transfer
+
+
+class WorkersIterator(LoaderIterator):
+    """With workers: sends what they packed.
+
+    Args:
+        batches: torch's iterator, whose workers run a `SlabCollate`.
+        keeper: of their slots; started.
+        target: where to.
+        depth: batches sent ahead.
+        counters: of the loader.
+    """
+
+    def __init__(self, batches: Any, keeper: SlotKeeper, target: Target, depth: int, counters: Counters) -> None:
+        super().__init__(batches, target, depth, counters)
+        _torch.let_peek(batches)
+        keeper.keep(_torch.what_ends_workers(batches))
+        self._keeper = keeper
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers were ended and the slabs given back."""
+        return self._closed
+
+    def close_if_a_worker_is_lost(self) -> None:
+        """Give everything back if a worker was killed: torch cannot go on without it."""
+        if any(worker.exitcode for worker in _torch.workers_of(self._batches)):
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            shut_down(self._batches, self._keeper)
+
+    def __del__(self) -> None:
+        # No weakref.finalize: that would keep torch's iterator, and so a collate function whose object has the loader.
+        # At exit the workers are ended anyway, and the memory goes.
+        if "_closed" in vars(self) and not sys.is_finalizing():
+            self._close()
+
+    def _is_next_here(self) -> bool:
+        return not self.closed and _torch.next_is_here(self._batches)
+
+    def _fetch(self) -> Any:
+        if self.closed:
+            raise StopIteration
+        self._keeper.sweep()
+        try:
+            return super()._fetch()
+        except StopIteration:
+            raise
+        except Exception as error:
+            text = self._keeper.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
+            self.close_if_a_worker_is_lost()
+            if text:
+                raise RuntimeError(f"{error}; {text}") from error
+            raise
+
+    def _send(self, batch: Any) -> Transfer:
+        arrival, keeper = batch, self._keeper
+        assert isinstance(arrival, Arrival)
+        self._counters.slot_wait_seconds += arrival.waited
+        slot, arrival.slot = arrival.slot, None
+        if slot is not None:
+            event = None
+            try:
+                transfer = send_packed(self._target, arrival.layout, keeper.tensor(slot), arrival.others)
+                event = transfer.copy_event
+            except BaseException:
+                event = self._target.record_copies()
+                raise
+            finally:
+                keeper.sent(slot, event)
+        else:
+            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
+            transfer = send_packed(self._target, arrival.layout, host, arrival.others)
+        self._count(transfer, arrival.layout.nbytes, fallback=arrival.raw is not None)
+        return transfer
+
+    def _end(self) -> None:
+        if not _torch.are_persistent(self._batches):
+            self._close()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin again with the same workers (``persistent_workers``); torch's loader calls it."""
+        self._ahead.clear()
+        self._run_ahead.forget()
+        self._failure = self._state = self._since = None
+        try:
+            _torch.begin_again(self._batches, loader, first_iter)
+        except BaseException:
+            self._close()  # an interrupt, say: the workers' answers would come in the middle of a later pass
+            raise
+
+
+def shut_down(batches: Any, keeper: SlotKeeper) -> None:
+    """End the workers, then give all slots back. Runs once, however the iterator ends."""
+    if os.getpid() != keeper.pid:  # a forked child's copy
+        return
+    try:  # an interrupt may come anywhere
+        try:
+            keeper.close()
+        finally:
+            _torch.end_workers(batches)
+    finally:
+        keeper.finish(leak=not all(_ended(worker) for worker in _torch.workers_of(batches)))
+
+
+def _ended(worker: Any) -> bool:
+    if worker.is_alive():  # torch has asked it, and sent it SIGTERM
+        worker.kill()
+        worker.join(_KILL_SECONDS)
+    return not worker.is_alive()

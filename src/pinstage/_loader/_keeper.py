@@ -1,0 +1,312 @@
+"""The main process's side: which slots there are, whose they are, and when each is free again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from .._errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
+from .._layout import Layout
+from .._memory import format_bytes
+from .._pool import Event, Lease, SlabPool, size_class
+from .._staging import Target
+from ._arrivals import KEEPERS
+
+_POLL_SECONDS = 1e-3
+"""How often copies are looked at while a worker waits for a slot. Nobody looks while none waits."""
+
+_tokens = itertools.count()
+
+
+class Slot:
+    """A slab that one worker may write."""
+
+    __slots__ = ("lease", "number", "tensor", "worker")
+
+    def __init__(self, number: int, worker: int, lease: Lease) -> None:
+        self.number = number
+        self.worker = worker
+        self.lease = lease
+        self.tensor: torch.Tensor | None = lease.tensor()
+
+
+class SlotKeeper:
+    """Leases slots to the workers of one iterator, and takes them back.
+
+    A thread answers the workers' requests, since the main one may be waiting for just the worker that asks. It is the
+    only one that leases and releases. It starts after the workers, so that they are forked from a process without it,
+    except where a loader needs answers before its iterator is there.
+
+    Args:
+        pool: over shared memory.
+        channels: this side's ends, one for each worker; the keeper closes them.
+        target: where slots are copied to.
+        owner: keeps the pool open.
+    """
+
+    def __init__(self, pool: SlabPool, channels: Sequence[Connection], target: Target, owner: object) -> None:
+        self.token = next(_tokens)
+        self.pid = os.getpid()
+        self.structures: dict[tuple[int, int | None], Layout] = {}
+        """What structure numbers mean, for each worker."""
+        self._owner = owner
+        self._target = target
+        self._pool = pool
+        self._channels = dict(enumerate(channels))
+        self._open = {channel: worker for worker, channel in self._channels.items()}
+        self._numbers = itertools.count()
+        self._slots: dict[int, Slot] = {}
+        self._copying: deque[tuple[int, Event | None]] = deque()
+        self._dropped: deque[int] = deque()  # written by finalisers, without the lock
+        self._starved: dict[int, int] = {}  # worker to bytes
+        self._lock = threading.RLock()  # a finaliser may run inside
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._closing = self._told = self._finished = self._ended = False
+        self._leak = self._has_warned = False
+        self._thread: threading.Thread | None = None
+        self._kept: Sequence[Any] = ()
+        KEEPERS[self.token] = self
+
+    # -- for the iterator
+
+    def start(self) -> None:
+        """Start to answer workers; a second call does nothing."""
+        if self._thread is not None:
+            return
+        # A daemon, as the workers are: it must not keep the program from ending.
+        self._thread = threading.Thread(target=self._serve, name="pinstage-loader", daemon=True)
+        self._thread.start()
+
+    def keep(self, objects: Sequence[Any]) -> None:
+        """Keep objects alive while workers are answered.
+
+        The queues to them, that is. When the iterator is collected with a cycle of garbage, such as that of an error
+        that was kept, they would be closed before it could tell the workers to end, and each would take 5 seconds.
+        """
+        self._kept = objects
+
+    def tensor(self, slot: int) -> torch.Tensor:
+        """Return the bytes of a slot that arrived."""
+        tensor = self._slots[slot].tensor
+        assert tensor is not None
+        return tensor
+
+    def sent(self, slot: int, event: Event | None) -> None:
+        """Give a slot back to its worker when the copy from it is done."""
+        with self._lock:
+            self._copying.append((slot, event))
+            self._sweep()
+            watch = bool(self._starved and self._copying)
+        if watch:
+            self._wake()
+
+    def sweep(self) -> None:
+        """Give those slots back whose copies are done."""
+        if self._copying or self._dropped:
+            with self._lock:
+                self._sweep()
+
+    def dropped(self, slot: int) -> None:
+        """Take note that a batch was dropped unused. Finalisers call it: nobody holds its lock for long.
+
+        Does nothing in a forked child and at the end of the program, where a thread that is gone may hold it for ever.
+        """
+        if os.getpid() != self.pid or sys.is_finalizing():
+            return
+        self._dropped.append(slot)
+        self._wake()
+
+    def waiting(self) -> str:
+        """Say which workers wait for slabs, and who holds these; empty if none waits."""
+        with self._lock:
+            copying = {number for number, _ in self._copying}
+            workers = []
+            for worker, nbytes in self._starved.items():
+                own = [number for number, slot in self._slots.items() if slot.worker == worker]
+                busy = len(copying.intersection(own))
+                workers.append(
+                    f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, {busy} are being "
+                    f"copied to the device and {len(own) - busy} hold batches that the loop has not taken"
+                )
+        if not workers:
+            return ""
+        stats = self._pool.stats()
+        held, cap = format_bytes(stats.leased_bytes), format_bytes(stats.max_bytes)
+        return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
+
+    def close(self) -> None:
+        """Tell workers that wait for slots to stop. Nothing is released yet: they may still write."""
+        self._closing = True
+        self._wake()
+
+    def finish(self, *, leak: bool) -> None:
+        """Release everything, now that no worker is left.
+
+        Args:
+            leak: a worker could not be ended: what it may write must not be handed out again.
+        """
+        self._leak = leak
+        self._finished = True
+        thread = self._thread
+        if thread is None:
+            self._end()
+        else:
+            self._wake()
+            if thread is not threading.current_thread():
+                thread.join(5.0)  # for ever only if a finaliser runs inside the pool, in this very thread
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            with self._target.selected():  # events are asked about here
+                self._answer_workers()
+        except BaseException:
+            self._leak = True  # workers may still write
+            raise
+        finally:
+            self._end()
+
+    def _answer_workers(self) -> None:
+        while not self._finished:
+            timeout = _POLL_SECONDS if self._starved and self._copying else None
+            for source in wait([*self._open, self._wake_read], timeout):
+                if isinstance(source, Connection):
+                    self._receive(source)
+                else:
+                    os.read(self._wake_read, 4096)
+            if self._closing and not self._told:
+                self._told = True
+                for channel in list(self._open):
+                    self._send(channel, "closed")
+            self.sweep()
+
+    def _receive(self, channel: Connection) -> None:
+        worker = self._open[channel]
+        try:
+            kind, *details = channel.recv()
+        except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
+            del self._open[channel]
+            with self._lock:
+                self._starved.pop(worker, None)
+            return
+        if kind == "ask":
+            self._answer(channel, worker, *details)
+        elif kind == "starved":
+            with self._lock:
+                self._sweep()
+                if any(slot.worker == worker for slot in self._slots.values()):
+                    self._starved[worker] = details[0]
+        else:
+            self._drop(details)
+
+    def _answer(self, channel: Connection, worker: int, nbytes: int, wanted: int, dropped: list[int]) -> None:
+        self._drop(dropped)
+        for size in dict.fromkeys((wanted, nbytes)):
+            lease = None if self._closing else self._lease(worker, size)
+            if lease is not None:
+                slot = Slot(next(self._numbers), worker, lease)
+                with self._lock:
+                    self._slots[slot.number] = slot
+                path = f"/proc/{self.pid}/fd/{lease.fd}"
+                self._send(channel, "granted", slot.number, path, lease.nbytes)
+                return
+        self._send(channel, "refused")
+
+    def _lease(self, worker: int, nbytes: int) -> Lease | None:
+        """Lease a slab for a worker, but none that a worker without any will need."""
+        rounded = size_class(nbytes, self._pool.memory.granularity)
+        size = rounded if rounded <= self._pool.max_bytes else nbytes
+        with self._lock:
+            supplied = {slot.worker for slot in self._slots.values()}
+        if worker in supplied:
+            stats = self._pool.stats()
+            room = stats.max_bytes - stats.leased_bytes - stats.in_flight_bytes - size
+            if room < size * len(set(self._open.values()) - supplied):
+                return None
+        try:
+            return self._pool.acquire(size, timeout=0)
+        except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
+            return None  # the worker makes do without
+        except Exception as error:  # noqa: BLE001 - of the system: as above, but nobody would know why it is slow
+            self._warn(size, error)
+            return None
+
+    def _warn(self, nbytes: int, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
+                warnings.warn(
+                    f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {error!r}; see "
+                    "`pinstage doctor`",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            with self._lock:
+                slot = self._slots.pop(number)
+            slot.tensor = None
+            slot.lease.release()
+
+    def _sweep(self) -> None:
+        """Under the lock."""
+        while self._dropped:
+            self._free(self._dropped.popleft())
+        while self._copying and ((event := self._copying[0][1]) is None or event.query()):
+            self._free(self._copying.popleft()[0])
+
+    def _free(self, number: int) -> None:
+        slot = self._slots.get(number)
+        if slot is not None:
+            self._starved.pop(slot.worker, None)
+            self._send(self._channels[slot.worker], "free", number)
+
+    def _send(self, channel: Connection, *message: Any) -> None:
+        # A few bytes, and never more of them unread than a worker has slots: the socket takes them without waiting.
+        with self._lock, contextlib.suppress(OSError):
+            if not self._ended:
+                channel.send(message)
+
+    def _wake(self) -> None:
+        # Not ended: else the number may be another file's by now. Full: then it wakes anyway.
+        with self._lock, contextlib.suppress(OSError):
+            if not self._ended:
+                os.write(self._wake_write, b"w")
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            self._kept = ()
+            events = dict(self._copying)
+            slots, self._slots = self._slots, {}
+            self._copying.clear()
+            self._starved.clear()
+            for channel in self._channels.values():
+                channel.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+        if self._leak:
+            LEAKED.append((self._owner, slots))
+            return
+        for slot in slots.values():
+            slot.tensor = None
+            slot.lease.release(after=events.get(slot.number))
+
+
+LEAKED: list[Any] = []
+"""Slots that a worker may still write which could not be ended. They stay leased until the process ends."""

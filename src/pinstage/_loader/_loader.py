@@ -1,0 +1,223 @@
+"""`DataLoader` itself: torch's, with another collate function in the workers and another iterator in front."""
+
+from __future__ import annotations
+
+import multiprocessing
+from functools import cache, cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.data
+
+from .._memory import cap_bytes
+from .._staging import Target, target_for
+from ._collate import SlabCollate
+from ._iterator import InlineIterator, WorkersIterator, shut_down
+from ._keeper import SlotKeeper
+from ._slabs import Slabs
+from ._stats import Counters, LoaderStats
+from ._worker import Terms
+
+L = TypeVar("L")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class IntoSlabs:
+    """What is put before torch's class, or one made of it, so that workers write into slabs."""
+
+    _before: type[Any] = torch.utils.data.DataLoader
+    device: torch.device
+    depth: int
+    max_bytes: int | str
+
+    def stats(self) -> LoaderStats:
+        """Return what was done so far. Does not block."""
+        pool = self._slabs.pool
+        return self._counters.snapshot(self.num_workers, None if pool is None else pool.stats())  # type: ignore[attr-defined]
+
+    def _send_to(self, device: torch.device | str | int | None, max_bytes: int | str, depth: int) -> None:
+        if not isinstance(depth, int):
+            raise TypeError(f"depth must be an int: {depth!r}; 0 sends nothing ahead")
+        if depth < 0:
+            raise ValueError(f"depth must not be negative: {depth}; 0 sends nothing ahead")
+        if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
+            raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._target = target_for(torch.device(device))
+        self.device = self._target.device
+        self.max_bytes = max_bytes
+        self.depth = depth
+        self._slabs = Slabs(self._target, max_bytes)
+        self._counters = Counters()
+
+    # A copy makes these when it is used: one in a spawned worker, whose dataset has the loader, must not touch CUDA.
+
+    @cached_property
+    def _target(self) -> Target:
+        return target_for(self.device)
+
+    @cached_property
+    def _slabs(self) -> Slabs:
+        return Slabs(self._target, self.max_bytes)
+
+    @cached_property
+    def _counters(self) -> Counters:
+        return Counters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has slabs and counters of its own, and no workers yet.
+        own = ("_target", "_slabs", "_counters")
+        return {name: value for name, value in vars(self).items() if name not in own} | {"_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __iter__(self) -> Any:
+        kept: Any = vars(self).get("_iterator")
+        if isinstance(kept, WorkersIterator):
+            kept.close_if_a_worker_is_lost()
+            if kept.closed:
+                vars(self)["_iterator"] = None  # new workers
+        return self._before.__iter__(self)
+
+    def _get_iterator(self) -> Any:
+        with self._slabs.starting:
+            return self._new_iterator()
+
+    def _new_iterator(self) -> Any:
+        loader: Any = self
+        if loader.num_workers == 0:
+            batches = self._iterator_of_torch(loader.collate_fn)
+            return InlineIterator(batches, self._slabs.stager(), self._target, self._counters, self._slabs)
+        pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
+        keeper = SlotKeeper(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs)
+        try:
+            terms = Terms(keeper.pid, (loader.prefetch_factor or 0) + 1)
+            collate = SlabCollate(loader.collate_fn, keeper.token, [there for _, there in pairs], terms)
+            if hasattr(
+                self, "load_state_dict"
+            ):  # it may read batches, to go on where it was, before its iterator is there
+                keeper.start()
+            batches = self._iterator_of_torch(collate)
+        except BaseException:
+            keeper.finish(leak=False)
+            raise
+        finally:
+            for _, there in pairs:
+                there.close()
+        try:
+            keeper.start()
+            return WorkersIterator(batches, keeper, self._target, self.depth, self._counters)
+        except BaseException:
+            shut_down(batches, keeper)
+            raise
+
+    def _iterator_of_torch(self, collate: Any) -> Any:
+        """Return the iterator that there would be without us, but for the collate function."""
+        loader: Any = self
+        kept = loader.collate_fn, loader.pin_memory
+        loader.collate_fn, loader.pin_memory = collate, False
+        try:
+            return self._before._get_iterator(self)
+        finally:
+            loader.collate_fn, loader.pin_memory = kept
+
+
+class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
+    """torch's `DataLoader`, whose batches arrive on a device.
+
+    Takes all its arguments, and yields what it would yield, on the device: same order, seeds, types and structure. With
+    workers, these write batches into slabs that the main process has page-locked (default collation stacks the samples
+    there), and each batch is sent by one asynchronous copy. `pin_memory` is accepted and has no effect. Batches are as
+    `Stager` makes them: tensors and numeric numpy arrays are tensors on the device, everything else is as it was.
+
+    Args:
+        dataset: as torch's.
+        *args: as torch's.
+        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available.
+        max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
+            reached; a batch for which there can be no slab travels through the worker queue, more slowly.
+        depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. The sampler is
+            read as much earlier. Without workers there are none ahead.
+        **kwargs: as torch's.
+
+    Raises:
+        TypeError: `depth` is no int.
+        ValueError: `depth` is negative, `max_bytes` no size, or `device` another kind of device.
+        StagingError: a CUDA device without CUDA.
+        LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
+
+    The slabs are kept between passes, and freed when the loader and its iterators are gone. An iterator that is left
+    early gives all back as soon as it is dropped.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[T_co],
+        *args: Any,
+        device: torch.device | str | int | None = None,
+        max_bytes: int | str = "auto",
+        depth: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self._send_to(device, max_bytes, depth)
+
+
+def collate_into_slab(
+    loader: L, *, device: torch.device | str | int | None = None, max_bytes: int | str = "auto", depth: int = 1
+) -> L:
+    """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.
+
+    Changes the loader in place: from now on its workers write into slabs, and its batches arrive on the device. Its
+    type becomes a subclass of what it was, with `DataLoader.stats`. torchdata's ``StatefulDataLoader`` is an example:
+    its ``state_dict()`` is that of the batches that were yielded, whatever was sent ahead.
+
+    Args:
+        loader: of a class made of torch's `DataLoader`, whose iterators are torch's or made of them.
+        device: as for `DataLoader`.
+        max_bytes: as for `DataLoader`.
+        depth: as for `DataLoader`.
+
+    Returns:
+        The same loader.
+
+    Raises:
+        TypeError: the loader is no such object, or one already.
+        ValueError, StagingError: as `DataLoader`.
+    """
+    if not isinstance(loader, torch.utils.data.DataLoader) or hasattr(loader, "_slabs"):
+        raise TypeError(
+            f"cannot change a {type(loader).__name__}: only a loader whose class is made of "
+            "torch.utils.data.DataLoader, once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
+        )
+    if loader._iterator is not None:
+        raise TypeError(f"cannot change this {type(loader).__name__}: it has workers already; do it before iterating")
+    found: Any = loader
+    kept = found.__class__
+    found.__class__ = _into_slabs(kept)
+    try:
+        found._send_to(device, max_bytes, depth)
+    except BaseException:
+        found.__class__ = kept
+        raise
+    return loader
+
+
+@cache
+def _into_slabs(loader_class: type[Any]) -> type[Any]:
+    # Its only base is the class that it was: no other can an object change to.
+    ours = {name: value for name, value in vars(IntoSlabs).items() if name not in ("__dict__", "__weakref__")}
+    ours |= {"_before": loader_class, "__doc__": loader_class.__doc__, "__reduce__": _reduce_changed}
+    return type(loader_class.__name__, (loader_class,), ours)
+
+
+def _reduce_changed(loader: Any) -> tuple[Any, ...]:  # by its name pickle would find the class that it was
+    return _unpickle_changed, (loader._before, loader.__getstate__())
+
+
+def _unpickle_changed(loader_class: Any, state: dict[str, Any]) -> Any:
+    loader = object.__new__(_into_slabs(loader_class))
+    loader.__setstate__(state)
+    return loader

@@ -1,0 +1,57 @@
+"""The slabs of a loader."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from .._memory import SharedMemory
+from .._pool import SlabPool
+from .._staging import Stager, Target
+
+
+class Slabs:
+    """The slabs of a loader and its iterators; freed when the last of these is gone.
+
+    Args:
+        target: where slabs are copied to.
+        max_bytes: their cap.
+    """
+
+    def __init__(self, target: Target, max_bytes: int | str) -> None:
+        self.pool: SlabPool | None = None
+        self.starting = threading.RLock()
+        """Held while an iterator is made: torch reads the loader then, which is changed for that time."""
+        self._target = target
+        self._max_bytes = max_bytes
+        self._stager: Stager | None = None
+        self._lock = threading.Lock()
+
+    def shared(self) -> SlabPool:
+        """Return the pool that workers' slots come from."""
+        with self._lock:
+            if self.pool is None:
+                is_cuda = self._target.device.type == "cuda"
+                memory = SharedMemory(self._target.device) if is_cuda else SharedMemory(register=False)
+                self.pool = SlabPool(memory, max_bytes=self._max_bytes)
+                self._close_with_me(self.pool.close)
+            return self.pool
+
+    def stager(self) -> Stager:
+        """Return what sends batches without workers."""
+        with self._lock:
+            if self._stager is None:
+                self._stager = Stager(self._target.device, max_bytes=self._max_bytes)
+                self.pool = self._stager.pool
+                self._close_with_me(self._stager.close)
+            return self._stager
+
+    def _close_with_me(self, close: Callable[[], None]) -> None:
+        weakref.finalize(self, _close, os.getpid(), close).atexit = False
+
+
+def _close(pid: int, close: Callable[[], None]) -> None:
+    if os.getpid() == pid:  # else it is a forked child's copy
+        close()

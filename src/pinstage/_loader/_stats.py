@@ -1,0 +1,72 @@
+"""What a loader has done so far, and which side holds it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._pool import PoolStats
+
+_NOTICEABLE = 0.1
+"""Share of the time from which waiting is called a bottleneck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderStats:
+    """What a `DataLoader` has done so far, over all its iterators."""
+
+    batches: int
+    """Batches sent to the device."""
+    copies: int
+    """Host-to-device copies issued for them: one a batch with workers."""
+    bytes: int
+    """Bytes that these copied, padding included."""
+    fallback_batches: int
+    """Batches that found no slab under the cap: they travelled through the worker queue, and by pageable memory."""
+    passthrough_leaves: int
+    """Tensors that cannot be packed: they travelled torch's way."""
+    wait_seconds: float
+    """Time that the main process waited for workers; without workers, the time that loading took."""
+    slot_wait_seconds: float
+    """Time that workers waited for a slab, summed over them."""
+    seconds: float
+    """Time since the first batch was asked for, without the time between iterators."""
+    num_workers: int
+    pool: PoolStats | None
+    """The pool's counters; None before the first iterator."""
+
+    @property
+    def bottleneck(self) -> str:
+        """One sentence that says which side held the loop up."""
+        if not self.batches:
+            return "Nothing was loaded yet."
+        waited, total = self.wait_seconds, self.seconds
+        text = f"{waited:.2f} s of {total:.2f} s"
+        if self.num_workers == 0:
+            if waited > _NOTICEABLE * total:
+                return f"Loading is the bottleneck: it took {text} in the main process; use num_workers."
+            return f"The loop is the bottleneck: loading took only {text}."
+        if waited <= _NOTICEABLE * total:
+            return f"The loop is the bottleneck: it waited for workers only {text}."
+        if self.fallback_batches > _NOTICEABLE * self.batches:
+            return (
+                f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
+                "travelled the slow way; raise max_bytes, or use fewer workers."
+            )
+        if self.slot_wait_seconds > _NOTICEABLE * total * self.num_workers:
+            return (
+                f"max_bytes is the bottleneck: the loop waited for workers {text}, and these waited for slabs "
+                f"{self.slot_wait_seconds:.2f} s; raise max_bytes."
+            )
+        return f"The workers are the bottleneck: the loop waited for them {text}; use more, or a faster dataset."
+
+
+class Counters:
+    """The counters behind `LoaderStats`. Written by whoever iterates."""
+
+    def __init__(self) -> None:
+        self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
+        self.wait_seconds = self.slot_wait_seconds = self.seconds = 0.0
+
+    def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
+        """Return the counters as they are now."""
+        return LoaderStats(num_workers=num_workers, pool=pool, **vars(self))

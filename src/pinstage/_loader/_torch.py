@@ -1,0 +1,130 @@
+"""What the loader uses of torch that torch does not promise to keep: all of it is here.
+
+``tests/test_loader_torch.py`` fails, with the name, when torch changes any of it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import collate as torch_collate
+
+from ._arrivals import Arrival
+
+default_collate: Callable[[Any], Any] = torch_collate.default_collate
+"""What a loader has for its `collate_fn` if the user gave none."""
+
+stack_tensors: Callable[..., torch.Tensor] = torch_collate.collate_tensor_fn
+"""How that stacks tensors. In a worker it does so in shared memory of torch's own kind."""
+
+
+def stacking() -> Callable[..., Any] | None:
+    """Return what default collation does with tensors now; None if the user took it out."""
+    return torch_collate.default_collate_fn_map.get(torch.Tensor)
+
+
+def set_stacking(function: Callable[..., Any]) -> None:
+    """Change, in this process, what default collation does with tensors."""
+    torch_collate.default_collate_fn_map[torch.Tensor] = function
+
+
+def collates_as_shipped() -> bool:
+    """Return whether what default collation does with all but tensors is torch's own, or known to ask for no value."""
+    found = {
+        getattr(function, "__module__", None)
+        for kind, function in torch_collate.default_collate_fn_map.items()
+        if kind is not torch.Tensor
+    }
+    return found <= {torch_collate.__name__, "tensordict.tensorclass"}  # which stacks TensorDicts, as torch does
+
+
+def collate_with(samples: Any, stack: Callable[..., Any]) -> Any:
+    """Do what default collation does, but for tensors."""
+    functions = torch_collate.default_collate_fn_map | {torch.Tensor: stack}
+    return torch_collate.collate(samples, collate_fn_map=functions)
+
+
+def workers_of(batches: Any) -> list[Any]:
+    """Return the worker processes of torch's iterator."""
+    return list(batches._workers)
+
+
+def are_persistent(batches: Any) -> bool:
+    """Return whether the workers stay for another pass."""
+    return bool(batches._persistent_workers)
+
+
+def end_workers(batches: Any) -> None:
+    """Ask the workers to end, wait for them up to five seconds each, and send SIGTERM to those that did not."""
+    batches._shutdown_workers()
+
+
+def what_ends_workers(batches: Any) -> list[Any]:
+    """Return what torch's iterator tells its workers through that they shall end."""
+    return [*batches._index_queues, batches._worker_result_queue, batches._workers_done_event]
+
+
+def begin_again(batches: Any, loader: Any, first_iter: bool) -> None:
+    """Begin another pass with the same workers."""
+    batches._reset(loader, first_iter)
+
+
+class PeekedQueue:
+    """The queue of torch's iterator, in which one may look for a batch without waiting for it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._items: deque[Any] = deque()
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the next message; as the source's own method."""
+        if not self._items:
+            return self._source.get(*args, **kwargs)
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def holds_batch(self, number: int | None) -> bool:
+        """Return whether a batch, or any for None, has arrived."""
+        if self._has(number):
+            return True  # and looking into the source costs 10 us
+        try:
+            while True:
+                self._items.append(self._source.get(block=False))
+        except queue.Empty:
+            pass
+        except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: raised when its turn comes
+            self._items.append(error)
+        return self._has(number)
+
+    def _has(self, number: int | None) -> bool:
+        return any(
+            not isinstance(item, Exception) and number in (None, item[0]) and _is_batch(item[1]) for item in self._items
+        )
+
+
+def let_peek(batches: Any) -> None:
+    """Prepare torch's iterator, which has workers, for `next_is_here`."""
+    batches._data_queue = PeekedQueue(batches._data_queue)
+
+
+def next_is_here(batches: Any) -> bool:
+    """Return whether ``next(batches)`` would return without waiting for a worker."""
+    number = batches._rcvd_idx
+    early = batches._task_info.get(number)  # (worker,) or, if it came before its turn, (worker, batch)
+    if early is not None and len(early) == 2:
+        return _is_batch(early[1])
+    return bool(batches._data_queue.holds_batch(number if batches._in_order else None))
+
+
+def _is_batch(payload: Any) -> bool:
+    """Tell a batch, or an error in its place, from the news that a worker has no more."""
+    if isinstance(payload, tuple):  # (batch, worker, state) of torchdata's StatefulDataLoader
+        payload = payload[0]
+    return isinstance(payload, Arrival | ExceptionWrapper)

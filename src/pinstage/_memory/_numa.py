@@ -1,0 +1,133 @@
+"""Which NUMA node host memory should be on, and how pages get there.
+
+A host with several sockets has several nodes, and a GPU hangs on one of them: copies from the other node's memory cross
+the link between the sockets. Pages come to a node in two ways, both used: a policy for the mapping (``mbind``), and
+threads of that node that touch it first, which is all that is left where a container forbids the first. The policy is
+"preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
+
+Read from sysfs under ``root``, which a test replaces by a tree of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Asked = int | Literal["auto"] | None
+
+_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call; glibc has no function for it
+_MASK_BITS = 1024
+
+
+class Placement(NamedTuple):
+    """Where pages shall be."""
+
+    node: int | None
+    """The node; None: wherever the kernel puts them."""
+    cpus: frozenset[int]
+    """Which of the process's cpus belong to it; empty where none does."""
+    reason: str
+    """Why there, or why nowhere in particular."""
+
+
+ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
+
+
+def check(asked: Asked) -> Asked:
+    """Return what was asked for if it can be a node.
+
+    Raises:
+        ValueError: it is neither ``"auto"``, nor None, nor a number from 0 on.
+    """
+    if asked is None or asked == "auto" or (type(asked) is int and asked >= 0):
+        return asked
+    raise ValueError(
+        f"numa_node must be a node's number, 'auto' or None: {asked!r}; see /sys/devices/system/node/online"
+    )
+
+
+def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placement:
+    """Say where pages for a device shall be.
+
+    Args:
+        asked: a node, or ``"auto"`` for the device's.
+        pci_address: of the device, as in ``"0000:1b:00.0"``; only read for ``"auto"``.
+        root: where ``sys`` is.
+
+    Raises:
+        ValueError: there are several nodes, and none of that number.
+    """
+    if asked is None:
+        return ANYWHERE
+    nodes = online_nodes(root)
+    if len(nodes) < 2:
+        return Placement(None, frozenset(), f"numa_node={asked!r}: this host has one NUMA node, nothing to do")
+    if asked == "auto":
+        node = _node_of(pci_address, root)
+        if node is None:
+            return Placement(None, frozenset(), f"numa_node='auto': the system does not tell the node of {pci_address}")
+        reason = f"node {node}, that of {pci_address}"
+    else:
+        node, reason = asked, f"node {asked}, as asked"
+    if node not in nodes:
+        raise ValueError(
+            f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass one of these"
+        )
+    cpus = _cpus_of(node, root) & os.sched_getaffinity(0)
+    return Placement(node, frozenset(cpus), reason if cpus else f"{reason} (this process may use none of its cpus)")
+
+
+def online_nodes(root: Path = Path("/")) -> set[int]:
+    """Return the nodes of this host; empty where the kernel knows of none."""
+    return _numbers(root / "sys/devices/system/node/online")
+
+
+def prefer(address: int, nbytes: int, node: int) -> bool:
+    """Let pages of a mapping that are not touched yet come from a node; say whether the system took it."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    mask = (ctypes.c_ulong * (_MASK_BITS // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask[node // bits] = 1 << node % bits
+    done: int = _syscall()(number, address, nbytes, _MPOL_PREFERRED, mask, _MASK_BITS, 0)
+    return done == 0
+
+
+@functools.cache
+def _syscall() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.argtypes += [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint]
+    return function
+
+
+def _node_of(pci_address: str, root: Path) -> int | None:
+    try:
+        node = int((root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: the firmware does not say
+
+
+def _cpus_of(node: int, root: Path) -> set[int]:
+    return _numbers(root / f"sys/devices/system/node/node{node}/cpulist")
+
+
+def _numbers(path: Path) -> set[int]:
+    """Read a list such as ``0-3,8,10-11``."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return set()
+    numbers: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

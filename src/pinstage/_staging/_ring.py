@@ -1,0 +1,295 @@
+"""A ring of device slabs at fixed addresses, each used again when its batch is done with.
+
+::
+
+              take()             get(stream)             nobody holds it, or release()
+    free  ------------>  taken  ------------>  handed out  ------------->  free, with an event for each
+     ^                                                                     stream that was given the batch
+     |          the copy stream waits for these events, the host never          |
+     +--------------------------------------------------------------------------+
+
+Views of a slab are made once for each layout and handed out again, so who still holds a batch cannot be told by the
+death of a tensor. It is told by counting: every leaf that somebody holds, Python or autograd, counts as a reference of
+the tensor beyond our own, and every tensor made from one (a slice, a ``detach()``, an array) as another user of the
+slab's storage. When nobody holds anything, no more work on the batch can be begun, so an event recorded then on the
+consumer's stream is behind all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+
+from .._errors import RingError
+from .._layout import Layout, Parts, Plan, Table
+from .._memory import format_bytes
+from .._pool import Event
+from .._steps import step
+from ._targets import Target
+from ._transfer import Transfer, memory_of
+
+LAYOUTS_KEPT = 8
+"""Layouts whose views a slab keeps. Batches of fixed shapes have a few: training, validation, the last one."""
+
+Overflow = Literal["error", "fresh"]
+
+_OUR_REFERENCES = next(map(sys.getrefcount, [object()]))
+"""What `sys.getrefcount` says of an object that only a list holds, asked in the same way as below."""
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class _Views:
+    """The tensors of one layout in one slab."""
+
+    def __init__(self, table: Table, slab: torch.Tensor) -> None:
+        others = [None] * len(table.columns.passthrough)
+        # Kept for batches that are staged in other modes than this one.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            leaves = table.views(slab, others)
+        self.packed: list[torch.Tensor] = [leaf for leaf in leaves if leaf is not None]  # the only list that has them
+        bases = [base for leaf in self.packed if (base := leaf._base) is not None and base is not slab]
+        self.storage_users = len(set(map(id, [*self.packed, *bases])))
+
+    def held(self) -> int | None:
+        """Return which leaf somebody else holds, the first one; None if there is none."""
+        if max(map(sys.getrefcount, self.packed), default=0) <= _OUR_REFERENCES:
+            return None
+        counts = enumerate(map(sys.getrefcount, self.packed))
+        return next((index for index, count in counts if count > _OUR_REFERENCES), None)
+
+
+class RingSlab:
+    """One device slab of a ring. Its methods are called with the ring's lock held, but for `ready`."""
+
+    def __init__(self, target: Target, nbytes: int) -> None:
+        self._target = target
+        with target.copying(), torch.inference_mode(mode=False):
+            self._slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+        self._storage = self._slab.untyped_storage()
+        self._storage_references = sys.getrefcount(self._storage)
+        self._views: OrderedDict[Table, _Views] = OrderedDict()
+        self._all_consumers: set[Any] = set()
+        self.number = 0  # of the batch in it
+        self._in_use: Table | None = None
+        self._transfer: weakref.ref[RingTransfer] | None = None
+        self._layout: Layout | None = None
+        self._consumers: set[Any] = set()
+        self._events: list[Event] = []
+
+    def take(self, table: Table, number: int) -> None:
+        """Give the slab to a batch."""
+        self._in_use, self.number = table, number
+        self._transfer = self._layout = None
+
+    def carry(self, transfer: RingTransfer) -> None:
+        """Remember the transfer that the slab serves."""
+        self._transfer, self._layout = weakref.ref(transfer), transfer.layout
+
+    def ready(self, nbytes: int) -> torch.Tensor:
+        """Return the slab, with the copy stream ordered behind those who used it last."""
+        for event in self._events:
+            self._target.wait_before_copies(event)
+        self._events = []
+        return self._slab[:nbytes]
+
+    def hand_out(self, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the packed leaves, and the memory that a stream is given for the first time."""
+        self._consumers.add(consumer)
+        new = [] if consumer in self._all_consumers else [self._slab]
+        self._all_consumers.add(consumer)
+        views = self._views.get(table)
+        if views is None or any(map(_requires_grad, views.packed)):  # it was made a part of an autograd graph
+            views = self._views[table] = _Views(table, self._slab)
+            if len(self._views) > LAYOUTS_KEPT:
+                self._views.popitem(last=False)
+        self._views.move_to_end(table)
+        return views.packed, new
+
+    def free(self) -> None:
+        """Take the slab back: whoever was given the batch has been told all that shall be done with it."""
+        self._events += [event for stream in self._consumers if (event := self._target.record_on(stream)) is not None]
+        self._consumers = set()
+        self._in_use = self._transfer = self._layout = None
+
+    def is_free(self) -> bool:
+        """Say whether the slab can be taken, after looking whether somebody still holds the batch in it."""
+        if self._in_use is not None and self.holder() is None:
+            self.free()
+        return self._in_use is None
+
+    def holder(self) -> str | None:
+        """Say who still holds the batch; None if nobody does."""
+        table = self._in_use
+        if table is None:
+            return None
+        if self._transfer is None:
+            return "it is being packed"
+        if self._transfer() is not None:
+            return "its transfer is alive and was not released"
+        views = self._views.get(table)
+        if views is None or not self._consumers:
+            return None
+        leaf = views.held()
+        if leaf is not None:
+            path = self._layout.slots[leaf].path if self._layout is not None else ""
+            return f"batch{path} is still referred to"
+        known = 2 + sum(views.storage_users for views in self._views.values())  # the slab, and its storage's wrapper
+        users = torch._C._storage_Use_Count(self._storage._cdata)
+        if users > known or sys.getrefcount(self._storage) > self._storage_references:
+            return "a tensor or array made from one of its leaves (a slice, a detach()) is alive"
+        return None
+
+
+class Ring:
+    """A fixed number of device slabs. May be used by several threads.
+
+    Args:
+        target: where they are.
+        count: how many.
+        nbytes: size of each; None takes that of the first batch.
+        overflow: what becomes of a batch that finds no place: an error, or a slab of its own outside of the ring.
+
+    Raises:
+        ValueError: `count` or `nbytes` is less than 1, or no such `overflow`.
+    """
+
+    def __init__(self, target: Target, count: int, nbytes: int | None, overflow: Overflow) -> None:
+        if count < 1:
+            raise ValueError(f"ring must be at least 1: {count}; it is the number of batches held at once")
+        if nbytes is not None and nbytes < 1:
+            raise ValueError(f"ring_bytes must be positive: {nbytes}; it is the size of each device slab")
+        if overflow not in ("error", "fresh"):
+            raise ValueError(f"ring_overflow must be 'error' or 'fresh': {overflow!r}")
+        self.count = count
+        self.overflow = overflow
+        self.overflows = 0
+        self._given = nbytes is not None
+        self._nbytes = nbytes
+        self._target = target
+        self._slabs: list[RingSlab] = []  # the one that was taken longest ago comes first
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, table: Table) -> RingSlab | None:
+        """Take the free slab that was used longest ago.
+
+        Returns:
+            The slab, or None where the batch shall have one of its own.
+
+        Raises:
+            RingError: the batch is larger than the slabs, or none is free.
+        """
+        with self._lock:
+            if not self._slabs:
+                self._nbytes = table.nbytes if self._nbytes is None else self._nbytes
+                self._slabs = [RingSlab(self._target, self._nbytes) for _ in range(self.count)]
+            assert self._nbytes is not None
+            slab = None
+            if table.nbytes <= self._nbytes:
+                slab = self._free_slab()
+                if slab is None and self.overflow == "error":
+                    gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
+                    slab = self._free_slab()
+            self._taken += 1
+            if slab is not None:
+                slab.take(table, self._taken)
+                self._slabs.remove(slab)
+                self._slabs.append(slab)
+                return slab
+            if self.overflow == "error":
+                self._taken -= 1
+                raise self._error(table)
+            self.overflows += 1
+            return None
+
+    def give_up(self, slab: RingSlab) -> None:
+        """Take a slab back whose batch could not be sent."""
+        with self._lock:
+            slab.free()
+
+    def release(self, slab: RingSlab) -> None:
+        """Take a slab back because its holder says so, whatever is still referred to."""
+        with self._lock:
+            slab.free()
+
+    def carry(self, slab: RingSlab, transfer: RingTransfer) -> None:
+        """Bind a slab to the transfer that it serves."""
+        with self._lock:
+            slab.carry(transfer)
+
+    def hand_out(self, slab: RingSlab, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """See `RingSlab.hand_out`."""
+        with self._lock:
+            return slab.hand_out(table, consumer)
+
+    def _free_slab(self) -> RingSlab | None:
+        free = [slab for slab in self._slabs if slab.is_free()]  # all are looked at, so that each is free early
+        return free[0] if free else None
+
+    def _error(self, table: Table) -> RingError:
+        assert self._nbytes is not None
+        if table.nbytes > self._nbytes:
+            origin = "as ring_bytes says" if self._given else "the size of the first batch"
+            return RingError(
+                f"batch does not fit the ring: it needs {format_bytes(table.nbytes)}, each of the {self.count} device "
+                f"slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes= as large as the largest batch, or "
+                "ring_overflow='fresh'"
+            )
+        held = "; ".join(f"batch number {slab.number}: {slab.holder()}" for slab in self._slabs)
+        return RingError(
+            f"ring is full: batch number {self._taken + 1} needs a device slab, all {self.count} are held ({held}); "
+            "drop batches sooner, clone() what has to stay, call Transfer.release() when all work on a batch has been "
+            "issued, pass a larger ring=, or ring_overflow='fresh'"
+        )
+
+
+class RingTransfer(Transfer):
+    """A transfer into a slab of a ring."""
+
+    __slots__ = ("__weakref__", "_parts", "_ring", "_ring_slab", "_table")
+
+    def __init__(self, ring: Ring, slab: RingSlab, planned: Plan, *args: Any) -> None:
+        super().__init__(*args)
+        self._ring = ring
+        self._ring_slab: RingSlab | None = slab
+        self._table = planned.table
+        self._parts = Parts(planned.treespec, [], planned.rest, planned.order)
+        ring.carry(slab, self)
+
+    def get(self, stream: torch.cuda.Stream | None = None) -> Any:
+        """See `Transfer.get`."""
+        with step("get"):
+            slab = self._ring_slab
+            if slab is None:
+                raise RingError(
+                    "transfer was released: its device slab may hold another batch by now; get() the batch before "
+                    "release()"
+                )
+            with step("views"):
+                leaves, new = self._ring.hand_out(slab, self._table, self._target.consumer(stream))
+            self._target.hand_over(self._event, new, stream)
+            if self._moved:
+                self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
+                leaves = list(leaves)
+                for position, tensor in zip(self._table.columns.passthrough, self._moved, strict=True):
+                    leaves.insert(position, tensor)
+            if not self._unpacked:
+                with step("unflatten"):
+                    self._batch = self._parts.together(leaves)
+                self._unpacked = True
+            return self._batch
+
+    def release(self) -> None:
+        """See `Transfer.release`."""
+        slab, self._ring_slab = self._ring_slab, None
+        self._batch = None
+        if slab is not None:
+            self._ring.release(slab)

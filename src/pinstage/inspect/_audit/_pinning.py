@@ -1,0 +1,120 @@
+"""What ``DataLoader(pin_memory=True)`` would pin, found by asking torch's own function.
+
+The DataLoader gives each batch to `torch.utils.data._utils.pin_memory.pin_memory`, which enters some containers, calls
+``pin_memory()`` where an object has it, and hands back what it does not know as it is. That function is run on the
+batch itself, so that it decides and nobody else; only the call at the end, ``Tensor.pin_memory``, is recorded and not
+carried out. So nothing is pinned or copied, it works without a GPU, and it is seen by no other thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
+
+from ._walk import Place
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """What would become of each leaf.
+
+    Attributes:
+        pinned: for each leaf, whether it would be page-locked.
+        stopped_by: for each leaf that would not, the name of the type that stops torch; else None.
+        made: tensors that a ``pin_memory()`` method in the batch makes itself and pins, so that they are no leaves.
+        error: what would be raised instead; None if nothing would.
+    """
+
+    pinned: tuple[bool, ...]
+    stopped_by: tuple[str | None, ...]
+    made: int
+    error: str | None
+
+
+def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:
+    """Ask torch what it would pin of a batch.
+
+    Args:
+        batch: the batch.
+        found: its leaves.
+
+    Returns:
+        The answer; the batch is as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
+    """
+    asked = _Asked()
+    _, seen, error = asked.about(batch)
+    error = error or _refusal(seen)
+    ids = {id(tensor) for tensor in seen}
+    pinned = tuple(id(place.leaf) in ids for place in found)
+    stopped_by = tuple(
+        None if is_pinned else type_name(asked.first_stop(place))
+        for is_pinned, place in zip(pinned, found, strict=True)
+    )
+    leaves = {id(place.leaf) for place in found}
+    return Pinning(pinned, stopped_by, len(ids - leaves), error)
+
+
+def type_name(obj: Any) -> str:
+    """Return the name of an object's type as one would import it; of a builtin its name alone."""
+    cls = type(obj)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+class _Recorder(TorchFunctionMode):
+    """Take note of ``Tensor.pin_memory`` in this thread, and give the tensor back as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.pin_memory:
+            self.seen.append(args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _Asked:
+    """Answers of torch's function, each object asked about once."""
+
+    def __init__(self) -> None:
+        self._stops: dict[int, bool] = {}
+
+    def about(self, obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
+        """Return what torch's function makes of an object, the tensors it would pin, and what it raises."""
+        with _Recorder() as recorder:
+            try:
+                return torch_pin_memory(obj), recorder.seen, None  # type: ignore[no-untyped-call]
+            except Exception as error:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
+                return None, recorder.seen, f"{type(error).__name__}: {error}"
+
+    def first_stop(self, place: Place) -> Any:
+        """Return the first object on the way to a leaf that torch does not look into."""
+        for parent in place.parents:
+            if hasattr(parent, "pin_memory") or self._is_stop(parent):  # it has a method, and the method left the leaf
+                return parent
+        if isinstance(place.leaf, torch.Tensor) and place.parents:
+            return place.parents[-1]  # entered by its items, and the leaf is an attribute
+        return place.leaf
+
+    def _is_stop(self, obj: Any) -> bool:
+        known = self._stops.get(id(obj))
+        if known is None:
+            result, seen, _ = self.about(obj)
+            known = self._stops[id(obj)] = result is obj and not seen
+        return known
+
+
+def _refusal(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Return the error that torch raises for a tensor it is asked to pin and that is not on the CPU."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"RuntimeError: cannot pin a tensor on {tensor.device}: only CPU tensors can be pinned"
+    return None

@@ -1,0 +1,220 @@
+"""The events of a trace that matter here, as columns of numbers.
+
+Times are seconds since the first event that was kept.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._errors import TraceError
+from ._intervals import EMPTY, Intervals
+from ._stream import Event, TraceFile
+
+TO_DEVICE, TO_HOST = "HtoD", "DtoH"
+
+COPY, PIN, SYNCHRONISE = "copy", "pin", "synchronise"
+_CALLS = (
+    (COPY, re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)")),
+    (PIN, re.compile(r"(cuda|hip|cu)(Mem)?(Host(Alloc|Malloc|Register|Unregister|Free)|(Malloc|Alloc|Free)Host)")),
+    (SYNCHRONISE, re.compile(r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize")),
+)  # fmt: skip
+"""What host calls are for, by their names."""
+
+_COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
+_STAGING_OPS = frozenset(
+    ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory", "aten::_pin_memory", "aten::cuda")
+)
+"""Operators that bring tensors to a device; one that holds no copy to it and pins nothing is not counted."""
+_OURS = "pinstage"
+_WAIT = "enumerate(DataLoader)"
+_STEP = re.compile(r"ProfilerStep#(\d+)$")
+
+_CATEGORIES = {
+    "gpu_memcpy": "memcpy", "memcpy": "memcpy", "kernel": "kernel", "gpu_memset": "memset", "memset": "memset",
+    "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call",
+    "cpu_op": "op", "operator": "op", "user_annotation": "op",
+}  # fmt: skip
+"""Kineto's names of categories; those before torch 1.11 were capitalised."""
+
+
+@dataclass
+class Columns:
+    """Events of one sort: a list of starts, of ends, and of one integer for each further name."""
+
+    names: tuple[str, ...]
+    start: array[float] = field(default_factory=lambda: array("d"))
+    end: array[float] = field(default_factory=lambda: array("d"))
+    more: list[array[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.more = [array("q") for _ in self.names]
+
+    def add(self, start: float, end: float, *values: int) -> None:
+        """Append an event."""
+        self.start.append(start)
+        self.end.append(end)
+        for column, value in zip(self.more, values, strict=True):
+            column.append(value)
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
+        return np.array(self.more[self.names.index(name)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def spans(self) -> Intervals:
+        """Return start and end of each event, ``[n, 2]``, in the order of the file."""
+        return np.column_stack([np.array(self.start), np.array(self.end)]) if len(self) else EMPTY
+
+
+class Trace:
+    """What was read of one file.
+
+    Attributes:
+        path: the file's name, for people.
+        header: what stands beside the events.
+        events: how many events the file has, kept or not.
+        kernels: start, end, ``device``.
+        copies: start, end, ``device, direction, kind, nbytes, correlation``; the second and third index `labels`.
+        calls: host calls to copy, pin or synchronise: start, end, ``thread, name, group, correlation``.
+        ops: operators and ranges that stage: start, end, ``thread, ours``.
+        waits: times in which the loop waits for its loader: start, end, ``thread``.
+        steps: start, end, ``thread, number``.
+        labels: texts, by the index that stands in the columns.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.events = 0
+        self.kernels = Columns(("device",))
+        self.copies = Columns(("device", "direction", "kind", "nbytes", "correlation"))
+        self.calls = Columns(("thread", "name", "group", "correlation"))
+        self.ops = Columns(("thread", "ours"))
+        self.waits = Columns(("thread",))
+        self.steps = Columns(("thread", "number"))
+        self.labels: list[str] = []
+        self._label_of: dict[str, int] = {}
+        self._thread_of: dict[Any, int] = {}
+        self._copy_of: dict[str, tuple[int, int]] = {}
+        self._group_of: dict[str, int] = {}
+        self._zero: float | None = None
+
+    @property
+    def device_name(self) -> str | None:
+        """The name of the GPU, if the trace tells it."""
+        for properties in self.header.get("deviceProperties") or ():
+            if isinstance(properties, dict) and properties.get("name"):
+                return str(properties["name"])
+        return None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of the process, if the trace tells it."""
+        info = self.header.get("distributedInfo")
+        rank = info.get("rank") if isinstance(info, dict) else None
+        return rank if isinstance(rank, int) else None
+
+    def label(self, text: str) -> int:
+        """Return the index of a text, a new one if it is new."""
+        index = self._label_of.setdefault(text, len(self.labels))
+        if index == len(self.labels):
+            self.labels.append(text)
+        return index
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Keep of the events what matters."""
+        kinds = _CATEGORIES
+        for event in events:
+            self.events += 1
+            if event.get("ph") != "X":
+                continue
+            category = event.get("cat")
+            kind = kinds.get(category) or kinds.get(category.lower()) if isinstance(category, str) else None
+            if kind is None:
+                continue
+            try:
+                start, end = self._times(event)
+                getattr(self, f"_take_{kind}")(event, str(event["name"]), start, end)
+            except (KeyError, TypeError, ValueError) as error:
+                raise TraceError(
+                    f"{self.path} is no trace of the PyTorch profiler: event {self.events:,} ({category}) has no "
+                    f"usable {error}"
+                ) from error
+
+    def _times(self, event: Event) -> tuple[float, float]:
+        start, lasts = float(event["ts"]), float(event.get("dur", 0))
+        if self._zero is None:
+            self._zero = start
+        start = (start - self._zero) * 1e-6
+        return start, start + lasts * 1e-6
+
+    def _take_kernel(self, event: Event, _name: str, start: float, end: float) -> None:
+        self.kernels.add(start, end, int((event.get("args") or {}).get("device", 0)))
+
+    _take_memset = _take_kernel  # the device is at work
+
+    def _take_memcpy(self, event: Event, name: str, start: float, end: float) -> None:
+        args = event.get("args") or {}
+        direction, kind = self._copy_of.get(name) or self._copy_of.setdefault(name, self._read_copy(name))
+        nbytes, correlation = int(args.get("bytes", 0)), int(args.get("correlation", -1))
+        self.copies.add(start, end, int(args.get("device", 0)), direction, kind, nbytes, correlation)
+
+    def _read_copy(self, name: str) -> tuple[int, int]:
+        match = _COPY_NAME.match(name)
+        if match is None:
+            return self.label("other"), self.label("unknown")
+        direction = f"{match[1].upper()}to{match[2].upper()}"
+        host = match[3] if direction == TO_DEVICE else match[4]
+        return self.label(direction), self.label((host or "unknown").lower())
+
+    def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
+        group = self._group_of.get(name)
+        if group is None:
+            group = next((self.label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
+            self._group_of[name] = group
+        if group >= 0:
+            correlation = int((event.get("args") or {}).get("correlation", -1))
+            self.calls.add(start, end, self._thread(event), self.label(name), group, correlation)
+
+    def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
+        step = _STEP.match(name)
+        if step is not None:
+            self.steps.add(start, end, self._thread(event), int(step[1]))
+        elif name.startswith(_WAIT) or (name.startswith(_OURS) and "wait" in name):
+            self.waits.add(start, end, self._thread(event))
+        elif name in _STAGING_OPS:
+            self.ops.add(start, end, self._thread(event), 0)
+        elif name.startswith(_OURS):
+            self.ops.add(start, end, self._thread(event), 1)
+
+    def _thread(self, event: Event) -> int:
+        key = event.get("pid"), event.get("tid")
+        return self._thread_of.setdefault(key, len(self._thread_of))
+
+
+def read(file: TraceFile) -> Trace:
+    """Read a trace.
+
+    Raises:
+        TraceError: the file cannot be read, is broken, is no trace of the PyTorch profiler, or one without a GPU.
+    """
+    trace = Trace(file.path.name)
+    trace.take(file)
+    trace.header = file.header
+    if not trace.events:
+        raise TraceError(f"{file.path} holds no events; was the profiler's active step reached?")
+    if not (len(trace.copies) or len(trace.kernels) or len(trace.calls)):
+        raise TraceError(
+            f"{file.path} holds {trace.events:,} events and none of a GPU; record with "
+            "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+        )
+    return trace

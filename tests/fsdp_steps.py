@@ -1,0 +1,149 @@
+"""Trains by FSDP2 on batches that a frozen pool stages, and on the same batches already there. Torchrun starts it.
+
+Pinning and freeing for each batch is what FSDP2 was reported to hang with: freeing waits for the device, whose
+collectives wait for the other rank. Each rank writes what it saw to ``FOLDER/rank<n>.json``.
+
+    torchrun --nproc-per-node 2 fsdp_steps.py FOLDER cuda 300
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map
+
+import pinstage as ps
+
+WIDTH = 64
+LAYOUTS = 30
+"""Batches of different layouts; all of them are met in the warm-up."""
+SAMPLES = 16
+WAITS_OR_PINS = ("DeviceSynchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "MallocHost")
+
+
+class Model(nn.Module):
+    """Reads every leaf, so that one wrong byte changes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        rows = torch.cat([sample["rows"] for sample in batch["samples"]])
+        for block in self.blocks:
+            rows = block(rows)
+        weights = torch.cat([sample["weights"] for sample in batch["samples"]])
+        return ((self.head(rows)[:, 0] - batch["target"]) ** 2 * weights).mean()
+
+
+def ragged_batch(rng: random.Random) -> dict[str, Any]:
+    counts = [rng.randrange(1, 40) for _ in range(SAMPLES)]
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    samples = [
+        {"rows": torch.randn(count, WIDTH, generator=generator), "weights": torch.rand(count, generator=generator)}
+        for count in counts
+    ]
+    return {"samples": samples, "target": torch.randn(sum(counts), generator=generator)}
+
+
+def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callable[[int], list[torch.Tensor]]:
+    """Return a function that goes on for so many steps, from weights that are the same each time."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    coming = iter(batches)
+
+    def steps(count: int) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(count):
+            loss = model(next(coming))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    return steps
+
+
+def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counter[str]]:
+    """Do work; return its result, and how often it waited for the device, pinned or unpinned, as a trace shows."""
+    if device.type != "cuda":
+        return work(), Counter()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+        result = work()
+    names = Counter(event.name for event in profiler.events())
+    return result, Counter({name: n for name, n in names.items() if any(word in name for word in WAITS_OR_PINS)})
+
+
+def pin_and_wait(device: torch.device) -> None:
+    """Do what must not happen, to see that a trace would show it."""
+    with ps.SlabPool(ps.default_memory(device), max_bytes="2MiB") as pool:
+        pool.reserve("1MiB")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(folder: Path, device: torch.device, steps: int) -> None:
+    rng = random.Random(dist.get_rank())
+    batches = [ragged_batch(rng) for _ in range(LAYOUTS)]
+    warm_up = 2 * LAYOUTS
+    order = [*range(LAYOUTS), *(rng.randrange(LAYOUTS) for _ in range(warm_up + steps - LAYOUTS))]
+
+    there = [tree_map(lambda leaf: leaf.to(device), batch) for batch in batches]
+    go_on = training((there[number] for number in order), device)
+    go_on(warm_up)
+    expected, without = profiled(lambda: go_on(steps), device)
+
+    with ps.Stager(device, max_bytes="32MiB") as stager:
+        go_on = training((stager.to_device(batches[number]) for number in order), device)
+        go_on(warm_up)
+        stager.pool.freeze()
+        before = stager.pool.stats()
+        gc.collect()
+        found, with_staging = profiled(lambda: go_on(steps), device)
+        after = stager.pool.stats()
+    _, control = profiled(lambda: pin_and_wait(device), device)
+    report = {
+        "losses": [loss.item() for loss in found],
+        "expected": [loss.item() for loss in expected],
+        "without_staging": without,
+        "with_staging": with_staging,
+        "control": control,
+        "leases": after.hits - before.hits,
+        "allocations": after.total_held_slabs - before.total_held_slabs,
+        "frees": before.held_slabs - after.held_slabs,
+        "pinned": stager.pool.memory.is_pinned,
+    }
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    _folder, _kind, _steps = sys.argv[1:]
+    _on_gpu = _kind == "cuda"
+    _device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    if _on_gpu:
+        torch.cuda.set_device(_device)
+    dist.init_process_group("nccl" if _on_gpu else "gloo", device_id=_device if _on_gpu else None)
+    try:
+        main(Path(_folder), _device, int(_steps))
+    finally:
+        dist.destroy_process_group()

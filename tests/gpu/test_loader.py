@@ -1,0 +1,249 @@
+"""`DataLoader` on the device: what torch's yields, copies beside kernels, no slab written too early, bounded memory."""
+
+import gc
+
+import loader_data as data
+import pytest
+import torch
+from doubles import wait_until
+from latch import Latch
+
+import pinstage as ps
+from pinstage._loader._keeper import SlotKeeper
+from pinstage._staging._run_ahead import RUN_AHEAD
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+MIB = 1 << 20
+SLAB = 212_992
+"""Size class of a batch of two `data.large`."""
+
+
+class Large(torch.utils.data.Dataset):
+    """Samples of so many MiB, each filled with its number."""
+
+    def __init__(self, size, mebibytes):
+        self.size = size
+        self.mebibytes = mebibytes
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.full((self.mebibytes * MIB // 4,), float(index))
+
+
+def make(cuda_device, sample=data.large, size=40, batch_size=2, num_workers=2, **options):
+    options = {"max_bytes": "64MiB"} | options
+    return ps.DataLoader(data.Mapped(sample, size), batch_size, num_workers=num_workers, device=cuda_device, **options)
+
+
+def brought_back(tree, device):
+    """Return a batch with its tensors on the CPU; each has to be on the device."""
+    if isinstance(tree, torch.Tensor):
+        assert tree.device == device
+        return tree.cpu()
+    if isinstance(tree, dict):
+        return type(tree)((key, brought_back(value, device)) for key, value in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(brought_back(value, device) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(brought_back(value, device) for value in tree)
+    return tree
+
+
+def numbers(batches):
+    return [int(number) for batch in batches for number in batch[:, 0]]
+
+
+def assert_all_back(loader):
+    pool = loader.stats().pool
+    assert pool.leased_slabs == 0
+    torch.cuda.synchronize()
+    assert loader.stats().pool.in_flight_slabs == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("sample", [data.mixed, data.random_numbers])
+def test_batches_are_those_of_torch_on_the_device(cuda_device, method, sample):
+    options = {
+        "batch_size": 4,
+        "num_workers": 2,
+        "multiprocessing_context": method,
+        "worker_init_fn": data.seed_again,
+        "shuffle": True,
+    }
+    torch.manual_seed(5)
+    expected = list(torch.utils.data.DataLoader(data.Mapped(sample), **options))
+    torch.manual_seed(5)
+    loader = ps.DataLoader(data.Mapped(sample), **options, device=cuda_device, max_bytes="64MiB")
+    found = [brought_back(batch, cuda_device) for batch in loader]
+    assert data.same(found, expected)
+    stats = loader.stats()
+    assert (stats.batches, stats.copies, stats.fallback_batches) == (6, 6, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate", [data.to_graph, data.with_strided, data.with_arrays, data.nothing_to_pack])
+def test_what_a_collate_fn_returns_arrives_on_the_device(cuda_device, collate, workers):
+    dataset = data.Mapped(data.tensors)
+    expected = list(torch.utils.data.DataLoader(dataset, 4, collate_fn=collate))
+    loader = ps.DataLoader(dataset, 4, collate_fn=collate, num_workers=workers, device=cuda_device, max_bytes="64MiB")
+    found = []
+    for batch in loader:
+        if isinstance(batch, data.Graph):
+            batch.nodes = brought_back(batch.nodes, cuda_device)
+        found.append(brought_back(batch, cuda_device))
+    assert data.same(found, expected)
+
+
+def test_a_batch_is_one_copy_from_page_locked_memory(cuda_device):
+    loader = make(cuda_device)
+    iterator = iter(loader)  # and its workers, before the profiler is in this process
+    next(iterator)
+    torch.cuda.synchronize()
+    before = loader.stats().copies
+    copies, _ = device_work(lambda: numbers(iterator))
+    assert len(copies) == 20 - before
+    assert {name for name, _, _ in copies} == {"Memcpy HtoD (Pinned -> Device)"}
+
+
+def test_copies_run_beside_the_kernels_of_the_batches_before(cuda_device):
+    weight = torch.randn(4096, 4096, device=cuda_device) / 64
+    (weight @ weight).sum().item()
+    loader = ps.DataLoader(Large(24, 32), 2, num_workers=4, device=cuda_device, max_bytes="2GiB")
+
+    iterator = iter(loader)  # and its workers, before the profiler is in this process
+    next(iterator)
+    torch.cuda.synchronize()
+
+    def train():
+        product = weight
+        for batch in iterator:
+            product = product + batch[0, :1]
+            for _ in range(10):
+                product = product @ weight
+        torch.cuda.synchronize()
+
+    copies, kernels = device_work(train)
+    assert len(copies) >= 9
+    beside = [
+        any(began < copy_ended and copy_began < ended for _, began, ended in kernels)
+        for _, copy_began, copy_ended in copies
+    ]
+    assert sum(beside) >= 6, f"{sum(beside)} of {len(copies)} copies ran while a kernel did"
+
+
+def test_device_memory_stays_bounded_though_the_loop_never_waits(cuda_device):
+    loader = ps.DataLoader(Large(120, 16), 1, num_workers=4, device=cuda_device, max_bytes="1GiB", depth=1)
+    total = torch.zeros(1, device=cuda_device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    for batch in loader:
+        torch.cuda._sleep(20_000_000)  # about 10 ms, three times as long as a batch takes to come
+        total += batch[0, 0]
+    assert total.item() == sum(range(120))
+    slabs = (torch.cuda.max_memory_reserved() - before) / (16 * MIB)
+    assert slabs <= RUN_AHEAD + loader.depth + 4, f"{slabs:.1f} batches on the device"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_have_no_part_in_cuda(cuda_device, method):
+    loader = make(cuda_device, data.cuda_in_the_worker, 12, 4, multiprocessing_context=method)
+    asked, contexts, _ = torch.cat([batch.cpu() for batch in loader]).unbind(1)
+    assert (int(asked.sum()), int(contexts.sum())) == (0, 0)
+
+
+def test_a_loader_that_goes_to_a_spawned_worker_makes_no_context_there(cuda_device):
+    dataset = data.KnowsItsLoader(None)
+    loader = dataset.loader = ps.DataLoader(
+        dataset, 4, num_workers=1, multiprocessing_context="spawn", device=cuda_device, max_bytes="64MiB"
+    )
+    reached, asked, contexts, _ = torch.cat([batch.cpu() for batch in loader]).unbind(1)
+    assert (int(reached.sum()), int(asked.sum()), int(contexts.sum())) == (0, 0, 0)
+
+
+def test_a_worker_that_is_killed_loses_nothing(cuda_device):
+    loader = make(cuda_device, data.dies_at_seven)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="worker"):
+            list(loader)
+        gc.collect()
+        assert_all_back(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+    del loader
+    gc.collect()
+    assert torch.empty(MIB).pin_memory().is_pinned()  # nothing stayed registered
+
+
+def test_leaving_early_gives_every_slab_back(cuda_device):
+    loader = make(cuda_device, max_bytes=4 * SLAB)
+    for stop in (0, 1, 5, 19):
+        for number, batch in enumerate(loader):
+            assert int(batch[0, 0]) == 2 * number
+            if number == stop:
+                break
+        assert_all_back(loader)
+    assert loader.stats().pool.peak_held_bytes <= 4 * SLAB
+
+
+def held_at_the_first_copy(cuda_device, latch: Latch):
+    """Return an iterator over one slab whose first batch was yielded, while its copy has not started."""
+    loader = make(cuda_device, size=12, num_workers=1, max_bytes=SLAB, depth=0)
+    assert numbers(loader) == list(range(12))  # memory and kernels are there: getting them would wait for the device
+    latch.hold(loader._target.stream)
+    iterator = iter(loader)
+    return iterator, next(iterator)
+
+
+def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Latch):
+    with latch:
+        iterator, first = held_at_the_first_copy(cuda_device, latch)
+        starved = iterator._keeper._starved
+        wait_until(lambda: starved)  # the worker has the next batch, and nowhere to put it
+        assert not iterator._data_queue.holds_batch(1)
+        latch.open()
+        assert numbers([first]) == [0, 1]
+        assert numbers(iterator) == list(range(2, 12))
+
+
+def test_the_same_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+    sent = SlotKeeper.sent
+    monkeypatch.setattr(SlotKeeper, "sent", lambda keeper, slot, event: sent(keeper, slot, None))
+    with latch:
+        iterator, first = held_at_the_first_copy(cuda_device, latch)
+        wait_until(lambda: iterator._data_queue.holds_batch(1))
+        latch.open()
+        assert numbers([first]) == [2, 3]
+
+
+def test_a_long_run_with_random_sizes_arrives_whole(cuda_device):
+    loader = make(cuda_device, data.random_size, 600, None, 4, max_bytes="2MiB")
+    for index, batch in enumerate(loader):
+        assert batch["index"] == index
+        if index % 20 == 0:
+            assert torch.equal(batch["data"].cpu(), data.random_size(index)["data"])
+    assert index == 599
+    assert loader.stats().pool.peak_held_bytes <= 2 * MIB
+
+
+def device_work(work):
+    """Run work under torch's profiler; return copies to the device and kernels: name, start and end of each."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        work()
+        torch.cuda.synchronize()
+    events = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    copies = [event for event in events if event[0].startswith("Memcpy HtoD")]
+    return copies, [event for event in events if not event[0].startswith(("Memcpy", "Memset"))]

@@ -1,0 +1,252 @@
+"""From the device to the host: one copy, no waiting but for its event, and no way to see it half done."""
+
+import gc
+import threading
+import time
+
+import pytest
+import strategies
+import torch
+from hypothesis import HealthCheck, given, settings
+from latch import Latch
+
+import pinstage as ps
+from pinstage._staging._to_host import DIRECT_BYTES
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def small_tree(device, leaves=1000, elements=64):
+    together = torch.randn(leaves, elements, device=device)
+    return {"samples": [{"x": together[i].clone(), "y": together[i + 1].clone()} for i in range(0, leaves, 2)]}
+
+
+def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
+    return stager._sources.of(stager.device).stream  # the tests that hold it have to know it
+
+
+def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Move a tensor bit for bit: some dtypes have no copy."""
+    if tensor.dtype.itemsize == 16:
+        return tensor.to(device)
+    return strategies.bits(tensor.contiguous()).to(device).view(tensor.dtype)
+
+
+@pytest.fixture(scope="module")
+def module_stager():
+    if not torch.cuda.is_available():
+        yield None
+        return
+    with ps.Stager("cuda:0", max_bytes="256MiB") as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=strategies.st.lists(strategies.tensors(), max_size=8))
+def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
+    sources = [there(tensor, cuda_device) for tensor in tensors]
+    sources += [source.transpose(0, -1) for source in sources if source.ndim > 1]
+    sources += [source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)]
+    for copy in (False, True):
+        fetched = module_stager.to_host({"tensors": sources, "text": "a"}, copy=copy).result()
+        for mine, source in zip(fetched["tensors"], sources, strict=True):
+            assert (mine.device.type, mine.dtype, mine.shape) == ("cpu", source.dtype, source.shape)
+            assert torch.equal(strategies.bits(mine), strategies.bits(source))
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_leaves_of_every_dtype_are_gathered_bit_for_bit(cuda_device, dtype):
+    shapes = [*((n, 3) for n in range(6)), (7,), ()]
+    tree = [there(strategies.tensor_of(dtype, shape, seed), cuda_device) for seed, shape in enumerate(shapes)]
+    with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
+        for mine, source in zip(stager.to_host(tree, copy=True).result(), tree, strict=True):
+            assert torch.equal(strategies.bits(mine), strategies.bits(source))
+
+
+def test_a_thousand_tensors_are_one_copy_into_pinned_memory_and_few_kernels(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        tree = small_tree(cuda_device)
+        for _ in range(3):
+            stager.to_host(tree).result()
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+            stager.to_host(tree).result()
+            torch.cuda.synchronize()
+        names = [event.name for event in profiler.events()]
+        assert [name for name in names if name.startswith("Memcpy DtoH")] == ["Memcpy DtoH (Device -> Pinned)"]
+        assert names.count("cudaLaunchKernel") <= 20
+
+
+def test_the_result_waits_for_the_copy_and_nothing_shows_the_bytes_before(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        tree = small_tree(cuda_device)
+        expected = [sample["x"].cpu() for sample in tree["samples"]]
+        stager.to_host(tree).result()
+        latch.hold(host_stream(stager))
+        transfer = stager.to_host(tree)
+        assert not transfer.done
+        results = []
+        waiter = threading.Thread(target=lambda: results.append(transfer.result()), daemon=True)
+        waiter.start()
+        waiter.join(0.2)
+        assert not results, "result() did not wait for the copy"
+        assert not transfer.done
+        latch.open()
+        waiter.join(20)
+        assert transfer.done
+        assert all(torch.equal(s["x"], x) for s, x in zip(results[0]["samples"], expected, strict=True))
+
+
+def test_the_same_scenario_shows_old_bytes_when_the_wait_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        source = torch.zeros(1000, device=cuda_device).fill_(1)
+        stager.to_host([source]).result()  # the slab that is used again has ones in it
+        source.fill_(2)
+        latch.hold(host_stream(stager))
+        transfer = stager.to_host([source])
+        monkeypatch.setattr(ps.HostTransfer, "wait", lambda _: None)
+        shown = transfer.result()[0].clone()
+        latch.open()
+        assert bool((shown == 1).all())
+
+
+def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
+    busy = torch.cuda.Stream(cuda_device)
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        tree = small_tree(cuda_device)
+        for _ in range(3):
+            stager.to_host(tree, copy=True).result()
+        latch.hold(busy)  # a synchronisation of the device would wait for ever
+        fetched = stager.to_host(tree, copy=True).result()
+        assert not latch._word.item()
+        latch.open()
+        assert torch.equal(fetched["samples"][7]["y"], tree["samples"][7]["y"].cpu())
+
+
+def test_the_copy_comes_after_the_work_that_the_current_stream_was_given(cuda_device, latch: Latch):
+    stream = torch.cuda.Stream(cuda_device)
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(stream):
+        small, large = torch.zeros(64, device=cuda_device), torch.zeros(DIRECT_BYTES, device=cuda_device)
+        small.add_(1), large.add_(1)
+        stager.to_host([small, large]).result()
+        latch.hold(stream)
+        small.add_(1), large.add_(1)
+        transfer = stager.to_host([small, large])
+        assert not transfer.done
+        latch.open()
+        for fetched in transfer.result():
+            assert bool((fetched == 2).all())
+
+
+def test_sources_may_be_changed_and_freed_right_after_the_call(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        small, large = torch.ones(64, device=cuda_device), torch.ones(DIRECT_BYTES, device=cuda_device)
+        small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
+        stager.to_host([small, large]).result()
+        latch.hold(host_stream(stager))
+        transfer = stager.to_host([small, large])
+        small.zero_()
+        large.zero_()
+        del small, large
+        gc.collect()
+        overwritten = [torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)]
+        latch.open()
+        for fetched in transfer.result():
+            assert bool((fetched == 1).all())
+        assert overwritten
+
+
+def test_a_slab_whose_copy_has_not_been_made_is_not_given_to_others(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+        source = torch.arange(MIB // 8, dtype=torch.int32, device=cuda_device)
+        stager.to_host([source]).result()
+        latch.hold(host_stream(stager))
+        transfer = stager.to_host([source])
+        with pytest.raises(ps.AcquireTimeoutError):
+            stager.pool.acquire(MIB, timeout=0.05)
+        del transfer
+        gc.collect()
+        with pytest.raises(ps.AcquireTimeoutError):
+            stager.pool.acquire(MIB, timeout=0.05)
+        latch.open()
+        stager.pool.acquire(MIB, timeout=10).release()
+
+
+def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        tree = small_tree(cuda_device)
+        stager.to_host(tree).result()
+        stager.to_device([torch.ones(64)])
+        latch.hold(stager._target.stream)
+        transfer = stager.stage([torch.ones(64)])
+        assert torch.equal(stager.to_host(tree).result()["samples"][0]["x"], tree["samples"][0]["x"].cpu())
+        assert not transfer.done
+        latch.open()
+
+
+def test_cpu_tensors_come_back_as_they_are_and_sparse_ones_by_their_own_to(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
+        fetched = stager.to_host([here, sparse, torch.ones(2, device=cuda_device)]).result()
+        assert fetched[0] is here
+        assert torch.equal(fetched[1].to_dense(), torch.eye(3))
+        assert torch.equal(fetched[2], torch.ones(2))
+
+
+def test_tensors_of_several_devices_come_in_one_tree(cuda_device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        for _ in range(4):
+            tree = {
+                "a": [torch.full((n + 1,), float(n), device=f"cuda:{n % 2}") for n in range(20)],
+                "b": [torch.full((DIRECT_BYTES,), float(n), device=f"cuda:{n}") for n in range(2)],
+                "c": torch.ones(3),
+            }
+            fetched = stager.to_host(tree).result()
+            for n, tensor in enumerate(fetched["a"]):
+                assert torch.equal(tensor, torch.full((n + 1,), float(n)))
+            for n, tensor in enumerate(fetched["b"]):
+                assert torch.equal(tensor, torch.full((DIRECT_BYTES,), float(n)))
+            assert fetched["c"] is tree["c"]
+
+
+def test_frames_make_the_round_trip_many_times_under_a_small_cap(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        waiting = []
+
+        def check():
+            value, transfer = waiting.pop(0)
+            for i, frame in enumerate(transfer.result()):
+                assert bool((frame == value + i + 1).all())
+
+        source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
+        for number, staged in enumerate(stager.prefetch(source, depth=1)):
+            waiting.append((float(number), stager.to_host([frame + 1 for frame in staged])))
+            if len(waiting) > 1:
+                check()
+        while waiting:
+            check()
+        assert stager.pool.stats().peak_held_bytes <= 64 * MIB
+
+
+def test_a_thousand_small_tensors_are_ten_times_faster_than_cpu_on_each(cuda_device):
+    tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
+
+    def median(work):
+        times = []
+        for _ in range(60):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return sorted(times[10:])[25]
+
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        ours = median(lambda: stager.to_host(tensors).result())
+        theirs = median(lambda: [tensor.cpu() for tensor in tensors])
+    assert theirs >= 10 * ours, f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"

@@ -1,0 +1,129 @@
+"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, where there is no browser.
+
+``PINSTAGE_REQUIRE_BROWSER=1`` makes a missing browser, or a missing mkdocs, a failure.
+"""
+
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trace_maker import TraceMaker
+
+from pinstage.inspect._trace import html, trace_report
+
+ROOT = Path(__file__).parents[1]
+IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+def missing(what):
+    if os.environ.get("PINSTAGE_REQUIRE_BROWSER") == "1":
+        pytest.fail(f"PINSTAGE_REQUIRE_BROWSER=1, and {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site."""
+    if importlib.util.find_spec("mkdocs") is None:
+        missing("mkdocs is not installed: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def screenshot(tmp_path):
+    """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows it."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        missing("there is no Chromium on the path")
+    pillow = pytest.importorskip("PIL.Image")
+
+    def shoot(path, *options, width=900, height=1400):
+        target = tmp_path / "screen.png"
+        command = [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}", f"--screenshot={target}",
+            *options, path.as_uri(),
+        ]  # fmt: skip
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        return np.asarray(pillow.open(io.BytesIO(target.read_bytes())).convert("RGB"))
+
+    return shoot
+
+
+class Assets(HTMLParser):
+    """What a page loads by itself."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag in ("img", "script", "iframe", "source"):
+            self.found.append(given.get("src"))
+        elif tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
+            self.found.append(given.get("href"))
+
+
+def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) > 15
+    for page in pages:
+        for asset in filter(None, Assets(page.read_text()).found):
+            assert not re.match(r"(https?:)?//", asset), (page, asset)
+            if not asset.startswith("data:"):
+                assert (page.parent / asset.partition("?")[0]).is_file(), (page, asset)
+
+
+@pytest.mark.parametrize("page", ["", "concepts", "reference"])
+def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, page):
+    path = site / page / "index.html"
+    light, dark = screenshot(path), screenshot(path, DARK)
+    below_the_header = np.s_[100:, :]
+    assert np.median(light[below_the_header]) > 240
+    assert np.median(dark[below_the_header]) < 60
+    for pixels in (light, dark):
+        background = np.median(pixels[below_the_header], axis=(0, 1))
+        written = np.abs(pixels[below_the_header] - background).max(axis=2) > 80
+        assert 0.01 < written.mean() < 0.5
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_a_picture_can_be_read_in_light_and_in_dark(screenshot, image):
+    size = re.search(r'width="(\d+)" height="(\d+)"', image.read_text())
+    width, height = map(int, size.groups())
+    light = screenshot(image, width=width, height=height + 100)[:height]
+    dark = screenshot(image, DARK, width=width, height=height + 100)[:height]
+    assert np.median(light) > 200
+    assert np.median(dark) < 80
+    for pixels in (light, dark):  # words and lines stand out from what is behind them
+        assert (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 100).mean() > 0.02
+
+
+def test_the_report_of_a_trace_shows_its_timeline(screenshot, tmp_path):
+    trace = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    for step in range(4):
+        start = step * 1000
+        trace.step(step, start, 990).copy(start + 100, 300, 1 << 20, asked=start + 90).kernel(start + 450, 500)
+    (tmp_path / "trace.json").write_text(trace.text())
+    report = tmp_path / "report.html"
+    report.write_text(html(trace_report(tmp_path / "trace.json")))
+    assert not any(asset and "//" in asset for asset in Assets(report.read_text()).found)
+    pixels = screenshot(report)
+    colours = np.unique(pixels.reshape(-1, 3), axis=0)
+    assert len(colours) > 50
+    assert 0.01 < (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 60).mean() < 0.6

@@ -1,0 +1,446 @@
+"""What an audit says of a batch: every leaf, what torch's own pinning would do with it, and what moving it costs."""
+
+import collections
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from strategies import batches
+
+import pinstage as ps
+from pinstage.inspect import Bus, InspectError, TargetError
+from pinstage.inspect._audit import first_batch
+from pinstage.inspect._audit._walk import places
+
+approx = pytest.approx
+BUS = Bus.of_figures(pageable=5, pinned=50, call=10)
+
+
+class Sample:
+    def __init__(self, value):
+        self.value = value
+        self.inner = {"deep": torch.zeros(2)}
+
+
+class Pinnable(Sample):
+    """Pins one of its tensors, in place, and forgets the other."""
+
+    def pin_memory(self):
+        self.value = self.value.pin_memory()
+        return self
+
+
+class Slotted:
+    __slots__ = ("__private", "unset", "x")
+
+    def __init__(self):
+        self.x = torch.zeros(1)
+        self.__private = torch.zeros(2)
+
+
+@dataclasses.dataclass
+class Record:
+    a: torch.Tensor
+    b: list
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def by_path(batch, **options):
+    found = ps.audit(batch, **options)
+    return {leaf.path: leaf for leaf in found.leaves}
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_leaf_is_found_with_the_path_one_would_write():
+    batch = {
+        "t": torch.zeros(1),
+        "l": [torch.zeros(1), (np.zeros(1),)],
+        "p": Pair(torch.zeros(1), None),
+        "r": Record(torch.zeros(1), [torch.zeros(1)]),
+        "s": Sample(torch.zeros(1)),
+        "slots": Slotted(),
+        "q": collections.deque([torch.zeros(1)]),
+        "u": collections.UserDict(k=torch.zeros(1)),
+        "n": types.SimpleNamespace(x=torch.zeros(1)),
+        "text": "no leaf",
+        3: 4.5,
+    }
+    paths = list(by_path(batch))
+    assert paths == [
+        "['t']", "['l'][0]", "['l'][1][0]", "['p'].left", "['r'].a", "['r'].b[0]", "['s'].value", "['s'].inner['deep']",
+        "['slots']._Slotted__private", "['slots'].x", "['q'][0]", "['u']['k']", "['n'].x",
+    ]  # fmt: skip
+    for path in paths:
+        assert isinstance(eval(f"batch{path}", {"batch": batch}), torch.Tensor | np.ndarray)
+
+
+def test_a_batch_may_be_a_leaf_itself():
+    assert list(by_path(torch.zeros(3))) == [""]
+    assert "(batch)" in str(ps.audit(torch.zeros(3)))
+
+
+def test_a_batch_that_refers_to_itself_ends():
+    batch = {"x": torch.zeros(1)}
+    batch["me"] = batch
+    assert [place.path for place in places(batch)] == ["['x']"]
+
+
+def test_a_leaf_is_described():
+    leaf = by_path({"x": torch.zeros(2, 3, dtype=torch.bfloat16)})["['x']"]
+    assert (leaf.type, leaf.dtype, leaf.shape, leaf.nbytes, leaf.device) == (
+        "torch.Tensor",
+        "bfloat16",
+        (2, 3),
+        12,
+        "cpu",
+    )
+    assert not leaf.pinned
+    array = by_path({"x": np.zeros((2, 3), dtype=np.int16)})["['x']"]
+    assert (array.type, array.dtype, array.shape, array.nbytes) == ("numpy.ndarray", "int16", (2, 3), 12)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "answer"),
+    [
+        (torch.zeros(2, 3), "yes"),
+        (torch.zeros(2, 3).T, "dense"),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), "dense"),
+        (torch.zeros(4, 6)[:, ::2], "no"),
+        (torch.zeros(1).expand(5), "no"),
+        (np.zeros((2, 3)), "yes"),
+        (np.zeros((2, 3), order="F"), "dense"),
+        (np.zeros((4, 6))[:, ::2], "no"),
+        (torch.eye(3).to_sparse(), "-"),
+    ],
+)
+def test_contiguity_is_told(leaf, answer):
+    assert by_path([leaf])["[0]"].contiguous == answer
+
+
+def test_aliases_and_views_of_one_storage_are_named():
+    x = torch.zeros(4, 4)
+    array = np.zeros((3, 3))
+    leaves = by_path({"x": x, "again": x, "view": x[1:], "y": torch.zeros(4), "a": array, "b": array[:2]})
+    assert leaves["['again']"].alias_of == "['x']"
+    assert leaves["['again']"].shares_storage_with is None
+    assert leaves["['view']"].shares_storage_with == "['x']"
+    assert leaves["['b']"].shares_storage_with == "['a']"
+    for path in ("['x']", "['y']", "['a']"):
+        assert (leaves[path].alias_of, leaves[path].shares_storage_with) == (None, None)
+
+
+def test_totals_count_an_alias_once():
+    x = torch.zeros(100)
+    found = ps.audit([x, x])
+    assert found.nbytes == 400
+    totals = found.to_dict()["totals"]
+    assert (totals["leaves"], totals["aliases"], totals["pageable_leaves"]) == (2, 1, 2)
+
+
+@given(batches())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_batch_can_be_audited_and_stays_as_it_was(batch):
+    before = [(place.path, id(place.leaf)) for place in places(batch)]
+    found = ps.audit(batch, bus=BUS)
+    assert [leaf.path for leaf in found.leaves] == [path for path, _ in before]
+    assert [(place.path, id(place.leaf)) for place in places(batch)] == before
+    assert json.loads(json.dumps(found.to_dict()))["totals"]["leaves"] == len(before)
+    assert str(found)
+
+
+# -- pin_memory=True ---------------------------------------------------------------------------------------------------
+
+
+def test_containers_that_torch_knows_are_pinned():
+    batch = {
+        "a": [torch.zeros(1), (torch.zeros(1),)],
+        "p": Pair(torch.zeros(1), "text"),
+        "o": collections.OrderedDict(),
+    }
+    found = ps.audit(batch)
+    assert all(leaf.loader_pins for leaf in found.leaves)
+    assert found.left_pageable == ()
+    assert "would pin 3 of 3 leaves and leave none pageable" in str(found)
+
+
+def test_the_type_that_stops_torch_is_named():
+    batch = {"ok": torch.zeros(1), "s": [Sample(torch.zeros(1))], "r": Record(torch.zeros(1), []), "n": np.zeros(1)}
+    leaves = by_path(batch)
+    sample, record = f"{__name__}.Sample", f"{__name__}.Record"
+    assert {path: leaf.stopped_by for path, leaf in leaves.items()} == {
+        "['ok']": None, "['s'][0].value": sample, "['s'][0].inner['deep']": sample, "['r'].a": record,
+        "['n']": "numpy.ndarray",
+    }  # fmt: skip
+
+
+def test_the_outermost_of_two_unknown_types_is_what_stops_torch():
+    assert by_path(Record(torch.zeros(1), [Sample(torch.zeros(1))]))[".b[0].value"].stopped_by.endswith(".Record")
+
+
+def test_a_pin_memory_method_is_asked_what_it_pins():
+    batch = Pinnable(torch.zeros(3))
+    value = batch.value
+    leaves = by_path(batch)
+    assert leaves[".value"].loader_pins
+    assert not leaves[".inner['deep']"].loader_pins
+    assert leaves[".inner['deep']"].stopped_by.endswith(".Pinnable")
+    assert batch.value is value
+
+
+def test_what_a_subclass_of_dict_stores_beside_its_items_is_left():
+    class Batch(dict):
+        pass
+
+    batch = Batch(x=torch.zeros(1))
+    batch.extra = torch.zeros(2)
+    leaves = by_path(batch)
+    assert leaves["['x']"].loader_pins
+    assert leaves[".extra"].stopped_by.endswith("Batch")
+
+
+def test_a_pin_memory_method_that_fails_is_the_finding():
+    class Broken:
+        def __init__(self):
+            self.x = torch.zeros(1)
+
+        def pin_memory(self):
+            raise KeyError("no pinning on Sundays")
+
+    found = ps.audit([Broken()])
+    assert "pin_memory=True would fail: KeyError: 'no pinning on Sundays'" in str(found)
+    assert found.to_dict()["pin_memory"]["error"].startswith("KeyError")
+
+
+def test_tensors_that_are_not_on_the_cpu_would_make_the_loader_fail():
+    found = ps.audit({"x": torch.zeros(3, device="meta")})
+    assert "cannot pin a tensor on meta" in found.pinning.error
+    assert found.each.copies == 0
+
+
+def test_the_answer_is_torch_s_own_and_not_a_copy_of_its_rules(monkeypatch):
+    # Were torch to learn another type tomorrow, the audit would say so.
+    import pinstage.inspect._audit._pinning as pinning
+
+    original = pinning.torch_pin_memory
+
+    def newer(data, device=None):
+        return newer(data.value) if isinstance(data, Sample) else original(data, device)
+
+    monkeypatch.setattr(pinning, "torch_pin_memory", newer)
+    leaves = by_path(Sample(torch.zeros(1)))
+    assert leaves[".value"].loader_pins
+
+
+def test_asking_pins_nothing_and_is_seen_by_no_other_thread(background, monkeypatch):
+    import pinstage.inspect._audit._pinning as pinning
+
+    inside = []
+
+    def asked(data, device=None):
+        other = torch.zeros(1)
+        inside.append(background(lambda: torch.add(other, 1)).result(20))
+        with pytest.raises((RuntimeError, AssertionError)):  # without a GPU the call itself fails
+            background(other.pin_memory).result(20)
+        return data.pin_memory()
+
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the other thread's call would succeed")
+    monkeypatch.setattr(pinning, "torch_pin_memory", asked)
+    assert by_path(torch.zeros(1))[""].loader_pins
+    assert inside
+
+
+def test_lines_group_what_is_left_by_the_type_that_stops_torch():
+    text = str(ps.audit([Sample(torch.zeros(256)), np.zeros(16), torch.zeros(1)]))
+    assert "would pin 1 of 4 leaves, and silently leave 3 pageable (1.13 KiB):" in text
+    assert "Sample stops it: 2 leaves, 1.01 KiB, such as [0].value" in text
+    assert "numpy.ndarray stops it: 1 leaf, 128 B, such as [1]" in text
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_counted_for_each_place_and_none_for_empty_leaves():
+    x = torch.zeros(250)
+    found = ps.audit([x, x, torch.zeros(0), np.zeros(125), np.array(["text"])], bus=BUS)
+    assert (found.each.copies, found.each.nbytes) == (3, 3000)
+    assert found.each.seconds == approx(3 * (10e-6 + 1000 / 5e9))
+    assert found.each.seconds_pinned == approx(3 * (10e-6 + 1000 / 50e9))
+
+
+def test_a_slab_is_one_copy_of_all_leaves():
+    found = ps.audit({"a": [torch.zeros(5), np.zeros(5)], "s": torch.eye(2).to_sparse()}, bus=BUS)
+    slab = found.slab
+    assert (slab.nbytes, slab.padding_bytes) == (80, 20)
+    assert (slab.copies, slab.unpackable) == (2, 1)
+    assert slab.error is None
+    assert slab.seconds == approx(slab.pack_seconds + 10e-6 + 80 / 50e9)
+
+
+def test_a_slab_is_priced_even_where_a_class_has_to_be_registered_first():
+    found = ps.audit([Sample(torch.zeros(4))], bus=BUS)
+    assert found.slab.nbytes == 32
+    assert "register_node(Sample)" in found.slab.error
+    assert "register_node(Sample)" in str(found)
+
+
+def test_without_a_bus_nothing_is_priced_and_it_is_said():
+    if torch.cuda.is_available():
+        pytest.skip("there is a bus to measure")
+    found = ps.audit({"x": torch.zeros(4)})
+    assert (found.bus, found.each.seconds, found.slab.seconds) == (None, None, None)
+    assert "bus: not measured: no CUDA device here" in str(found)
+
+
+def test_a_loader_in_place_of_a_batch_is_refused():
+    with pytest.raises(TypeError, match=r"pass next\(iter\(loader\)\)"):
+        ps.audit(torch.utils.data.DataLoader(torch.zeros(3)))
+
+
+def test_a_device_without_a_bus_is_refused():
+    with pytest.raises(ValueError, match="no bus to cpu"):
+        ps.audit({}, device="cpu")
+
+
+# -- the bus -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bus_of_figures_is_a_call_and_a_bandwidth():
+    assert BUS.seconds(0, pinned=True) == 0
+    assert BUS.seconds(50_000_000, pinned=True) == approx(10e-6 + 1e-3)
+    assert BUS.seconds(5_000_000_000_000, pinned=False) == approx(1000, rel=1e-6)
+
+
+def test_a_measured_bus_is_linear_between_its_points_and_goes_on_beyond_them():
+    bus = Bus(pageable=((1000, 1.0), (2000, 3.0)), pinned=((1000, 1.0), (2000, 1.0)))
+    assert bus.seconds(1500, pinned=False) == approx(2.0)
+    assert bus.seconds(3000, pinned=False) == approx(5.0)
+    assert bus.seconds(10, pinned=False) == 1.0  # the call
+    assert bus.seconds(3000, pinned=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "8", "pageable=8", "pageable=x,pinned=3", "pageable=8,pinned=0", "pinned=1,pinned=2",
+        "pageable=8,pinned=55,gpu=3", "pageable=8,pinned=55,call=-1",
+    ],
+)  # fmt: skip
+def test_a_bus_that_does_not_read_says_how_it_should(text):
+    with pytest.raises(InspectError, match="write GB/s and microseconds"):
+        Bus.parse(text)
+
+
+def test_a_bus_reads_as_written():
+    assert Bus.parse("pageable=5, pinned=50,call=10").seconds(1, pinned=True) == BUS.seconds(1, pinned=True)
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def test_forty_leaves_are_shown_and_the_rest_counted():
+    found = ps.audit([torch.zeros(256) for _ in range(50)])
+    text = str(found)
+    assert "[39]" in text
+    assert "[40]" not in text
+    assert "... and 10 more leaves, 10 KiB" in text
+    assert len(found.to_dict()["leaves"]) == 50
+
+
+def test_an_empty_batch_is_said_to_be_one():
+    assert str(ps.audit({"x": "text"})) == "there is no tensor and no array in this batch"
+
+
+def test_rich_shows_the_same_numbers_on_a_narrow_terminal():
+    console = pytest.importorskip("rich.console")
+    found = ps.audit({"weather": [Sample(torch.zeros(1024, 3))]}, bus=BUS)
+    wide, narrow = console.Console(width=200), console.Console(width=70)
+    for screen in (wide, narrow):
+        with screen.capture() as capture:
+            screen.print(found)
+        shown = capture.get()
+        for number in ("12 KiB", "8 B", "2 copies"):
+            assert number in shown.replace("\n", " ")
+        assert max(map(len, shown.splitlines())) <= screen.width
+
+
+def test_print_works_without_rich():
+    code = (
+        "import sys; sys.modules['rich'] = None\n"
+        "import pinstage as ps, torch\n"
+        "found = ps.audit({'x': torch.zeros(4)})\n"
+        "print(found)\n"
+        "try:\n    found.__rich__()\nexcept ModuleNotFoundError as error:\n    print('needs', error.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "['x']" in done.stdout
+    assert "needs rich" in done.stdout
+
+
+# -- module:callable ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A user's file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "users_code.py").write_text(
+        "import torch\n"
+        "def batch(): return {'x': torch.zeros(3)}\n"
+        "def loader(): return torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4)\n"
+        "def generator():\n    yield [torch.zeros(2)]\n    raise AssertionError('asked for a second batch')\n"
+        "def empty(): return iter(())\n"
+        "def broken(): raise ValueError('no data here')\n"
+        "def needs(path): return path\n"
+        "ready = [torch.zeros(5)]\n"
+        "class Data:\n    def __iter__(self): return iter([{'y': torch.zeros(1)}])\n"
+        "    @staticmethod\n    def make(): return torch.zeros(7)\n"
+    )
+    yield "users_code"
+    sys.modules.pop("users_code", None)
+
+
+@pytest.mark.parametrize("spelling", ["{}", "{}.py"])
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("batch", ["['x']"]), ("loader", [""]), ("generator", ["[0]"]), ("ready", ["[0]"]), ("Data", ["['y']"]),
+        ("Data.make", [""]),
+    ],
+)  # fmt: skip
+def test_a_callable_gives_a_batch_or_the_first_of_many(module, spelling, name, paths):
+    batch = first_batch(f"{spelling.format(module)}:{name}")
+    assert [place.path for place in places(batch)] == paths
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("users_code", "write for example train:make_loader"),
+        ("users_code:", "write for example train:make_loader"),
+        ("users_code:nothing", "has no 'nothing'; it has batch, loader, generator"),
+        ("users_code:broken", "raised ValueError: no data here"),
+        ("users_code:needs", "raised TypeError: needs.* missing 1 required"),
+        ("users_code:empty", "empty .*there is no batch"),
+        ("no_such_module:x", "no module 'no_such_module' in"),
+        ("no_such_file.py:x", "no file no_such_file.py"),
+        ("syntax.py:x", "raised SyntaxError"),
+        ("imports.py:x", "importing imports.py failed: No module named 'not_there'"),
+    ],
+)
+def test_a_target_that_cannot_be_had_is_a_message(module, tmp_path, target, message):
+    (tmp_path / "syntax.py").write_text("def (:")
+    (tmp_path / "imports.py").write_text("import not_there")
+    with pytest.raises(TargetError, match=message):
+        first_batch(target)

@@ -1,0 +1,417 @@
+"""The doctor's checks: each branch, from made-up facts and from trees of files that stand for machines."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+from pinstage.inspect._bandwidth import (
+    MIB,
+    PAGEABLE,
+    PINNED,
+    REGISTERED,
+    TO_DEVICE,
+    TO_HOST,
+    Point,
+    measure,
+    pin_seconds,
+)
+from pinstage.inspect._doctor import Check, Diagnosis, diagnose, save_plot
+from pinstage.inspect._doctor import _gpu_checks as gpu_checks
+from pinstage.inspect._doctor import _host_checks as host_checks
+from pinstage.inspect._doctor import _host_files as files
+from pinstage.inspect._doctor import _transfer_checks as transfers
+from pinstage.inspect._doctor._doctor import Measured
+from pinstage.inspect._doctor._gpus import Driver, Gpu, Link, describe, find_driver, link_of, pci_address, query
+from pinstage.inspect._report import as_text
+
+GIB = 1 << 30
+H200 = Gpu(0, "NVIDIA H200", "0000:3b:00.0", Link(5, 16, 5, 16), False, 0, frozenset(range(8)))
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a function that writes files below a root and returns the root."""
+
+    def write(**contents):
+        for path, content in contents.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        return tmp_path
+
+    return lambda contents: write(**contents)
+
+
+# -- the kernel's files ------------------------------------------------------------------------------------------------
+
+
+def test_memory_and_limits_are_read_in_bytes(tree):
+    root = tree(
+        {
+            "proc/meminfo": "MemTotal:       65843064 kB\nMemAvailable:   64000000 kB\n",
+            "proc/self/limits": "Limit  Soft  Hard  Units\nMax locked memory         8388608    8388608    bytes\n",
+        }
+    )
+    assert files.memory_bytes(root, "MemTotal") == 65843064 * 1024
+    assert files.memory_bytes(root, "MemAvailable") == 64000000 * 1024
+    assert files.locked_limit(root) == 8 * MIB
+
+
+def test_what_is_not_told_is_none(tmp_path):
+    assert files.memory_bytes(tmp_path, "MemTotal") is None
+    assert files.locked_limit(tmp_path) is None
+    assert files.cgroup_memory(tmp_path) is None
+    assert files.cgroup_cpus(tmp_path) is None
+    assert files.number(tmp_path / "x") is None
+    assert not files.is_wsl(tmp_path)
+    assert files.chosen_word("") == ""
+
+
+def test_an_unlimited_lock_is_none(tree):
+    assert files.locked_limit(tree({"proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\n"})) is None
+
+
+def test_the_tightest_group_above_this_process_counts(tree):
+    root = tree(
+        {
+            "proc/self/cgroup": "0::/pod/container\n",
+            "sys/fs/cgroup/pod/container/memory.max": "max\n",
+            "sys/fs/cgroup/pod/container/memory.current": "100\n",
+            "sys/fs/cgroup/pod/memory.max": "1000\n",
+            "sys/fs/cgroup/pod/memory.high": "900\n",
+            "sys/fs/cgroup/pod/memory.current": "700\n",
+            "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 200\n",
+            "sys/fs/cgroup/pod/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
+        }
+    )
+    assert files.cgroup_memory(root) == (900, 400)
+    assert files.cgroup_cpus(root) == 2.5
+
+
+def test_groups_of_version_1_are_read(tree):
+    root = tree(
+        {
+            "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        }
+    )
+    assert files.cgroup_memory(root) == (5000, 3000)
+    assert files.cgroup_cpus(root) == 4
+
+
+def test_no_limit_of_version_1_is_none(tree):
+    root = tree(
+        {
+            "proc/self/cgroup": "5:memory:/\n4:cpu:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        }
+    )
+    assert files.cgroup_memory(root) is None
+    assert files.cgroup_cpus(root) is None
+
+
+def test_lists_of_cpus_and_chosen_words_are_read():
+    assert files.cpu_list("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
+    assert files.cpu_list("") == frozenset()
+    assert files.chosen_word("always [madvise] never") == "madvise"
+
+
+def test_wsl_is_known_by_its_kernel(tree):
+    assert files.is_wsl(tree({"proc/sys/kernel/osrelease": "5.15.153.1-microsoft-standard-WSL2\n"}))
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "part"),
+    [
+        (host_checks.python("3.12.3", free_threaded=False, gil=True), "ok", "3.12.3"),
+        (host_checks.python("3.14.0", free_threaded=True, gil=False), "warning", "free-threaded, its lock off"),
+        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60 GiB of 64 GiB"),
+        (host_checks.memory(64 * GIB, GIB), "warning", "1 GiB of 64 GiB"),
+        (host_checks.memory(None, None), "info", "tells nothing"),
+        (host_checks.cgroup(None), "ok", "no control group"),
+        (host_checks.cgroup(files.Headroom(8 * GIB, 6 * GIB)), "ok", "6 GiB of 8 GiB left"),
+        (host_checks.cgroup(files.Headroom(8 * GIB, GIB)), "warning", "1 GiB of 8 GiB left"),
+        (host_checks.automatic_cap(GIB, "25% of 4 GiB"), "info", "1 GiB: 25% of 4 GiB"),
+        (host_checks.locked_memory(None), "ok", "unlimited"),
+        (host_checks.locked_memory(64 << 10), "ok", "64 KiB; CUDA's page-locking is not bound"),
+        (host_checks.shared_memory(None), "warning", "not there"),
+        (host_checks.shared_memory(64 * MIB), "warning", "64 MiB"),
+        (host_checks.shared_memory(8 * GIB), "ok", "8 GiB"),
+        (host_checks.huge_pages("madvise"), "ok", "madvise"),
+        (host_checks.huge_pages("always"), "ok", "always"),
+        (host_checks.huge_pages("never"), "warning", "never"),
+        (host_checks.huge_pages(""), "info", "does not tell"),
+        (host_checks.cpus(16, None, 16), "ok", "16 of 16"),
+        (host_checks.cpus(8, None, 16), "ok", "8 of 16 (8 by affinity)"),
+        (host_checks.cpus(2, None, 16), "warning", "2 of 16"),
+        (
+            host_checks.cpus(16, 4.0, 16),
+            "warning",
+            "4 of 16 (4 by the control group's quota); torch starts threads for 16",
+        ),
+        (host_checks.cpus(16, 16.0, 16), "ok", "16 of 16"),
+        (host_checks.wsl(False), "ok", "no"),
+        (host_checks.wsl(True), "warning", "about 1 GiB"),
+    ],
+)
+def test_a_check_of_the_host(check, status, part):
+    assert check.status == status
+    assert part in check.found
+    assert bool(check.remedy) == (status in ("warning", "problem"))
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+DRIVER = Driver("580.159", "13.0")
+OLD = Driver("550.54", "12.4")
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "part"),
+    [
+        (gpu_checks.cuda("13.0", True, [H200], DRIVER), "ok", "NVIDIA H200 (cuda:0)"),
+        (gpu_checks.cuda(None, False, [], Driver(None, None)), "info", "no NVIDIA driver"),
+        (gpu_checks.cuda(None, False, [], DRIVER), "problem", "built without CUDA"),
+        (gpu_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 cannot use it"),
+        (gpu_checks.versions(DRIVER, "13.0", "13.0.1"), "ok", "cuda-python 13.0.1"),
+        (gpu_checks.versions(DRIVER, "12.8", "12.9.1"), "ok", "torch CUDA 12.8"),
+        (gpu_checks.versions(OLD, "12.4", "13.0.1"), "problem", "cuda-python is newer than the driver"),
+        (gpu_checks.versions(OLD, "13.0", "12.9"), "problem", "torch is newer than the driver"),
+        (gpu_checks.versions(DRIVER, "13.0", None), "problem", "cuda-python none"),
+        (gpu_checks.versions(Driver(None, None), None, "13.0"), "info", "driver none"),
+        (gpu_checks.versions(Driver("580", None), "13.0", "13.0"), "ok", "CUDA ?"),
+        (gpu_checks.page_locking(True, None), "ok", "works"),
+        (gpu_checks.page_locking(True, "cuda-python cannot use the driver"), "problem", "cannot use the driver"),
+        (gpu_checks.page_locking(False, "no CUDA device"), "info", "not without a GPU"),
+        (gpu_checks.link(H200, under_load=True), "ok", "generation 5 x16 under load, as much as it can do: 63.0 GB/s"),
+        (gpu_checks.link(Gpu(0, "g"), under_load=True), "info", "virtual machine"),
+        (
+            gpu_checks.link(Gpu(0, "g", link=Link(5, 8, 5, 16)), under_load=True),
+            "warning",
+            "generation 5 x8 under load",
+        ),
+        (gpu_checks.link(Gpu(0, "g", link=Link(1, 16, 5, 16)), under_load=False), "info", "idle links save power"),
+        (gpu_checks.host_page_tables(H200), "ok", "page tables of its own"),
+        (gpu_checks.host_page_tables(Gpu(0, "g")), "info", "nobody tells"),
+        (gpu_checks.host_page_tables(Gpu(0, "NVIDIA GH200 480GB", host_page_tables=True)), "warning", "Grace"),
+        (gpu_checks.numa(H200, set(range(16)), 1), "ok", "one node"),
+        (gpu_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 cpus"),
+        (gpu_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 cpus"),
+        (gpu_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 cpus are there"),
+        (gpu_checks.numa(Gpu(0, "g", numa_node=-1), {0}, 2), "info", "does not tell at which"),
+    ],
+)
+def test_a_check_of_a_gpu(check, status, part):
+    assert check.status == status
+    assert part in check.found
+    if status in ("warning", "problem"):
+        assert check.remedy
+
+
+def test_the_remedy_for_a_cuda_python_that_is_too_new_can_be_pasted():
+    assert 'pip install "cuda-python>=12,<13"' in gpu_checks.versions(OLD, "12.4", "13.0.1").remedy
+    assert 'pip install "cuda-python>=13,<14"' in gpu_checks.versions(Driver("580", None), "13.0", None).remedy
+
+
+SMI = """\
+| NVIDIA-SMI 580.159.04             Driver Version: 580.159.04     CUDA Version: 13.0     |
+"""
+
+
+def test_the_driver_is_found_by_nvidia_smi_and_without_it_by_the_kernel(tree):
+    root = tree({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n"})
+    assert find_driver(root, lambda arguments: SMI) == Driver("580.159.04", "13.0")
+    assert find_driver(root, lambda arguments: "") == Driver("570.86.15", None)
+    assert find_driver(root / "nowhere", lambda arguments: "") == Driver(None, None)
+
+
+def test_the_toolkit_is_found_where_it_is_installed(tree):
+    text = '{\n "cuda" : {\n "name" : "CUDA SDK",\n "version" : "12.8.1"\n },\n "cuda_cudart" : {"version" : "12.8.9"}}'
+    driver = find_driver(tree({"usr/local/cuda/version.json": text}), lambda arguments: SMI)
+    assert driver.toolkit == "12.8.1"
+    assert "toolkit 12.8.1" in gpu_checks.versions(driver, "13.0", "13.0.1").found
+
+
+def test_open_kernel_modules_are_a_driver_too(tree):
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+    assert find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version == "580.95.05"
+
+
+def test_fields_that_nvidia_smi_does_not_know_give_no_rows():
+    fields = ("uuid", "addressing_mode")
+    assert query(lambda arguments: 'Field "addressing_mode" is not a valid field to query.\n', fields) == []
+    assert query(lambda arguments: "GPU-1, ATS\nGPU-2, HMM\n", fields) == [
+        {"uuid": "GPU-1", "addressing_mode": "ATS"},
+        {"uuid": "GPU-2", "addressing_mode": "HMM"},
+    ]
+
+
+def test_addresses_are_written_as_the_kernel_writes_them():
+    assert pci_address("00000000:3B:00.0") == "0000:3b:00.0"
+    assert pci_address("0008:01:00.0") == "0008:01:00.0"
+    assert pci_address("[N/A]") is None
+
+
+TOLD = {
+    "pci.bus_id": "00000000:3B:00.0", "pcie.link.gen.current": "4", "pcie.link.width.current": "16",
+    "pcie.link.gen.max": "5", "pcie.link.width.max": "16",
+}  # fmt: skip
+
+
+def test_a_gpu_is_described_from_all_sources(tree):
+    device = "sys/bus/pci/devices/0000:3b:00.0"
+    root = tree({f"{device}/numa_node": "1\n", f"{device}/local_cpulist": "8-15\n"})
+    gpu = describe(2, "NVIDIA H100", TOLD, "HMM", root)
+    assert gpu == Gpu(2, "NVIDIA H100", "0000:3b:00.0", Link(4, 16, 5, 16), False, 1, frozenset(range(8, 16)))
+
+
+def test_without_nvidia_smi_the_link_is_the_kernel_s(tree):
+    device = {
+        "current_link_speed": "16.0 GT/s PCIe\n", "current_link_width": "8\n", "max_link_speed": "32.0 GT/s PCIe\n",
+        "max_link_width": "16\n",
+    }  # fmt: skip
+    assert link_of({}, tree(device)) == Link(4, 8, 5, 16)
+    assert link_of({"pcie.link.gen.current": "[N/A]"}, tree({"current_link_speed": "Unknown\n"})) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "answer"),
+    [
+        ("NVIDIA GH200 480GB", "", True), ("NVIDIA GB200", "ATS", True), ("NVIDIA H200", "ATS", True),
+        ("NVIDIA H200", "None", False), ("NVIDIA H200", "HMM", False), ("NVIDIA H200", "", None),
+    ],
+)  # fmt: skip
+def test_grace_is_known_by_its_name_or_by_its_addressing_mode(tmp_path, name, mode, answer):
+    assert describe(0, name, {}, mode, tmp_path).host_page_tables is answer
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------------
+
+
+def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
+    rates = {PAGEABLE: pageable, PINNED: pinned, REGISTERED: pinned}
+    return [
+        Point(way, kind, nbytes, 8e-6 + nbytes / rate)
+        for kind, rate in rates.items()
+        for way in (TO_DEVICE, TO_HOST)
+        for nbytes in sizes
+    ]
+
+
+def test_a_good_bus_is_ok_in_both_directions():
+    checks = transfers.bandwidth(points(), 63e9, host_page_tables=False)
+    assert [(check.name, check.status) for check in checks] == [(TO_DEVICE, "ok"), (TO_HOST, "ok")]
+    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256 MiB" in checks[0].found
+
+
+def test_a_bus_far_below_its_link_is_a_warning():
+    check = transfers.bandwidth(points(pinned=20e9), 63e9, host_page_tables=False)[0]
+    assert check.status == "warning"
+    assert "32% of the link's 63.0 GB/s" in check.found
+
+
+def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_it_is():
+    slow = points(pinned=9.5e9)
+    assert transfers.bandwidth(slow, None, host_page_tables=False)[0].status == "warning"
+    assert transfers.bandwidth(slow, 63e9, host_page_tables=True)[0].status == "ok"
+
+
+def test_small_copies_show_why_to_pack():
+    check = transfers.small_copies(points())
+    assert check.found.startswith("4 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
+    assert transfers.small_copies([point for point in points() if point.kind == PAGEABLE]) is None
+
+
+def test_bars_are_as_long_as_the_bandwidth():
+    table = transfers.bars(points())
+    assert table.rows[2][:2] == [TO_DEVICE, "256 MiB"]
+    assert table.rows[2][4:6] == ["54.9", "#" * 12]
+    assert table.rows[2][2:4] == ["9.0", "#" * 2]
+    assert table.rows[0][3] == ""
+
+
+def test_the_measurement_measures_every_combination():
+    sizes = (1024, 4096)
+    told = []
+    found = measure("cpu", sizes=sizes, advance=lambda: told.append(1))
+    assert [(point.kind, point.direction, point.nbytes) for point in found] == [
+        (kind, way, nbytes)
+        for kind in (PAGEABLE, PINNED, REGISTERED)
+        for way in (TO_DEVICE, TO_HOST)
+        for nbytes in sizes
+    ]
+    assert len(told) == len(found)
+    assert all(point.seconds > 0 for point in found)
+
+
+def test_pinning_is_timed_there_and_back():
+    took = pin_seconds(MIB, torch.device("cpu"))
+    assert set(took) == {PINNED, REGISTERED}
+    assert all(take > 0 and give > 0 for take, give in took.values())
+    text = transfers.pinning(GIB, {PINNED: (0.342, 0.2), REGISTERED: (0.088, 0.1)}).found
+    assert text == "1 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
+
+
+def test_the_plot_is_a_png_of_both_directions(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bandwidth.png"
+    save_plot(points(), path, title="NVIDIA H200", link_rate=63e9)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > height > 300
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_is_no_problem_and_a_problem_is_one():
+    fine = Diagnosis((Check("a", "ok", "x"), Check("b", "warning", "y", "do this"), Check("c", "info", "z")))
+    assert not fine.has_problem
+    assert Diagnosis((*fine.checks, Check("d", "problem", "w", "do that"))).has_problem
+
+
+def test_the_report_has_each_line_and_each_remedy():
+    measured = Measured(H200, tuple(points()), {PINNED: (0.3, 0.2)}, GIB)
+    found = Diagnosis((Check("a", "ok", "fine"), Check("b", "problem", "broken", "mend it")), measured)
+    text = as_text(found.blocks())
+    for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):
+        assert part in text
+    assert "host to device  256 MiB" in text
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["problem"] is True
+    assert data["page_locking"][PINNED] == {"nbytes": GIB, "seconds": 0.3, "seconds_back": 0.2}
+    assert len(data["bandwidth"]) == len(points())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_host_is_reported(tmp_path):
+    found = diagnose(root=tmp_path, smi=lambda arguments: "")
+    by_name = {check.name: check for check in found.checks}
+    assert found.measured is None
+    assert not found.has_problem
+    assert by_name["CUDA"].status == "info"
+    assert by_name["bandwidth"].found == "not measured: no GPU"
+    assert by_name["memory"].found == "/proc/meminfo tells nothing"
+    assert {"Python", "cpus", "cgroup limit", "locked-memory limit", "/dev/shm", "huge pages", "WSL"} <= set(by_name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_driver_that_torch_cannot_use_is_a_problem(tmp_path):
+    found = diagnose(root=tmp_path, smi=lambda arguments: "" if arguments else SMI)
+    assert found.has_problem
+    assert found.checks[0].name == "CUDA"
+    assert found.checks[0].remedy

@@ -1,0 +1,514 @@
+"""What a trace says: each figure of small traces whose figures are known, and clear words for files that are none."""
+
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from trace_maker import THREAD, TraceMaker, naive_loop
+
+from pinstage.inspect import Bus, TraceError
+from pinstage.inspect._report import Table, as_rich, as_text
+from pinstage.inspect._trace import _stream, blocks, html, trace_report
+
+US = 1e-6
+approx = pytest.approx
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Return a function that writes a trace and reports on it."""
+
+    def of(trace, name="trace.json", **options):
+        return trace_report(trace.write(tmp_path / name), **options)
+
+    return of
+
+
+@pytest.fixture
+def analysis(report):
+    return lambda trace: report(trace).worst.analysis
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_told_apart_by_direction_and_kind(analysis):
+    trace = (
+        TraceMaker()
+        .copy(0, 10, 1000)
+        .copy(20, 10, 3000)
+        .copy(40, 5, 8000, kind="Pinned")
+        .copy(60, 5, 64, way="DtoH")
+        .copy(70, 5, 512, way="DtoD")
+    )
+    found = {(group.direction, group.kind): group for group in analysis(trace).groups}
+    assert set(found) == {("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device")}
+    pageable = found["HtoD", "pageable"]
+    assert (pageable.copies, pageable.nbytes, pageable.median_bytes, pageable.largest_bytes) == (2, 4000, 2000, 3000)
+    assert pageable.seconds == approx(20 * US)
+    assert pageable.bytes_per_second == approx(4000 / (20 * US))
+    assert found["HtoD", "pinned"].copies == 1
+
+
+def test_copies_to_the_device_come_first(analysis):
+    trace = TraceMaker().copy(0, 1, 1, way="DtoD").copy(2, 1, 1, way="DtoH").copy(4, 1, 1)
+    assert [group.direction for group in analysis(trace).groups] == ["HtoD", "DtoH", "DtoD"]
+
+
+def test_sizes_fall_into_their_buckets(analysis):
+    trace = TraceMaker()
+    for index, nbytes in enumerate((4095, 4096, 65535, 65536, 1 << 20, 16 << 20)):
+        trace.copy(index * 10, 5, nbytes)
+    trace.copy(100, 5, 10, way="DtoH")
+    found = {(bucket.direction, bucket.label): bucket.copies for bucket in analysis(trace).buckets}
+    assert found == {
+        ("HtoD", "< 4 KiB"): 1,
+        ("HtoD", "4 to 64 KiB"): 2,
+        ("HtoD", "64 KiB to 1 MiB"): 1,
+        ("HtoD", "1 to 16 MiB"): 1,
+        ("HtoD", ">= 16 MiB"): 1,
+        ("DtoH", "< 4 KiB"): 1,
+    }
+
+
+def test_what_runs_beside_a_kernel_is_hidden_and_the_rest_is_exposed(analysis):
+    trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)  # kernels until 15, the copy from 10 to 30
+    (group,) = analysis(trace).groups
+    assert group.hidden_seconds == approx(5 * US)
+    assert group.exposed_seconds == approx(15 * US)
+
+
+def test_kernels_of_another_device_hide_nothing(analysis):
+    trace = TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=0)
+    (group,) = analysis(trace).groups
+    assert (group.hidden_seconds, group.exposed_seconds) == (0, approx(20 * US))
+    (group,) = analysis(TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=1)).groups
+    assert (group.hidden_seconds, group.exposed_seconds) == (approx(20 * US), 0)
+
+
+def test_overlapping_copies_are_exposed_once(analysis):
+    trace = TraceMaker().copy(0, 10, 1).copy(5, 10, 1)
+    (group,) = analysis(trace).groups
+    assert group.seconds == approx(20 * US)
+    assert group.exposed_seconds == approx(15 * US)
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("cudaMemcpyAsync", "copy"), ("cudaMemcpy", "copy"), ("hipMemcpyWithStream", "copy"),
+        ("cuMemcpyHtoDAsync_v2", "copy"), ("cudaHostAlloc", "pin"), ("cudaMallocHost", "pin"),
+        ("cudaHostRegister", "pin"), ("cudaFreeHost", "pin"), ("cudaHostUnregister", "pin"), ("hipHostMalloc", "pin"),
+        ("cuMemHostAlloc", "pin"), ("cuMemAllocHost_v2", "pin"), ("cudaStreamSynchronize", "synchronise"),
+        ("cudaDeviceSynchronize", "synchronise"), ("cudaEventSynchronize", "synchronise"),
+        ("cudaLaunchKernel", None), ("cudaMalloc", None), ("cuMemAlloc_v2", None), ("cudaMemsetAsync", None),
+        ("cudaStreamWaitEvent", None), ("cudaEventQuery", None),
+    ],
+)  # fmt: skip
+def test_host_calls_are_known_by_what_they_are_for(analysis, name, group):
+    calls = analysis(TraceMaker().kernel(0, 5).call(name, 0, 7)).calls
+    assert [(call.group, call.name) for call in calls] == ([] if group is None else [(group, name)])
+
+
+def test_host_time_is_added_up_by_call(analysis):
+    trace = TraceMaker().kernel(0, 1).call("cudaStreamSynchronize", 0, 5).call("cudaStreamSynchronize", 9, 20)
+    (call,) = analysis(trace.call("cudaLaunchKernel", 40, 1)).calls
+    assert (call.calls, call.seconds, call.longest_seconds) == (2, approx(25 * US), approx(20 * US))
+
+
+def test_the_operator_around_a_copy_to_the_device_is_staging(analysis):
+    trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
+    (step,) = analysis(trace.copy(20, 2, 64, asked=15)).steps
+    assert step.staging_seconds == approx(30 * US)
+    assert step.stall_seconds == approx(30 * US)
+
+
+def test_an_operator_without_a_copy_to_the_device_is_no_staging(analysis):
+    trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
+    (step,) = analysis(trace.copy(55, 2, 64, way="DtoH", asked=52)).steps
+    assert step.staging_seconds == 0
+    assert step.copy_seconds == approx(2 * US)
+
+
+def test_pinning_in_the_loop_is_staging_and_in_another_thread_is_not(analysis):
+    loop = TraceMaker().step(1, 0, 100).kernel(90, 10).op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20)
+    other = TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
+    assert analysis(loop).steps[0].staging_seconds == approx(30 * US)
+    assert analysis(other).steps[0].staging_seconds == 0
+
+
+def test_waiting_for_the_device_outside_staging_is_synchronisation(analysis):
+    trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 30).copy(5, 2, 64, asked=2)
+    trace.call("cudaStreamSynchronize", 10, 10).call("cudaStreamSynchronize", 50, 10).kernel(50, 9)
+    (step,) = analysis(trace).steps
+    assert step.synchronise_seconds == approx(10 * US)
+
+
+def test_ranges_of_pinstage_are_staging_and_its_waits_are_waits(analysis):
+    trace = TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
+    (step,) = analysis(trace.add("user_annotation", "pinstage.loader.wait", 50, 7)).steps
+    assert step.staging_seconds == approx(15 * US)
+    assert step.wait_seconds == approx(7 * US)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_is_staging_without_a_kernel(analysis):
+    trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35)
+    (step,) = analysis(trace).steps
+    assert step.kernel_seconds == approx(35 * US)
+    assert step.staging_seconds == approx(50 * US)  # the operator until 40, the copy until 50
+    assert step.stall_seconds == approx(15 * US)
+    assert step.copy_seconds == approx(20 * US)
+    assert step.exposed_seconds == approx(15 * US)
+
+
+def test_a_copy_belongs_to_the_step_that_asked_for_it(analysis):
+    trace = TraceMaker().step(1, 0, 100).step(2, 100, 100).copy(150, 10, 64, asked=90).kernel(0, 1)
+    first, second = analysis(trace).steps
+    assert (first.copies, first.nbytes, second.copies) == (1, 64, 0)
+    assert second.copy_seconds == approx(10 * US)  # and runs in the next one
+
+
+def test_steps_come_in_order_of_time_with_their_numbers(analysis):
+    trace = TraceMaker().step(8, 100, 50).step(7, 0, 100).kernel(0, 1).wait(20, 30)
+    found = analysis(trace)
+    assert [(step.number, step.seconds) for step in found.steps] == [(7, approx(100 * US)), (8, approx(50 * US))]
+    assert found.steps[0].wait_seconds == approx(30 * US)
+    assert found.annotated
+
+
+def test_without_annotated_steps_the_whole_trace_is_one(analysis):
+    found = analysis(TraceMaker().kernel(10, 20).copy(50, 50, 64))
+    assert not found.annotated
+    (step,) = found.steps
+    assert (step.number, step.copies, step.seconds) == (-1, 1, approx(90 * US))
+
+
+def test_annotations_of_the_device_are_no_steps(analysis):
+    trace = TraceMaker().step(3, 0, 10).add("gpu_user_annotation", "ProfilerStep#3", 5, 10, pid=0, tid=7).kernel(0, 1)
+    assert len(analysis(trace).steps) == 1
+
+
+def test_the_figures_of_steps_are_about_the_device_with_most_work(analysis):
+    trace = TraceMaker().step(1, 0, 100).kernel(0, 5, device=0).kernel(0, 50, device=3)
+    found = analysis(trace)
+    assert found.device == 3
+    assert found.steps[0].kernel_seconds == approx(50 * US)
+
+
+# -- model and verdict -------------------------------------------------------------------------------------------------
+
+
+def test_packing_saves_the_part_of_the_stall_that_it_saves_of_staging(report):
+    packing = report(naive_loop(leaves=700, leaf_us=20, kernel_us=2000)).worst.packing
+    assert (packing.leaves, packing.nbytes) == (700, 700 * 4096)
+    assert packing.step_seconds == approx(16e-3)
+    assert packing.staging_seconds == approx(14e-3)
+    assert packing.stall_seconds == approx(14e-3)
+    assert packing.packed_seconds == approx(230e-6 + 700 * 2.2e-6 + 700 * 4096 / 28e9)
+    assert packing.saved_seconds == approx(14e-3 - packing.packed_seconds)
+    assert packing.speedup == approx(16e-3 / (2e-3 + packing.packed_seconds))
+
+
+def test_staging_that_is_half_hidden_is_half_to_win(report):
+    trace = TraceMaker()
+    for number in range(3):
+        start = number * 20_000
+        trace.step(number, start, 20_000).op("aten::to", start, 10_000).kernel(start + 5000, 15_000)
+        for leaf in range(100):
+            trace.copy(start + 10 + leaf * 90, 2, 64, asked=start + 5 + leaf * 90)
+    packing = report(trace).worst.packing
+    assert (packing.staging_seconds, packing.stall_seconds) == (approx(10e-3), approx(5e-3))
+    assert packing.saved_seconds == approx(5e-3 * (1 - packing.packed_seconds / 10e-3))
+
+
+def test_the_bus_that_is_given_counts(report):
+    slow = Bus.of_figures(pageable=1, pinned=2, call=0)
+    packing = report(naive_loop(leaf_bytes=1 << 20), bus=slow).worst.packing
+    assert packing.packed_seconds == approx(230e-6 + 50 * 2.2e-6 + 50 * (1 << 20) / 2e9)
+    assert "as given: 1 GB/s pageable" in " ".join(packing.assumptions)
+
+
+def test_the_bus_is_taken_from_large_pinned_copies_of_the_trace(report):
+    trace = TraceMaker().copy(0, 100, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
+    trace.copy(300, 1, 1 << 22)
+    packing = report(trace).worst.packing
+    assert packing.bus_bytes_per_second == approx((4 << 20) / 100e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("NVIDIA H200", 55e9), ("NVIDIA A100-SXM4-80GB", 25e9), ("Tesla T4", 12e9), ("NVIDIA L40S", 25e9)],
+)
+def test_else_the_bus_is_what_such_gpus_have(report, name, rate):
+    trace = TraceMaker(deviceProperties=[{"id": 0, "name": name}]).copy(0, 10, 64)
+    packing = report(trace).worst.packing
+    assert packing.bus_bytes_per_second == rate
+    assert name in " ".join(packing.assumptions)
+
+
+def test_a_stalled_loop_is_told_so_and_what_to_win(report):
+    worst = report(naive_loop(leaves=700)).worst
+    assert worst.verdict == (
+        "The GPU stands still for 87% of a step (14.0 ms of 16.0 ms) while the host stages: 700 host-to-device copies "
+        "a step (100% below 64 KiB, 100% of the bytes from pageable memory). One slab would take about 1.87 ms to "
+        "stage, where this takes 14.0 ms, and save about 12.1 ms: 4.13 times as fast."
+    )
+
+
+def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(report):
+    trace = TraceMaker()
+    for number in range(4):
+        start = 1000 * number
+        trace.step(number, start, 1000).kernel(start, 999).copy(
+            start + 100, 50, 1 << 20, kind="Pinned", asked=start + 20
+        )
+    verdict = report(trace).worst.verdict
+    assert verdict.startswith("Staging holds the GPU up for 0% of a step only: 1 host-to-device copy a step")
+    assert "100% of their time behind kernels" in verdict
+    assert verdict.endswith("Packing them into one slab would change nothing worth having.")
+
+
+def test_a_loop_that_waits_for_its_loader_is_told_so(report):
+    trace = TraceMaker()
+    for number in range(4):
+        start = 1000 * number
+        trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
+    assert "The loop waits 70% of the time for its loader" in report(trace).worst.verdict
+
+
+def test_a_trace_without_copies_is_told_so(report):
+    verdict = report(TraceMaker().kernel(0, 5)).worst.verdict
+    assert verdict == "No host-to-device copy is in this trace. There is nothing in it that packing could improve."
+
+
+def test_copies_whose_bytes_are_not_told_are_not_taken_for_small_ones(report):
+    trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD")
+    assert "1 host-to-device copy a trace (the trace does not tell their bytes)" in report(trace).worst.verdict
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_rank_by_rank_and_the_one_that_waits_most_is_shown(tmp_path):
+    naive_loop(leaves=10, distributedInfo={"rank": 1, "world_size": 3}).write(tmp_path / "a.json.gz")
+    naive_loop(leaves=90, distributedInfo={"rank": 0}).write(tmp_path / "b.json")
+    naive_loop(leaves=20).write(tmp_path / "worker_rank_2.pt.trace.json")
+    (tmp_path / "notes.txt").write_text("no trace")
+    report = trace_report(tmp_path)
+    assert [rank.rank for rank in report.ranks] == [0, 1, 2]
+    assert report.worst.rank == 0
+    text = as_text(blocks(report))
+    rows = re.findall(r"^(\d) +6 ", text, re.MULTILINE)
+    assert rows == ["0", "1", "2"]
+    assert json.loads(json.dumps(report.to_dict()))["worst_rank"] == 0
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        TraceMaker().kernel(0, 5),
+        TraceMaker().copy(0, 5, 64),
+        TraceMaker().copy(0, 0, 0),
+        TraceMaker().call("cudaStreamSynchronize", 0, 0),
+        TraceMaker().step(1, 0, 0).kernel(0, 0),
+        TraceMaker().step(1, 0, 10).wait(0, 10).copy(50, 10, 1, way="DtoD"),
+    ],
+)
+def test_sparse_traces_are_shown_too(report, trace):
+    found = report(trace)
+    assert as_text(blocks(found))
+    assert html(found)
+    assert json.dumps(found.to_dict())
+
+
+def test_the_text_has_every_table_and_the_assumptions(report):
+    text = as_text(blocks(report(naive_loop(steps=20))))
+    for part in (
+        "copies; hidden",
+        "sizes",
+        "host time in calls",
+        "the 12 of 20 steps",
+        "rests on this:",
+        "NVIDIA H200",
+    ):
+        assert part in text
+    assert text.count("\n- ") == 5
+
+
+def test_a_terminal_of_eighty_columns_cuts_no_number(report):
+    console = pytest.importorskip("rich.console").Console(width=80)
+    found = blocks(report(naive_loop(steps=20, leaves=700)))
+    with console.capture() as capture:
+        console.print(as_rich(found))
+    words = set(capture.get().split())
+    for table in found:
+        if isinstance(table, Table):
+            for column, cells in zip(table.columns, zip(*table.rows, strict=True), strict=True):
+                if column.startswith(">"):
+                    assert {word for cell in cells for word in cell.split()} <= words, (table.title, column)
+
+
+def test_json_is_plain_and_complete(report):
+    data = json.loads(json.dumps(report(naive_loop()).to_dict()))
+    (rank,) = data["ranks"]
+    assert rank["trace"]["copies"][0]["copies"] == 300
+    assert rank["packing"]["speedup"] > 1
+    assert len(rank["trace"]["steps"]) == 6
+    assert data["verdict"] == rank["verdict"]
+
+
+class Page(HTMLParser):
+    """What a page asks for from elsewhere, and whether its tags close."""
+
+    VOID = ("meta", "rect", "line", "i", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.foreign, self.open, self.words, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.foreign += [value for name, value in attributes if name in ("src", "href", "action", "data")]
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_html_report_is_whole_and_asks_for_nothing_from_elsewhere(report):
+    found = report(naive_loop(steps=20).add("user_annotation", "x", 0, 1))
+    text = html(found)
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.foreign == []
+    assert not re.search(r"https?://|@import|url\(|<script", text)
+    assert page.tags.count("svg") == 3
+    assert found.worst.verdict in "".join(page.words)
+
+
+def test_names_in_the_html_report_are_escaped(tmp_path):
+    trace = naive_loop().call("cudaMemcpy<script>", 0, 1)
+    text = html(trace_report(trace.write(tmp_path / "a&<b>.json")))
+    assert "<script>" not in text
+    assert "a&amp;&lt;b&gt;.json" in text
+
+
+def test_a_report_of_ten_thousand_copies_stays_small(report):
+    text = html(report(naive_loop(steps=10, leaves=1000)))
+    assert len(text) < 100_000
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 7, 100, 1 << 20])
+def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, window):
+    trace = naive_loop(steps=2, leaves=3).kernel(0, 1)
+    trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
+    path = trace.write(tmp_path / "t.json.gz")
+    path.write_bytes(gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode()))
+    monkeypatch.setattr(_stream, "_WINDOW", window)
+    file = _stream.TraceFile(path)
+    assert list(file) == json.loads(trace.text())["traceEvents"]
+    assert file.header["schemaVersion"] == 1
+    assert file.header["traceName"] == "t"
+
+
+def test_numbers_at_the_end_of_a_window_are_read_whole(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    path.write_text('{"schemaVersion": 1234567, "traceEvents": [{"ph": "M"}]}')
+    monkeypatch.setattr(_stream, "_WINDOW", 1)
+    file = _stream.TraceFile(path)
+    assert list(file) == [{"ph": "M"}]
+    assert file.header == {"schemaVersion": 1234567}
+
+
+def test_the_older_format_of_events_alone_is_read(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(naive_loop().events))
+    assert trace_report(path).worst.analysis.sum_of("copies") == 300
+
+
+def test_only_complete_events_count(analysis):
+    trace = TraceMaker().copy(0, 5, 64)
+    (event,) = trace.events
+    trace.events += [event | {"ph": phase} for phase in "iBEbf"]
+    assert analysis(trace).sum_of("copies") == 1
+
+
+def test_categories_of_old_profilers_are_known(analysis):
+    trace = TraceMaker()
+    trace.add("Memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 10, bytes=64, device=0)
+    trace.add("Kernel", "gemm", 20, 5, device=0).add("Runtime", "cudaStreamSynchronize", 0, 3)
+    found = analysis(trace)
+    assert found.sum_of("copies") == 1
+    assert found.calls[0].name == "cudaStreamSynchronize"
+
+
+def test_progress_is_told_in_bytes_of_the_file(tmp_path):
+    path = naive_loop().write(tmp_path / "t.json.gz")
+    told = []
+    trace_report(path, advance=told.append)
+    assert sum(told) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no trace: it is empty"),
+        (b"# A heading\n", "is no trace: it is not JSON"),
+        (b"[project]\nname = 3\n", "is no trace"),
+        (b'{"a": 1, "b": 2}', "JSON without traceEvents (it has a, b)"),
+        (b'{"traceEvents": []}', "holds no events"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "x", "ts": 1, "dur": 1}]}', "none of a GPU"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "event 1 (kernel) has no usable 'ts'"),
+        (b'{"traceEvents": [{"ph": "M"}, {"ph": "X", "na', "broken or cut off after 1 events"),
+        (b'{"traceEvents": [{"ph": "M"}', "broken or cut off"),
+        (b'{"traceEvents": [{"ph": "M"}]', "broken or cut off"),
+        (b"\x1f\x8b\x08\x00garbage", "is no trace"),
+        (gzip.compress(b'{"traceEvents": [' + b'{"ph": "M"},' * 5000)[:-40], "broken or cut off|is no trace"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "is no trace: it is not JSON"),
+    ],
+)
+def test_files_that_are_no_traces_get_a_clear_error(tmp_path, content, message):
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)):
+        trace_report(path)
+
+
+def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(_stream, "_WINDOW", 1000)
+    monkeypatch.setattr(_stream, "_LONGEST_VALUE", 5000)
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": oops}' + ', {"ph": "M"}' * 100_000 + "]}")
+    read = []
+    with pytest.raises(TraceError, match="broken"):
+        list(_stream.TraceFile(path, advance=read.append))
+    assert sum(read) < 10_000
+
+
+def test_a_missing_file_and_an_empty_folder_are_named(tmp_path):
+    with pytest.raises(TraceError, match=r"no file .*nope"):
+        trace_report(tmp_path / "nope.json")
+    with pytest.raises(TraceError, match=r"no .json or .json.gz in the folder"):
+        trace_report(tmp_path)

@@ -1,0 +1,335 @@
+"""`DataLoader` yields what torch's loader would, on the device."""
+
+import copy
+import itertools
+import os
+import pickle
+
+import loader_data as data
+import pytest
+import torch
+from loader_data import same
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+import pinstage as ps
+from pinstage._loader._collate import STRUCTURES_KNOWN
+
+pytestmark = [
+    # The machine may have fewer cores than a test takes workers.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    # Of Python 3.12, about what torch's loader does anyway.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"))  # torch's own queue
+
+
+def both(dataset, *args, **kwargs):
+    """Return what torch's loader and ours yield, from the same seeds."""
+    ours = {name: kwargs.pop(name) for name in ("max_bytes", "depth") if name in kwargs}
+    generators = {}
+    if "generator" in kwargs:
+        generators = [{"generator": torch.Generator().manual_seed(kwargs["generator"])} for _ in range(2)]
+        del kwargs["generator"]
+    else:
+        generators = [{}, {}]
+    torch.manual_seed(5)
+    expected = list(torch.utils.data.DataLoader(dataset, *args, **kwargs, **generators[0]))
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    loader = ps.DataLoader(dataset, *args, **kwargs, **generators[1], **ours, device="cpu")
+    found = list(loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    return found, expected, loader
+
+
+def agree(*args, **kwargs):
+    found, expected, loader = both(*args, **kwargs)
+    assert expected
+    assert same(found, expected)
+    return loader.stats()
+
+
+@pytest.fixture(params=[0, 2], ids=["inline", "workers"])
+def workers(request):
+    return request.param
+
+
+SAMPLES = [data.tensors, data.scalar, data.mixed, data.key_order, data.channels_last]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_default_collation_yields_what_torch_yields(sample, workers):
+    stats = agree(data.Mapped(sample), batch_size=4, num_workers=workers)
+    assert (stats.batches, stats.copies, stats.fallback_batches) == (6, 6, 0)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_without_batching_each_sample_arrives_as_torch_converts_it(sample, workers):
+    agree(data.Mapped(sample), batch_size=None, num_workers=workers)
+
+
+def test_classes_that_compute_with_collated_tensors_see_the_real_ones(workers):
+    agree(data.Mapped(data.in_classes_that_compute), batch_size=4, num_workers=workers)
+
+
+def test_functions_added_to_default_collation_see_the_real_tensors(workers, monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, data.Cloud, data.collate_clouds)
+    agree(data.Mapped(data.cloud), batch_size=4, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        data.as_they_are,
+        data.to_graph,
+        data.with_strided,
+        data.with_sparse,
+        data.with_arrays,  # arrays arrive as tensors, as from a Stager
+        data.nothing_to_pack,
+        default_collate,
+    ],
+)
+def test_what_a_collate_fn_returns_arrives(collate, workers):
+    agree(data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=collate)
+
+
+def test_ragged_samples_arrive_padded_by_a_collate_fn(workers):
+    agree(data.Mapped(data.ragged), batch_size=4, num_workers=workers, collate_fn=data.padded)
+
+
+def test_what_cannot_be_packed_is_counted(workers):
+    stats = agree(data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=data.with_sparse)
+    assert stats.passthrough_leaves == 12
+    assert stats.copies == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4, "drop_last": True},
+        {"batch_size": 4, "shuffle": True},
+        {"batch_size": 4, "shuffle": True, "generator": 3},
+        {"sampler": range(3, 20, 2), "batch_size": 3},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 5, drop_last=True)},
+        {"sampler": BatchSampler(RandomSampler(range(23), generator=torch.Generator()), 5, False), "batch_size": None},
+        {"batch_size": 3, "worker_init_fn": data.seed_again},
+        {"batch_size": 3, "depth": 0},
+        {"batch_size": 3, "depth": 5},
+        {"batch_size": 3, "pin_memory": False},
+    ],
+    ids=repr,
+)
+def test_order_and_seeds_are_those_of_torch(options, workers):
+    sample = data.random_numbers if workers else data.mixed
+    if isinstance(options.get("sampler"), BatchSampler):
+        options["sampler"].sampler.generator.manual_seed(2)
+        expected = list(torch.utils.data.DataLoader(data.Mapped(repr), num_workers=workers, **options))
+        options["sampler"].sampler.generator.manual_seed(2)
+        assert list(ps.DataLoader(data.Mapped(repr), num_workers=workers, device="cpu", **options)) == expected
+    else:
+        agree(data.Mapped(sample), num_workers=workers, **options)
+
+
+def test_without_workers_the_loop_and_the_dataset_share_the_random_numbers():
+    def run(loader):
+        torch.manual_seed(1)
+        return [(batch[1], torch.rand(1)) for batch in loader]
+
+    dataset = data.Mapped(data.random_numbers, size=6)
+    assert same(run(ps.DataLoader(dataset, 2, device="cpu")), run(torch.utils.data.DataLoader(dataset, 2)))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}])
+def test_an_iterable_dataset_is_read_as_torch_reads_it(options, workers):
+    agree(data.Streamed(data.mixed), num_workers=workers, **options)
+
+
+def test_a_dataset_with_getitems_is_asked_for_whole_batches(workers):
+    agree(data.Batched(data.mixed), batch_size=4, num_workers=workers)
+
+
+def test_more_workers_than_batches(workers):
+    agree(data.Mapped(data.tensors, size=3), batch_size=2, num_workers=3 * (workers > 0))
+
+
+def test_an_empty_dataset_yields_nothing(workers):
+    assert list(ps.DataLoader(data.Mapped(data.tensors, size=0), num_workers=workers, device="cpu")) == []
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_every_start_method_works(method):
+    stats = agree(
+        data.Mapped(data.mixed),
+        batch_size=4,
+        num_workers=2,
+        multiprocessing_context=method,
+        worker_init_fn=data.seed_again,
+    )
+    assert stats.fallback_batches == 0
+
+
+def test_out_of_order_all_batches_arrive_once():
+    loader = ps.DataLoader(data.Mapped(data.scalar, 40), 2, num_workers=2, in_order=False, device="cpu")
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(40))
+
+
+def test_each_pass_begins_again(workers):
+    options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+    ours = ps.DataLoader(data.Mapped(data.mixed), device="cpu", generator=torch.Generator().manual_seed(1), **options)
+    torchs = torch.utils.data.DataLoader(data.Mapped(data.mixed), generator=torch.Generator().manual_seed(1), **options)
+    for _ in range(3):
+        assert same(list(ours), list(torchs))
+
+
+def test_persistent_workers_stay():
+    loader = ps.DataLoader(
+        data.Mapped(data.cuda_in_the_worker), 4, num_workers=2, persistent_workers=True, device="cpu"
+    )
+    pids = [{int(pid) for batch in loader for pid in batch[:, 2]} for _ in range(3)]
+    assert len(pids[0]) == 2
+    assert pids[0] == pids[1] == pids[2]
+
+
+def test_persistent_workers_begin_again_in_the_middle_of_a_pass():
+    loader = ps.DataLoader(
+        data.Mapped(data.mixed, 60), 2, num_workers=2, persistent_workers=True, max_bytes="256KiB", device="cpu"
+    )
+    expected = list(torch.utils.data.DataLoader(data.Mapped(data.mixed, 60), 2))
+    for taken in range(12):
+        assert same(list(itertools.islice(loader, taken)), expected[:taken])
+    assert same(list(loader), expected)
+
+
+def test_workers_have_no_part_in_cuda():
+    # Spawned: what it imports is what it needs, not what this process had imported.
+    loader = ps.DataLoader(
+        data.Mapped(data.cuda_in_the_worker), 4, num_workers=1, multiprocessing_context="spawn", device="cpu"
+    )
+    asked, contexts, pids = torch.cat(list(loader)).unbind(1)
+    assert (asked.sum(), contexts.sum()) == (0, 0)
+    assert os.getpid() not in pids
+
+
+def test_a_loader_that_goes_to_a_spawned_worker_does_not_reach_for_the_device_there():
+    dataset = data.KnowsItsLoader(None)
+    loader = dataset.loader = ps.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu")
+    reached, asked, _, _ = torch.cat(list(loader)).unbind(1)
+    assert (reached.sum(), asked.sum()) == (0, 0)
+
+
+def test_it_is_a_loader_of_torch(workers):
+    loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, drop_last=True, device="cpu", depth=2)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert (len(loader), loader.batch_size, loader.drop_last, loader.num_workers) == (5, 4, True, workers)
+    assert loader.collate_fn is default_collate
+    assert (loader.device, loader.depth, loader.max_bytes) == (torch.device("cpu"), 2, "auto")
+    assert len(iter(loader)) == 5
+    list(loader)
+    assert loader.collate_fn is default_collate
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_has_slabs_of_its_own(copied, workers):
+    loader = ps.DataLoader(data.Mapped(data.mixed), 4, num_workers=workers, device="cpu", depth=2)
+    expected = list(loader)
+    twin = copied(loader)
+    assert (twin.depth, twin.stats().batches) == (2, 0)
+    assert same(list(twin), expected)
+    assert twin._slabs is not loader._slabs
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cap_for_the_host_is_divided_among_the_ranks_on_it(monkeypatch, workers):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/node", device="cpu")
+    assert len(list(loader)) == 4
+    assert loader.stats().pool.max_bytes == 2 << 20
+
+
+def test_batches_are_independent_of_slabs_that_are_written_again():
+    loader = ps.DataLoader(data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu")
+    for index, batch in enumerate(list(loader)):
+        assert torch.equal(batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch))
+
+
+def test_batches_of_random_size_arrive_whole():
+    expected = torch.utils.data.DataLoader(data.Mapped(data.random_size, 600), batch_size=None)
+    loader = ps.DataLoader(
+        data.Mapped(data.random_size, 600), batch_size=None, num_workers=2, max_bytes="512KiB", device="cpu"
+    )
+    for found, wanted in zip(loader, expected, strict=True):
+        assert same(found, wanted)
+    stats = loader.stats()
+    assert stats.batches == 600
+    assert stats.pool.peak_held_bytes <= 512 * 1024
+    assert stats.pool.leased_slabs == stats.pool.in_flight_slabs == 0
+
+
+def test_later_passes_allocate_nothing():
+    loader = ps.DataLoader(data.Mapped(data.large), 4, num_workers=2, device="cpu")
+    list(loader)
+    misses = loader.stats().pool.misses
+    for _ in range(2):
+        list(loader)
+    assert loader.stats().pool.misses <= max(misses, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"depth": -1}, "depth must not be negative: -1"),
+        ({"depth": 1.5}, "depth must be an int: 1.5"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_bytes": "much"}, "much"),
+        ({"max_bytes": "0MiB/node"}, "max_bytes"),
+        ({"device": "meta"}, "meta"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        ps.DataLoader(data.Mapped(data.tensors), **({"device": "cpu"} | options))
+
+
+def test_stats_say_who_waits(workers):
+    loader = ps.DataLoader(data.Mapped(data.large), 4, num_workers=workers, device="cpu")
+    assert loader.stats().bottleneck == "Nothing was loaded yet."
+    list(loader)
+    stats = loader.stats()
+    assert stats.bytes == 2_300_000
+    assert 0 < stats.wait_seconds <= stats.seconds
+    assert stats.num_workers == workers
+    assert stats.bottleneck.endswith(".")
+
+
+STATS = {"batches": 10, "copies": 10, "bytes": 1, "fallback_batches": 0, "passthrough_leaves": 0, "wait_seconds": 5.0}
+STATS |= {"slot_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "The workers are the bottleneck"),
+        ({"wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"slot_wait_seconds": 9.0}, "max_bytes is the bottleneck"),
+        ({"fallback_batches": 9}, "max_bytes is the bottleneck"),
+        ({"num_workers": 0}, "Loading is the bottleneck"),
+        ({"num_workers": 0, "wait_seconds": 0.5}, "The loop is the bottleneck"),
+    ],
+)
+def test_the_bottleneck_is_named(changes, sentence):
+    assert ps.LoaderStats(**STATS | changes).bottleneck.startswith(sentence)
+
+
+@pytest.mark.parametrize("kinds", [1, 5, 100, 300])
+def test_structures_that_come_again_are_known_by_number_and_others_are_not_kept(kinds):
+    dataset = data.Mapped(data.Several(kinds), 600)
+    loader = ps.DataLoader(dataset, None, num_workers=1, device="cpu")
+    iterator = iter(loader)
+    for index, batch in enumerate(iterator):
+        assert same(batch, dataset[index])
+        known = len(iterator._keeper.structures)
+        assert known <= min(STRUCTURES_KNOWN, max(0, index + 1 + 4 - kinds))  # some have arrived that come later
+        if index >= 2 * kinds + 4:
+            assert known == min(kinds, STRUCTURES_KNOWN)

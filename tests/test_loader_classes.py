@@ -1,0 +1,152 @@
+"""`collate_into_slab` gives a loader of another class what `DataLoader` does."""
+
+import copy
+import itertools
+import pickle
+
+import loader_data as data
+import pytest
+import torch
+from loader_data import same
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import pinstage as ps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+]
+
+
+class Counted(data.Streamed):
+    """Knows where it is, as torchdata wants it."""
+
+    position = 0
+
+    def __iter__(self):
+        for index, sample in enumerate(super().__iter__()):
+            if index >= self.position:
+                self.position += 1
+                yield sample
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def pair(dataset, **options):
+    """Return torchdata's loader, and one that was changed."""
+    torchs, ours = (
+        StatefulDataLoader(dataset(), **{"batch_size": 2} | options, generator=torch.Generator().manual_seed(1))
+        for _ in range(2)
+    )
+    return torchs, ps.collate_into_slab(ours, device="cpu", max_bytes="4MiB", depth=3)
+
+
+def mapped():
+    return data.Mapped(data.mixed, 24)
+
+
+def streamed():
+    return data.Streamed(data.mixed, 24)
+
+
+def counted():
+    return Counted(data.mixed, 24)
+
+
+@pytest.fixture(params=[0, 2], ids=["inline", "workers"])
+def workers(request):
+    return request.param
+
+
+def test_a_changed_loader_stays_what_it_was(workers):
+    loader = StatefulDataLoader(mapped(), 4, num_workers=workers, drop_last=True)
+    collate_fn = loader.collate_fn
+    assert ps.collate_into_slab(loader, device="cpu", depth=2) is loader
+    assert isinstance(loader, StatefulDataLoader)
+    assert type(loader).__name__ == "StatefulDataLoader"
+    assert (len(loader), loader.batch_size, loader.drop_last, loader.device) == (6, 4, True, torch.device("cpu"))
+    assert len(list(loader)) == 6
+    assert loader.collate_fn is collate_fn
+    assert loader.stats().batches == 6
+    assert type(StatefulDataLoader(mapped())) is StatefulDataLoader
+
+
+def test_a_changed_loader_yields_the_same_pass_after_pass(workers):
+    torchs, ours = pair(mapped, num_workers=workers)
+    for _ in range(3):
+        assert same(list(ours), list(torchs))
+    assert ours.stats().fallback_batches == 0
+
+
+@pytest.mark.parametrize("dataset", [mapped, streamed, counted])
+@pytest.mark.parametrize("taken", [1, 7])
+def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):
+    torchs, ours = pair(dataset, num_workers=workers)
+    expected = list(torchs)
+    iterator = iter(ours)
+    assert same(list(itertools.islice(iterator, taken)), expected[:taken])
+    state = copy.deepcopy(ours.state_dict())
+    assert same(list(iterator), expected[taken:])
+    for loader in pair(dataset, num_workers=workers):  # a state is torchdata's own: either loads it
+        loader.load_state_dict(copy.deepcopy(state))
+        assert same(list(loader), expected[taken:])
+
+
+def test_a_state_goes_with_every_batch(workers):
+    torchs, ours = pair(mapped, num_workers=workers)
+    for _ in zip(torchs, ours, strict=True):
+        assert ours.state_dict() == torchs.state_dict()
+    assert ours.state_dict() == torchs.state_dict()
+
+
+def test_a_state_may_be_taken_before_the_first_batch(workers):
+    torchs, ours = pair(mapped, num_workers=workers)
+    assert ours.state_dict()["_iterator_finished"] is False
+    assert same(list(ours), list(torchs))
+
+
+def test_persistent_workers_of_a_changed_loader_stay():
+    _, ours = pair(lambda: data.Mapped(data.cuda_in_the_worker, 24), num_workers=2, persistent_workers=True)
+    pids = [{int(pid) for batch in ours for pid in batch[:, 2]} for _ in range(2)]
+    assert len(pids[0]) == 2
+    assert pids[0] == pids[1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_changed_loader_can_be_copied_and_pickled(copied):
+    loader = ps.collate_into_slab(StatefulDataLoader(mapped(), 4, num_workers=1), device="cpu", depth=2)
+    expected = list(loader)
+    other = copied(loader)
+    assert type(other) is type(loader)
+    assert same(list(other), expected)
+    assert (loader.stats().batches, other.stats().batches, other.depth) == (6, 6, 2)
+
+
+def test_what_is_no_loader_of_torch_is_refused():
+    with pytest.raises(TypeError, match=r"cannot change a list.*Stager\.prefetch"):
+        ps.collate_into_slab([1, 2])
+
+
+def test_a_loader_is_changed_only_once_and_before_it_has_workers():
+    loader = ps.collate_into_slab(StatefulDataLoader(mapped()), device="cpu")
+    with pytest.raises(TypeError, match="once"):
+        ps.collate_into_slab(loader)
+    loader = torch.utils.data.DataLoader(mapped(), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    with pytest.raises(TypeError, match="has workers already"):
+        ps.collate_into_slab(loader, device="cpu")
+    del iterator
+
+
+def test_a_bad_argument_leaves_the_loader_as_it_was():
+    loader = StatefulDataLoader(mapped(), 4)
+    with pytest.raises(ValueError, match="depth"):
+        ps.collate_into_slab(loader, device="cpu", depth=-1)
+    assert type(loader) is StatefulDataLoader
+    assert len(list(loader)) == 6

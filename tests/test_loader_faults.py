@@ -1,0 +1,704 @@
+"""Whatever goes wrong in a `DataLoader`: all comes back, nothing is left, and the error is the original one."""
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import loader_data as data
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, ManualEvent, record_work, wait_until
+
+import pinstage as ps
+from pinstage._loader._arrivals import Arrival
+from pinstage._staging._run_ahead import RUN_AHEAD
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+SLAB = 212_992
+"""Size class of a batch of two `data.large`."""
+
+
+def resources():
+    """Count what a loader could leave behind in this process: descriptors, mappings of slabs, children, threads."""
+    gc.collect()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:pinstage"),
+        "children": len([pid for pid in children if not is_helper(pid)]),
+        "threads": sum(thread.name == "pinstage-loader" for thread in threading.enumerate()),
+    }
+
+
+def is_helper(pid):
+    """Say whether a process is multiprocessing's fork server or resource tracker, which stay."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker" in command or b"forkserver" in command
+    return False
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver():
+    """Started before anything is counted: it stays."""
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections():
+    """Keep what is there already out of the collections, of which each test needs a few."""
+    list(torch.utils.data.DataLoader([1], num_workers=1))  # what Python keeps after the first worker
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = resources()  # perhaps with threads and descriptors of torch's queues that are about to go
+    yield
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
+    left = {name: count - before[name] for name, count in resources().items() if count > before[name]}
+    assert not left
+
+
+def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
+    return ps.DataLoader(data.Mapped(sample, size), batch_size, num_workers=num_workers, **{"device": "cpu"} | options)
+
+
+def assert_all_back(loader):
+    pool = loader.stats().pool
+    assert (pool.leased_slabs, pool.in_flight_slabs) == (0, 0)
+
+
+def numbers(loader):
+    return [int(number) for batch in loader for number in batch[:, 0]]
+
+
+def test_break_gives_everything_back():
+    loader = make()
+    for _ in loader:
+        break
+    assert_all_back(loader)
+    assert resources()["threads"] == 0
+    assert numbers(loader) == list(range(40))
+
+
+def test_an_exception_in_the_loop_gives_everything_back():
+    loader = make()
+
+    def loop():
+        for batch in loader:
+            raise ZeroDivisionError(len(batch))
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    gc.collect()
+    assert_all_back(loader)
+    assert numbers(loader) == list(range(40))
+
+
+def test_an_iterator_that_is_dropped_gives_everything_back():
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.stats().pool.leased_slabs > 0
+    del iterator
+    assert_all_back(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_outlives_its_loader(workers):
+    iterator = iter(make(num_workers=workers))
+    gc.collect()
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
+
+
+def test_a_batch_outlives_loader_and_iterator():
+    batch = next(iter(make()))
+    gc.collect()
+    assert resources()["mappings"] == 0
+    assert batch[:, 0].tolist() == [0, 1]
+
+
+def test_persistent_workers_end_with_the_loader():
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    assert numbers(itertools.islice(loader, 3)) == list(range(6))
+    del loader
+
+
+def test_persistent_workers_end_with_a_loader_whose_collate_fn_knows_it():
+    class Module:
+        def __init__(self):
+            self.loader = make(persistent_workers=True, collate_fn=self.collate)
+
+        def collate(self, samples):
+            return torch.stack(samples)
+
+    module = Module()
+    assert numbers(module.loader) == list(range(40))
+    del module
+
+
+def test_two_iterators_at_once():
+    loader = make()
+    pairs = list(zip(loader, loader, strict=True))
+    assert [int(first[0, 0]) for first, _ in pairs] == list(range(0, 40, 2))
+    assert all(torch.equal(first, second) for first, second in pairs)
+    assert_all_back(loader)
+
+
+def test_two_threads_may_begin_at_once():
+    both = threading.Barrier(2)
+
+    class Sampler:
+        def __iter__(self):  # torch asks for it while it makes an iterator
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # seconds; the other one may have to wait for this one
+            return iter([[0, 1], [2, 3]])
+
+    # Not fork: two threads must not, whatever loader they use.
+    options = {"num_workers": 1, "multiprocessing_context": "forkserver", "device": "cpu"}
+    loader = ps.DataLoader(data.Mapped(data.large), batch_sampler=Sampler(), **options)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(numbers(loader))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert found == [[0, 1, 2, 3]] * 2
+    assert loader.collate_fn is torch.utils.data.default_collate
+
+
+def test_two_iterators_at_once_under_a_cap_for_one():
+    loader = make(max_bytes="512KiB")
+    for first, second in zip(loader, loader, strict=True):
+        assert torch.equal(first, second)
+    assert loader.stats().batches == 40
+    assert loader.stats().pool.peak_held_bytes <= 512 * 1024
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("sample", "options", "kind", "text"),
+    [
+        (data.fails_at_seven, {}, KeyError, "the seventh is bad"),
+        (data.tensors, {"collate_fn": data.fails_in_collate}, RuntimeError, "cannot collate these"),
+        (data.tensors, {"collate_fn": data.opaque}, ps.LayoutError, "register_node"),
+        (data.ragged, {}, RuntimeError, "size"),
+    ],
+)
+def test_an_error_is_the_original_one(workers, sample, options, kind, text):
+    loader = make(sample, num_workers=workers, **options)
+    with pytest.raises(kind, match=text) as caught:
+        list(loader)
+    if workers:
+        assert "in DataLoader worker process" in str(caught.value)
+        assert "Traceback" in str(caught.value)
+    began = time.perf_counter()
+    del caught  # with it goes a cycle of garbage, and the iterator in it
+    gc.collect()
+    assert time.perf_counter() - began < 4  # seconds; torch's takes 5 for each worker
+    if loader.stats().pool is not None:
+        assert_all_back(loader)
+
+
+@pytest.mark.parametrize("sample", [data.ragged, lambda index: torch.zeros(2, dtype=torch.int64 if index else None)])
+def test_what_torch_cannot_stack_fails_as_in_torch(sample):
+    def outcome(loader):
+        iterator = iter(loader)
+        try:
+            return list(iterator)
+        except Exception as error:  # noqa: BLE001 - compared
+            return type(error), str(error).strip().splitlines()[-1].split(" at ")[0]
+        finally:
+            for worker in iterator._workers:  # torch's own may need five seconds to end after such an error
+                worker.terminate()
+
+    dataset = data.Mapped(sample, 4)
+    expected = outcome(torch.utils.data.DataLoader(dataset, 4, num_workers=1))
+    assert str(outcome(ps.DataLoader(dataset, 4, num_workers=1, device="cpu"))) == str(expected)
+
+
+def test_an_error_comes_after_the_batches_before_it_and_the_loop_may_go_on():
+    iterator = iter(make(data.fails_at_seven, depth=3))
+    assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert next(iterator).tolist() == [8, 9]
+
+
+def test_an_error_in_unpickling_comes_after_the_batches_before_it():
+    iterator = iter(make(data.tensors, 8, 1, num_workers=1, prefetch_factor=6, collate_fn=data.third_cannot_arrive))
+    found = [next(iterator)]
+    wait_until(lambda: not iterator._worker_result_queue.empty())
+    while len(found) < 3:
+        found.append(next(iterator))
+    assert [number for number, _ in found] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no number"):
+        next(iterator)
+
+
+def test_a_worker_that_cannot_start_says_why():
+    with pytest.raises(ValueError, match="no start for 0"):
+        list(make(worker_init_fn=data.fails_to_start))
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang():
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        list(make(data.tensors, collate_fn=data.unpicklable))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_loses_nothing(persistent):
+    loader = make(data.dies_at_seven, persistent_workers=persistent)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="worker"):
+            list(loader)
+        gc.collect()
+        assert_all_back(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+
+
+def test_persistent_workers_that_were_killed_between_passes_are_replaced():
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    workers = loader._iterator._workers
+    with contextlib.suppress(RuntimeError):  # torch's handler of the signal may raise anywhere
+        os.kill(workers[0].pid, signal.SIGKILL)
+        workers[0].join(PATIENCE_SECONDS)
+    assert numbers(loader) == list(range(40))
+    del workers
+
+
+def test_the_timeout_is_that_of_torch():
+    loader = make(data.sleeps_at_three, timeout=0.3, depth=0)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
+        next(iterator)
+    for worker in iterator._workers:  # else torch waits five seconds for the sleeper
+        worker.terminate()
+    del iterator
+    assert_all_back(loader)
+
+
+def test_interrupting_the_loop_gives_everything_back():
+    loader = make()
+
+    def loop():
+        for _ in loader:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    gc.collect()
+    assert_all_back(loader)
+
+
+def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything_back(monkeypatch):
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    with monkeypatch.context() as patched:
+        patched.setattr(loader._iterator._batches, "_get_data", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert_all_back(loader)
+    for _ in range(2):
+        assert numbers(loader) == list(range(40))
+
+
+# -- ahead
+
+
+def test_a_batch_is_yielded_though_the_next_one_is_late():
+    gate = multiprocessing.Event()
+
+    def sample(index):
+        assert index < 2 or gate.wait(PATIENCE_SECONDS)
+        return torch.tensor(index)
+
+    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)  # seconds; were it waited for, an error
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    gate.set()
+    assert torch.cat(list(iterator)).tolist() == list(range(2, 20))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_batches_that_have_arrived_are_sent_ahead(depth):
+    loader = make(num_workers=2, prefetch_factor=4, depth=depth)
+    iterator = iter(loader)
+    next(iterator)
+
+    def has_arrived(number):
+        before_its_turn = len(iterator._task_info.get(number, ())) == 2  # torch took it while it waited for another
+        return number < loader.stats().batches or before_its_turn or iterator._data_queue.holds_batch(number)
+
+    wait_until(lambda: all(map(has_arrived, range(1, depth + 2))))
+    next(iterator)
+    assert loader.stats().batches == 2 + depth
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(4, 40, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loop_is_never_more_than_a_few_batches_ahead_of_the_device(monkeypatch, workers):
+    made, waited = record_work(monkeypatch)
+    for batches, _ in enumerate(make(num_workers=workers), 1):
+        assert len(made) == batches
+        assert waited == made[: max(0, batches - RUN_AHEAD)]
+    assert batches == 20
+
+
+# -- the cap
+
+
+def test_a_batch_larger_than_the_cap_arrives_all_the_same():
+    loader = make(max_bytes="128KiB")
+    assert numbers(loader) == list(range(40))
+    assert loader.stats().fallback_batches == 20
+
+
+def test_a_batch_larger_than_the_cap_arrives_without_workers():
+    loader = make(max_bytes="128KiB", num_workers=0)
+    assert numbers(loader) == list(range(40))
+    assert loader.stats().fallback_batches == 20
+
+
+def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypatch):
+    def refuse(memory, nbytes):
+        raise OSError("none left")
+
+    monkeypatch.setattr("pinstage.SharedMemory._take", refuse)
+    loader = make()
+    with pytest.warns(RuntimeWarning, match=r"without a slab of .*none left.*pinstage doctor") as told:
+        assert numbers(loader) == list(range(40))
+    assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
+    assert loader.stats().fallback_batches == 20
+
+
+def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    monkeypatch.setattr(iterator._keeper, "close", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        iterator._close()
+    del iterator
+    assert_all_back(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cap", ["128KiB", "8MiB"])
+def test_the_default_device_does_not_matter(workers, cap):
+    samples = [data.large(index) for index in range(40)]
+    iterator = iter(make(samples.__getitem__, max_bytes=cap, num_workers=workers))
+    with torch.device("meta"):
+        assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3, 5, 8])
+def test_under_a_small_cap_workers_wait_and_nothing_hangs(slabs):
+    loader = make(size=120, num_workers=4, max_bytes=slabs * SLAB, depth=3)
+    assert numbers(loader) == list(range(120))
+    stats = loader.stats()
+    assert stats.pool.peak_held_bytes <= slabs * SLAB
+    if slabs >= 4:
+        assert stats.fallback_batches == 0
+
+
+def test_a_slow_consumer_makes_workers_wait():
+    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
+    iterator = iter(loader)
+    first = next(iterator)
+    starved = iterator._keeper._starved
+    wait_until(lambda: len(starved) == 2)  # both have filled what they have
+    assert "0 are being copied" in iterator._keeper.waiting()
+    assert int(first[0, 0]) == 0
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
+    assert loader.stats().fallback_batches == 0
+    assert loader.stats().slot_wait_seconds > 0
+
+
+def test_a_timeout_says_who_holds_the_slabs(monkeypatch):
+    events = []
+
+    def record(target):
+        events.append(ManualEvent())
+        return events[-1]
+
+    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_copies", record)
+    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.hand_over", lambda *_: None)
+    loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
+    iterator = iter(loader)
+    next(iterator)
+    holder = (
+        r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
+    )
+    with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
+        next(iterator)
+    events[0].finish()
+    del iterator
+    assert_all_back(loader)
+
+
+def test_workers_that_wait_end_with_the_iterator():
+    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    starved = iterator._keeper._starved
+    wait_until(lambda: len(starved) == 2)
+    workers = iterator._workers
+    del iterator
+    assert [worker.exitcode for worker in workers] == [0, 0]  # not terminated
+
+
+def test_slabs_grow_with_the_batches():
+    loader = make(lambda index: torch.zeros(index * 3000), size=60, batch_size=1, max_bytes="8MiB")
+    assert [batch.numel() for batch in loader] == [index * 3000 for index in range(60)]
+    assert loader.stats().fallback_batches == 0
+
+
+def test_a_copy_that_fails_gives_its_slot_back(monkeypatch):
+    def fail(*_):
+        raise MemoryError("none on the device")
+
+    loader = make(depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    with monkeypatch.context() as patched:
+        patched.setattr("pinstage._staging._targets.CpuTarget.copy", fail)
+        for _ in range(5):  # more than there are slots
+            with pytest.raises(MemoryError):
+                next(iterator)
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(12, 40, 2))
+
+
+# -- other processes
+
+
+def run_script(script, before=()):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*before, sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    limit = PATIENCE_SECONDS * 2
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=limit)
+
+
+def test_workers_end_when_the_main_process_is_killed():
+    script = """
+        import os, sys, loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
+        iterator = iter(loader)
+        next(iterator)
+        while not iterator._keeper._starved:
+            pass
+        print(iterator._workers[0].pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    result = run_script(script)  # returns when the worker, too, has closed the output
+    assert result.returncode == -9, result.stderr
+    wait_until(lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout)))
+
+
+def is_zombie(pid):
+    with contextlib.suppress(OSError):
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    return True
+
+
+def test_a_program_may_end_in_the_middle_of_a_pass():
+    script = """
+        import loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, device="cpu", persistent_workers=True)
+        iterator = iter(loader)
+        print(next(iterator).shape[0])
+    """
+    result = run_script(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "2\n", "")
+
+
+def test_interrupting_the_whole_group_ends_all_of_it():
+    script = """
+        import loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.sleeps_at_three, 60), 1, num_workers=2, device="cpu", depth=0)
+        for batch in loader:
+            print(int(batch), flush=True)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        assert [int(process.stdout.readline()) for _ in range(3)] == [0, 1, 2]  # a worker sleeps, the loop waits
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)  # until the last worker has closed its output
+    assert process.returncode in (1, -signal.SIGINT)
+    assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
+
+
+def test_a_forked_child_may_drop_batches_whatever_the_threads_did_at_the_time():
+    iterator = iter(make())
+    keeper = iterator._keeper
+    arrival = Arrival(keeper, None, 0, None, [], 0.0)
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():
+        with keeper._lock:
+            held.set()
+            ended.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(PATIENCE_SECONDS)
+    child = os.fork()
+    if child == 0:
+        del arrival
+        os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    finally:
+        arrival.slot = None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        ended.set()
+        thread.join(PATIENCE_SECONDS)
+
+
+def test_the_size_of_dev_shm_does_not_matter():
+    # Of torch's sharing nothing may be used: it would fail.
+    script = """
+        import torch, loader_data as data, pinstage as ps
+        def fail(*args, **kwargs):
+            raise RuntimeError("no space in /dev/shm")
+        torch.UntypedStorage._new_shared = classmethod(fail)
+        torch.UntypedStorage.share_memory_ = fail
+        torch.UntypedStorage._share_fd_cpu_ = fail
+        torch.UntypedStorage._share_filename_cpu_ = fail
+        for collate in (None, torch.utils.data.default_collate, lambda s: torch.utils.data.default_collate(s)):
+            loader = ps.DataLoader(data.Mapped(data.mixed), 4, num_workers=1, device="cpu", collate_fn=collate)
+            print(sum(int(batch["int"].sum()) for batch in loader))
+        try:
+            list(torch.utils.data.DataLoader(data.Mapped(data.mixed), 4, num_workers=1))
+        except RuntimeError as error:
+            print("no space" in str(error))
+    """
+    result = run_script(script)
+    assert result.stdout.split() == ["253", "253", "253", "True"], result.stderr
+
+
+def test_a_dev_shm_without_room_does_not_matter():
+    small = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of one's own here; the test above makes torch's sharing fail another way")
+    script = """
+        import torch, loader_data as data, pinstage as ps
+        dataset = data.Mapped(data.large, 60)  # 3 MB a batch
+        print(sum(len(batch) for batch in ps.DataLoader(dataset, 30, num_workers=2, device="cpu")))
+        try:
+            list(torch.utils.data.DataLoader(dataset, 30, num_workers=1))
+        except RuntimeError as error:
+            print("shared" in str(error))
+    """
+    result = run_script(script, before=small)
+    assert result.stdout.split() == ["60", "True"], result.stderr
+
+
+def test_a_soak_with_early_exits_leaves_nothing():
+    loader = ps.DataLoader(
+        data.Mapped(data.random_size, 200), batch_size=None, num_workers=2, max_bytes="512KiB", device="cpu"
+    )
+    expected = [data.random_size(index) for index in range(200)]
+    for stop in (0, 1, 5, 50, 200, 3, 120):
+        for index, batch in enumerate(itertools.islice(loader, stop)):
+            assert batch["index"] == index
+            assert torch.equal(batch["data"], expected[index]["data"])
+        assert_all_back(loader)
+    assert resources()["children"] == 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+# torch raises from its handler of the signal, wherever the main thread is: perhaps in a finaliser.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_soak_with_killed_workers_leaves_nothing(persistent):
+    """``PINSTAGE_SOAK_BATCHES=100000 pytest -k soak`` is the long one."""
+    left = int(os.environ.get("PINSTAGE_SOAK_BATCHES", "500"))
+    chance = random.Random(left)
+    loader = ps.DataLoader(
+        data.Mapped(data.random_size, 200),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=persistent,
+        max_bytes="512KiB",
+        device="cpu",
+        depth=2,
+    )
+    expected = [data.random_size(index) for index in range(200)]
+
+    def one_pass(stop, kills):
+        iterator = iter(loader)
+        for index, batch in enumerate(iterator):
+            assert batch["index"] == index
+            assert torch.equal(batch["data"], expected[index]["data"])
+            if index == stop:
+                if not kills:
+                    break
+                os.kill(chance.choice(iterator._workers).pid, signal.SIGKILL)
+        return index + 1
+
+    while left > 0:
+        kills, stop = chance.random() < 0.5, chance.randrange(150)
+        if kills:
+            with pytest.raises(RuntimeError, match="worker"):
+                one_pass(stop, kills)
+            left -= stop
+        else:
+            left -= one_pass(stop, kills)
+        if not persistent:
+            gc.collect()
+            assert_all_back(loader)
+    assert len(list(loader)) == 200
+
+
+def test_a_copy_under_way_keeps_its_slot_until_its_event_is_done(monkeypatch):
+    events = []
+
+    def record(target):
+        events.append(ManualEvent())
+        return events[-1]
+
+    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_copies", record)
+    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.hand_over", lambda *_: None)
+    loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
+    iterator = iter(loader)
+    assert next(iterator)[:, 0].tolist() == [0, 1]
+    starved = iterator._keeper._starved
+    wait_until(lambda: starved)  # the only slab is still read: the worker must not write it
+    assert loader.stats().pool.leased_slabs == 1
+    events[0].finish()
+    copying = iterator._keeper._copying
+    wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
+    assert next(iterator)[:, 0].tolist() == [2, 3]
+    del iterator
+    assert loader.stats().pool.in_flight_slabs == 1  # of the second, which nobody has finished
+    events[1].finish()
+    assert_all_back(loader)

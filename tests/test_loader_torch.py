@@ -1,0 +1,91 @@
+"""What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
+
+import inspect
+import queue
+
+import loader_data as data
+import pytest
+import torch
+from torch.utils.data import DataLoader, dataloader
+from torch.utils.data._utils import collate
+
+from pinstage._loader import _torch
+from pinstage._loader._torch import PeekedQueue
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+ITERATOR = dataloader._MultiProcessingDataLoaderIter
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (DataLoader, "_get_iterator"),
+        (ITERATOR, "_reset"),
+        (ITERATOR, "_shutdown_workers"),
+        (ITERATOR, "_try_get_data"),
+        (collate, "collate"),
+        (collate, "collate_tensor_fn"),
+        (collate, "default_collate"),
+        (collate, "default_collate_fn_map"),
+        (torch._utils, "ExceptionWrapper"),
+    ],
+)
+def test_torch_still_has_it(owner, name):
+    where = f"torch {torch.__version__} has no {owner.__name__}.{name} any more: adapt pinstage/_loader/_torch.py"
+    assert hasattr(owner, name), where
+
+
+ENDING = ["_index_queues", "_worker_result_queue", "_workers_done_event"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_workers", "_persistent_workers", "_data_queue", "_rcvd_idx", "_send_idx", "_task_info", "_in_order", *ENDING],
+)
+def test_torchs_iterator_still_has_it(name):
+    iterator = iter(DataLoader(data.Mapped(data.scalar, 4), num_workers=1))
+    where = f"torch {torch.__version__}: its iterator has no {name} any more: adapt pinstage/_loader/_torch.py"
+    assert hasattr(iterator, name), where
+
+
+def test_a_loader_keeps_its_iterator_under_the_name_that_we_know():
+    loader = DataLoader(data.Mapped(data.scalar, 4), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    assert loader._iterator is iterator, "adapt IntoSlabs.__iter__ in pinstage/_loader/_loader.py"
+
+
+def test_torch_reads_its_queue_as_we_do():
+    source = inspect.getsource(ITERATOR._try_get_data)
+    assert "self._data_queue.get(timeout=timeout)" in source, "adapt PeekedQueue in pinstage/_loader/_torch.py"
+
+
+def test_default_collation_asks_the_map_for_tensors():
+    stacked = _torch.collate_with([(torch.ones(2), 1), (torch.ones(2), 2)], lambda batch, **_: len(batch))
+    assert stacked[0] == 2, "adapt collate_with in pinstage/_loader/_torch.py"
+    assert stacked[1].tolist() == [1, 2]
+
+
+def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
+    assert _torch.collates_as_shipped(), "torch keeps its functions elsewhere: adapt collates_as_shipped"
+    monkeypatch.setitem(collate.default_collate_fn_map, data.Cloud, data.collate_clouds)
+    assert not _torch.collates_as_shipped()
+
+
+def test_a_batch_is_seen_only_when_it_is_the_one_that_comes_next():
+    source = queue.Queue()
+    peeked = PeekedQueue(source)
+    assert not peeked.holds_batch(None)
+    error = torch._utils.ExceptionWrapper((ValueError, ValueError("no"), None))
+    source.put((3, error))
+    assert peeked.holds_batch(3)
+    assert peeked.holds_batch(None)
+    assert not peeked.holds_batch(2)
+    source.put((4, "a worker has no more"))
+    assert not peeked.holds_batch(4)
+    assert [peeked.get(timeout=1)[0] for _ in range(2)] == [3, 4]
+    with pytest.raises(queue.Empty):
+        peeked.get(timeout=0)

@@ -1,0 +1,340 @@
+"""Fixed device slabs, on the CPU: the same addresses, and a batch that is held is never overwritten."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from doubles import CountingMemory, ManualEvent
+from hypothesis import given, settings
+from strategies import assert_same, batches, bits, tensor_of
+
+from pinstage import RingError, SlabPool, Stager
+
+
+@pytest.fixture
+def make_stager(memory):
+    pools = []
+
+    def make(ring=2, **options):
+        pools.append(SlabPool(memory, max_bytes="1MiB"))
+        return Stager("cpu", pool=pools[-1], ring=ring, **options)
+
+    yield make
+    for pool in pools:
+        stats = pool.stats()
+        pool.close()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+
+
+def batch(seed=0):
+    return {
+        "x": tensor_of(torch.float32, (4, 5), seed),
+        "y": [tensor_of(torch.int64, (), seed), tensor_of(torch.float32, (3,), seed + 1)],
+        "seed": seed,
+    }
+
+
+def addresses(staged):
+    return [staged["x"].data_ptr(), staged["y"][0].data_ptr(), staged["y"][1].data_ptr()]
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_to_the_slabs_in_turn_and_arrive_as_they_were(make_stager):
+    stager = make_stager(ring=3)
+    met = []
+    for seed in range(12):
+        staged = stager.to_device(batch(seed))
+        assert_same(batch(seed), staged, "cpu")
+        met.append(addresses(staged))
+    assert met[:3] * 4 == met
+    assert len({places[0] for places in met}) == 3
+
+
+def test_the_same_layout_in_the_same_slab_gives_the_same_tensors_in_new_containers(make_stager):
+    stager = make_stager(ring=1)
+    with stager.stage(batch(0)) as first:
+        pass
+    with stager.stage(batch(1)) as second:
+        assert second is not first
+        assert second["y"] is not first["y"]
+        assert all(a is b for a, b in ((first["x"], second["x"]), (first["y"][0], second["y"][0])))
+        assert second["seed"] == 1
+
+
+@pytest.fixture(scope="module")
+def ring_of_two():
+    with Stager("cpu", max_bytes="64MiB", ring=2, ring_bytes="8MiB") as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@settings(max_examples=200, deadline=None)
+@given(tree=batches())
+def test_every_batch_arrives_as_it_was_each_time(ring_of_two, tree):
+    for _ in range(3):
+        staged = ring_of_two.to_device(tree)
+        assert_same(tree, staged, "cpu")
+        del staged
+
+
+def test_layouts_may_alternate_in_one_slab(make_stager):
+    stager = make_stager(ring=1, ring_bytes=4096)
+    for seed in range(30):
+        tree = [tensor_of(torch.int16, (seed % 12 + 1, 3), seed), torch.ones(seed % 5)]
+        assert_same(tree, stager.to_device(tree), "cpu")
+
+
+def test_a_leaf_that_became_a_part_of_an_autograd_graph_is_made_anew(make_stager):
+    stager = make_stager(ring=1)
+    staged = stager.to_device(batch(0))
+    staged["x"].requires_grad_()
+    (staged["x"] * 2).sum().backward()
+    del staged
+    staged = stager.to_device(batch(1))
+    assert not staged["x"].requires_grad
+    assert staged["x"].grad is None
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_tensors_made_where_gradients_are_off_serve_training_later(make_stager, mode):
+    stager = make_stager(ring=1)
+    with mode():
+        assert_same(batch(0), stager.to_device(batch(0)), "cpu")
+    weight = torch.ones(4, 5, requires_grad=True)
+    staged = stager.to_device(batch(1))
+    assert not staged["x"].is_inference()
+    (staged["x"] * weight).sum().backward()
+    assert torch.equal(bits(weight.grad), bits(batch(1)["x"]))
+    staged["x"].add_(1)
+
+
+def test_what_cannot_be_packed_travels_beside_the_ring(make_stager):
+    stager = make_stager(ring=1)
+    for _ in range(3):
+        tree = [torch.ones(2), torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(1)), torch.zeros(3), "text"]
+        assert_same(tree, stager.to_device(tree), "cpu")
+
+
+def test_empty_batches_need_no_slab(make_stager):
+    stager = make_stager(ring=1)
+    kept = stager.to_device(batch())
+    empty = stager.stage([torch.zeros(0), None])
+    assert empty.get()[0].shape == (0,)
+    empty.release()
+    assert kept["seed"] == 0
+
+
+# -- who holds a batch -------------------------------------------------------------------------------------------------
+
+HOLDERS = {
+    "the batch": lambda staged: staged,
+    "one leaf": lambda staged: staged["x"],
+    "a scalar": lambda staged: staged["y"][0],
+    "a slice": lambda staged: staged["x"][1:],
+    "a detached leaf": lambda staged: staged["y"][1].detach(),
+    "an array": lambda staged: staged["y"][1].numpy(),
+    "its storage": lambda staged: staged["x"].untyped_storage(),
+    "a capsule": lambda staged: torch.utils.dlpack.to_dlpack(staged["x"]),
+    "what autograd saved": lambda staged: staged["x"] * torch.ones(4, 5, requires_grad=True),
+    "a closure": lambda staged: lambda: staged["y"][1],
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_batch_that_is_held_is_reported_and_not_overwritten(make_stager, hold, ring):
+    stager = make_stager(ring=ring)
+    first = stager.to_device(batch(0))
+    before = first["x"].clone()
+    slab_of_first = first["x"].data_ptr()
+    holder = hold(first)
+    del first
+    others = [stager.to_device(batch(seed)) for seed in range(1, ring)]
+    with pytest.raises(RingError, match=rf"batch number {ring + 1} needs a device slab, all {ring} are held"):
+        stager.stage(batch(9))
+    with pytest.raises(RingError):
+        stager.to_device(batch(9))
+    assert stager.pool.stats().leased_slabs == 0
+    assert stager.stats().batches == ring
+    there = torch.frombuffer((ctypes.c_ubyte * 80).from_address(slab_of_first), dtype=torch.float32)
+    assert torch.equal(bits(there), bits(before.flatten()))
+    del there, holder
+    gc.collect()
+    assert_same(batch(9), stager.to_device(batch(9)), "cpu")
+    del others
+
+
+def test_the_error_names_the_leaf_that_is_held(make_stager):
+    stager = make_stager(ring=1)
+    leaf = stager.to_device(batch())["y"][1]
+    with pytest.raises(RingError, match=r"batch\['y'\]\[1\] is still referred to"):
+        stager.stage(batch())
+    part = leaf.detach()
+    del leaf
+    with pytest.raises(RingError, match="a tensor or array made from one of its leaves"):
+        stager.stage(batch())
+    assert part.numel() == 3
+
+
+def test_a_transfer_that_is_alive_holds_its_slab(make_stager):
+    stager = make_stager(ring=1)
+    transfer = stager.stage(batch())
+    with pytest.raises(RingError, match="its transfer is alive"):
+        stager.stage(batch(1))
+    assert_same(batch(), transfer.get(), "cpu")
+    del transfer
+    assert_same(batch(1), stager.to_device(batch(1)), "cpu")
+
+
+def test_what_only_a_reference_cycle_holds_is_not_held(make_stager):
+    stager = make_stager(ring=1)
+    cycle = {"batch": stager.to_device(batch())}
+    cycle["self"] = cycle
+    del cycle
+    assert_same(batch(1), stager.to_device(batch(1)), "cpu")
+
+
+def test_a_loop_that_keeps_the_last_batch_needs_two_slabs(make_stager):
+    stager = make_stager(ring=2)
+    for seed in range(6):
+        staged = stager.to_device(batch(seed))
+        assert int(staged["y"][0]) == int(batch(seed)["y"][0])
+    stager = make_stager(ring=1)
+    staged = stager.to_device(batch(0))
+    with pytest.raises(RingError):
+        staged = stager.to_device(batch(1))
+    assert_same(batch(0), staged, "cpu")
+
+
+# -- release -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_release_the_slab_is_used_again_though_its_tensors_live_on(make_stager):
+    stager = make_stager(ring=1)
+    transfer = stager.stage(batch(0))
+    static = transfer.get()
+    transfer.release()
+    for seed in range(1, 5):
+        with stager.stage(batch(seed)) as staged:
+            assert staged["x"] is static["x"]
+            assert torch.equal(bits(static["x"]), bits(batch(seed)["x"]))
+
+
+def test_a_released_transfer_gives_its_batch_no_more(make_stager):
+    transfer = make_stager(ring=1).stage(batch())
+    transfer.release()
+    transfer.release()
+    with pytest.raises(RingError, match="transfer was released"):
+        transfer.get()
+
+
+def test_the_end_of_a_with_block_releases_also_by_an_exception(make_stager):
+    stager = make_stager(ring=1)
+    with pytest.raises(KeyError), stager.stage(batch()) as kept:
+        raise KeyError
+    with stager.stage(batch(1)) as staged:
+        assert staged["x"] is kept["x"]
+
+
+def test_without_a_ring_release_does_nothing():
+    with Stager("cpu", max_bytes="1MiB") as stager, stager.stage(batch()) as staged:
+        assert_same(batch(), staged, "cpu")
+
+
+def test_the_copy_waits_for_the_events_of_every_consumer_of_the_batch_before(make_stager, monkeypatch):
+    stager = make_stager(ring=1)
+    log = []
+    events = {"a": ManualEvent(), "b": ManualEvent()}
+    target = stager._target
+    monkeypatch.setattr(type(target), "consumer", lambda _, stream: stream)
+    monkeypatch.setattr(type(target), "record_on", lambda _, stream: log.append(f"record {stream}") or events[stream])
+    monkeypatch.setattr(type(target), "wait_before_copies", lambda _, event: log.append(event))
+    monkeypatch.setattr(type(target), "copy", lambda *_: log.append("copy"))
+    transfer = stager.stage(batch())
+    for stream in ("a", "b", "a"):
+        transfer.get(stream)
+    assert log == ["copy"]
+    del transfer
+    stager.stage(batch())
+    assert sorted(log[1:3]) == ["record a", "record b"]
+    assert log[3:5] in ([events["a"], events["b"]], [events["b"], events["a"]])
+    assert log[5:] == ["copy"]
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_larger_than_the_slabs_is_an_error_with_the_numbers(make_stager):
+    stager = make_stager(ring=2)
+    stager.to_device([torch.ones(256)])
+    with pytest.raises(RingError, match=r"needs 1.02 KiB, each of the 2 .* has 1.00 KiB, the size of the first batch"):
+        stager.to_device([torch.ones(257)])
+    with pytest.raises(RingError, match="as ring_bytes says"):
+        make_stager(ring=1, ring_bytes=64).to_device([torch.ones(100)])
+    assert stager.stats().batches == 1
+
+
+def test_by_choice_what_finds_no_place_gets_a_fresh_slab_and_is_counted(make_stager):
+    stager = make_stager(ring=1, ring_overflow="fresh")
+    kept = [stager.to_device(batch(seed)) for seed in range(3)]
+    large = stager.to_device([torch.ones(1000)])
+    for seed, staged in enumerate(kept):
+        assert_same(batch(seed), staged, "cpu")
+    assert torch.equal(large[0], torch.ones(1000))
+    assert stager.stats().ring_overflows == 3
+    del kept, staged
+    stager.to_device(batch())
+    assert stager.stats().ring_overflows == 3
+
+
+def test_a_failure_to_pack_gives_the_place_back(memory):
+    pool = SlabPool(memory, max_bytes=4096)
+    stager = Stager("cpu", pool=pool, ring=1, ring_bytes="1MiB")
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            stager.to_device([torch.ones(2000)])
+    assert_same(batch(), stager.to_device(batch()), "cpu")
+    pool.close()
+
+
+def test_prefetch_says_how_large_a_ring_it_needs(make_stager):
+    with pytest.raises(ValueError, match="pass ring=4"):
+        make_stager(ring=3).prefetch([], depth=2)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefetch_through_a_ring_yields_every_batch_intact(make_stager, depth):
+    stager = make_stager(ring=depth + 2)
+    seed = -1
+    for seed, staged in enumerate(stager.prefetch(map(batch, range(20)), depth=depth)):
+        assert_same(batch(seed), staged, "cpu")
+    assert seed == 19
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ring": 0}, {"ring": 1, "ring_bytes": 0}, {"ring": 1, "ring_overflow": "wait"}, {"ring": None, "ring_bytes": 5}],
+    ids=repr,
+)
+def test_a_ring_of_no_sense_is_refused(options):
+    with pytest.raises(ValueError, match="ring"):
+        Stager("cpu", max_bytes="1MiB", **options)
+
+
+def test_threads_that_stage_at_the_same_time_get_slabs_of_their_own(background):
+    memory = CountingMemory()
+    with SlabPool(memory, max_bytes="1MiB") as pool:
+        stager = Stager("cpu", pool=pool, ring=8)
+
+        def work(start):
+            for seed in range(start, start + 50):
+                staged = stager.to_device(batch(seed))
+                assert torch.equal(bits(staged["x"]), bits(batch(seed)["x"]))
+                del staged
+
+        for future in [background(work, 1000 * thread) for thread in range(4)]:
+            future.result(timeout=60)
+        assert stager.stats().batches == 200

@@ -1,0 +1,120 @@
+"""What staging spends its time on, as users and torch's profiler see it."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import pinstage as ps
+from pinstage._steps import step
+
+PARTS = ["walk", "describe", "acquire", "pack", "copy", "views", "unflatten"]
+
+
+@pytest.fixture
+def stager():
+    with ps.Stager("cpu") as stager:
+        yield stager
+
+
+def batch():
+    return {"a": torch.ones(3), "b": [torch.zeros(2)]}
+
+
+def test_each_step_of_staging_is_timed_once_a_batch(stager):
+    with ps.profile() as steps:
+        for _ in range(5):
+            stager.to_device(batch())
+    assert sorted(steps.times) == sorted([*PARTS, "stage", "get"])
+    assert {found.calls for found in steps.times.values()} == {5}
+    assert all(found.seconds > 0 for found in steps.times.values())
+
+
+def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):
+    with ps.profile() as steps:
+        for _ in range(5):
+            stager.to_device(batch())
+    seconds = {name: found.seconds for name, found in steps.times.items()}
+    assert sum(map(seconds.__getitem__, PARTS)) <= seconds["stage"] + seconds["get"]
+
+
+def test_a_batch_in_chunks_is_packed_and_copied_in_so_many_steps():
+    with ps.Stager("cpu", threads=2) as stager:
+        large = torch.zeros(40 << 20, dtype=torch.uint8)
+        with ps.profile() as steps:
+            transfer = stager.stage(large)
+    assert transfer.copies > 1
+    assert steps.times["pack"].calls == steps.times["copy"].calls == transfer.copies
+
+
+def test_a_ring_and_the_way_back_are_timed_too():
+    with ps.Stager("cpu", ring=1) as stager:
+        with ps.profile() as steps:
+            staged = stager.to_device(batch())
+        assert set(steps.times) == {*PARTS, "stage", "get"}
+        with ps.profile() as steps:
+            stager.to_host(staged).result()
+    assert {"to_host", "walk", "describe", "gather", "copy", "views", "unflatten"} <= set(steps.times)
+
+
+def test_time_is_measured_while_the_block_runs_and_in_its_thread_only(stager):
+    def elsewhere():
+        stager.to_device(batch())
+
+    stager.to_device(batch())
+    with ps.profile() as steps:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    stager.to_device(batch())
+    assert steps.times == {}
+
+
+def test_an_inner_profile_takes_over_and_gives_back(stager):
+    with ps.profile() as outer:
+        with ps.profile() as inner:
+            stager.to_device(batch())
+        stager.to_device(batch())
+    assert inner.times["stage"].calls == outer.times["stage"].calls == 1
+
+
+def test_waiting_for_a_loaders_workers_is_timed():
+    with ps.profile() as steps:
+        batches = list(ps.DataLoader(torch.arange(8), batch_size=2, num_workers=1, device="cpu"))
+    assert len(batches) == 4
+    assert steps.times["loader.wait"].calls == 5  # the last one ends the pass
+
+
+def test_a_step_that_fails_is_timed_and_the_error_is_what_it_was(stager):
+    with ps.profile() as steps, pytest.raises(ps.BudgetExceededError):
+        ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB").acquire("2MiB")
+    assert steps.times["acquire"].calls == 1
+
+
+def test_a_profile_prints_as_a_table_and_gives_its_figures(stager):
+    with ps.profile() as steps:
+        stager.to_device(batch())
+    lines = str(steps).splitlines()
+    assert lines[0].split() == ["step", "calls", "ms", "us", "a", "call"]
+    assert {line.split()[0] for line in lines[1:]} == set(steps.times)
+    assert steps.to_dict()["pack"] == {"calls": 1, "seconds": steps.times["pack"].seconds}
+
+
+@pytest.mark.filterwarnings("ignore:.*clears events")
+def test_torchs_profiler_shows_the_same_steps(stager):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        stager.to_device(batch())
+    names = {event.name for event in profiler.events()}
+    assert {f"pinstage.{name}" for name in [*PARTS, "stage", "get"]} <= names
+
+
+def test_steps_cost_next_to_nothing_while_nobody_looks():
+    def seconds():
+        began = time.perf_counter()
+        for _ in range(10_000):
+            with step("pack"):
+                pass
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(10)) / 10_000 < 1e-6

@@ -1,0 +1,35 @@
+"""Runs a script under torchrun, and leaves none of its processes behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).parents[1] / "src"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment, with which another one finds pinstage."""
+    path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | variables
+
+
+def torchrun(script: Path, *arguments: object, ranks: int = 2, timeout: float) -> str:
+    """Run a script in so many processes of this host and return what they printed; fail if it fails or takes too long.
+
+    The processes find each other through a port that torchrun chooses itself.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(ranks), str(script), *map(str, arguments)]
+    variables = environment(OMP_NUM_THREADS="1")  # which torchrun would choose too, but not without a warning
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    except BaseException as error:
+        process.terminate()  # not killed: it has to end its ranks, which are in process groups of their own
+        printed, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise AssertionError(f"{script.name} did not end in {timeout} s; it printed:\n{printed}") from None
+        raise
+    assert process.returncode == 0, printed
+    return printed
