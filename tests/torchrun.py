@@ -1,6 +1,12 @@
-"""Runs a script under torchrun, and leaves none of its processes behind."""
+"""Runs a script under torchrun, and leaves none of its processes behind.
+
+Each rank runs this file too, which runs the script and leaves without taking the interpreter down: gloo's threads
+outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
+interpreter ends aborts the process (pytorch/pytorch#179291; once in a hundred runs on busy cpus, after all was done).
+"""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +26,7 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2, timeout: float) -
     The processes find each other through a port that torchrun chooses itself.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), str(script), *map(str, arguments)]
+    command += ["--nproc-per-node", str(ranks), __file__, str(script), *map(str, arguments)]
     variables = environment(OMP_NUM_THREADS="1")  # which torchrun would choose too, but not without a warning
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -33,3 +39,11 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2, timeout: float) -
         raise
     assert process.returncode == 0, printed
     return printed
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an error has left before, with its traceback and its status
