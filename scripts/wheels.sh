@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Gathers in .whl what the GPU tests and benchmarks need on a machine that reaches no package index: wheels for its Python
+# of all that .venv has for the extra `test`, but what the machine has of its own. Run `make test` first, which fills .venv.
+#
+#     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
+#
+# HAVE: what the machine has, with all that those need; nothing of it is gathered.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=${1:-3.12}
+HAVE=${HAVE:-torch numpy cuda-python pytest pytest-timeout hypothesis rich typer matplotlib psutil}
+python=.venv/bin/python
+platforms=(--platform manylinux2014_x86_64)
+for glibc in $(seq 17 39); do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
+
+wanted=$("$python" - "$HAVE" <<'PY'
+import re, sys
+from importlib.metadata import PackageNotFoundError, distribution
+from packaging.requirements import Requirement  # a part of .venv for the tests' sake
+
+
+def closure(names: list[str]) -> dict[str, str]:
+    """Name and version of packages and of all that they need, of what is installed."""
+    found: dict[str, str] = {}
+    todo = [Requirement(name) for name in names]
+    seen = set()
+    while todo:
+        requirement = todo.pop()
+        key = (re.sub(r"[-_.]+", "-", requirement.name).lower(), frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            package = distribution(requirement.name)
+        except PackageNotFoundError:
+            continue
+        found[key[0]] = package.version
+        for line in package.requires or []:
+            need = Requirement(line)
+            if need.marker is None or any(need.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):
+                todo.append(need)
+    return found
+
+
+have = closure(sys.argv[1].split())
+for name, package_version in sorted(closure(["pinstage[test]"]).items()):
+    if name != "pinstage" and name not in have:
+        print(f"{name}=={package_version}")
+PY
+)
+echo "$wanted"
+rm -rf .whl
+mkdir .whl
+for package in $wanted; do
+  "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$version" \
+    --implementation cp "${platforms[@]}" -d .whl "$package" 2>/dev/null ||
+    "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w .whl "$package" # a pure one without a wheel
+done
+du -sh .whl
