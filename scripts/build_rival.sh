@@ -8,10 +8,14 @@
 # staging is parallel, but that setup.py does not pass -fopenmp, without which at::parallel_for of torch's headers is a
 # loop on one thread; `accvlab_openmp` has the flag. The benchmark measures both.
 #
-# Needs a torch with CUDA, nvcc, a C++ compiler and ninja. Nothing is written into the checkout or into this repository:
-# the packages go to $RIVAL_SITE, and one that is there and imports is left as it is. Settings: ACCV_LAB, ACCV_LAB_COMMIT
-# (where the source has no .git), RIVAL_SITE (/tmp/rival), PYTHON (python3). If headers such as cusparse.h are missing from
-# the toolkit, pip's have them: CPATH=<site-packages>/nvidia/cu13/include.
+# Needs a torch with CUDA, the headers of its toolkit, a C++ compiler and ninja; no GPU, so that it can be built elsewhere
+# and carried. Nothing is written into the checkout or into this repository: the packages go to $RIVAL_SITE, and one that
+# is there and imports is left as it is. Settings: ACCV_LAB, ACCV_LAB_COMMIT (where the source has no .git), RIVAL_SITE
+# (/tmp/rival), PYTHON (python3).
+#
+# Where the toolkit or some of its headers are missing, pip has them: beside a torch of CUDA 13 install nvidia-cuda-crt
+# and nvidia-cuda-cccl of the same version, let CUDA_HOME be <site-packages>/nvidia/cu13, CPATH its include and
+# include/cccl, LIBRARY_PATH its lib, and name its libcudart.so.13 libcudart.so as well.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
