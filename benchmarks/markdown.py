@@ -162,6 +162,20 @@ def to_host() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
+def trace_reading() -> str:
+    """How long a large trace takes to read."""
+    result = load("trace_reading")
+    (row,) = result["rows"]
+    return f"{row['case']}, {row['detail']}: {figure(row['median'])} s.\n\n{source(result)}"
+
+
+def demo() -> str:
+    """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with its commit."""
+    commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
+    later = "" if "ps.DataLoader" in printed else " The fourth way came later."
+    return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
+
+
 def measured(name: str) -> dict[str, Any] | None:
     """Read a result file of a case study, which says nothing without a GPU; None until there is one."""
     if not (RESULTS / f"{name}.json").exists():
@@ -226,6 +240,8 @@ TABLES = {
     "to_host": to_host,
     "waste": waste,
     "scaling": scaling,
+    "demo": demo,
+    "trace_reading": trace_reading,
     "weather_batch": weather_batch,
     "frame_bandwidth": frame_bandwidth,
 }
