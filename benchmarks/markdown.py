@@ -42,9 +42,10 @@ def figure(value: float | None) -> str:
 def source(result: dict[str, Any]) -> str:
     """Where figures come from."""
     machine, versions = result["machine"], result["versions"]
+    commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
     return (
         f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python {versions['python']}; commit "
-        f"{result['commit']}, {result['date'][:10]}"
+        f"{commit}, {result['date'][:10]}"
     )
 
 
