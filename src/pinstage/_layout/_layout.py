@@ -378,7 +378,7 @@ class Layout:
                 f"{shape}".rstrip()
             )
         lines.append(
-            f"{len(rows) - 1} slots, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding"
+            f"{len(rows) - 1} slot{'s' * (len(rows) != 2)}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding"
         )
         return "\n".join(lines)
 
