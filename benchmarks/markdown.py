@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {
     "to": "`.to()` each",
     "pin_to": "pin + `.to()` each",
@@ -42,9 +42,10 @@ def figure(value: float | None) -> str:
 def source(result: dict[str, Any]) -> str:
     """Where figures come from."""
     machine, versions = result["machine"], result["versions"]
+    commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
     return (
         f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python {versions['python']}; commit "
-        f"{result['commit']}, {result['date'][:10]}"
+        f"{commit}, {result['date'][:10]}"
     )
 
 
@@ -162,6 +163,76 @@ def to_host() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
+def trace_reading() -> str:
+    """How long a large trace takes to read."""
+    result = load("trace_reading")
+    (row,) = result["rows"]
+    return f"{row['case']}, {row['detail']}: {figure(row['median'])} s.\n\n{source(result)}"
+
+
+def demo() -> str:
+    """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with its commit."""
+    commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
+    later = "" if "ps.DataLoader" in printed else " The fourth way came later."
+    return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
+
+
+def measured(name: str) -> dict[str, Any] | None:
+    """Read a result file of a case study, which says nothing without a GPU; None until there is one."""
+    if not (RESULTS / f"{name}.json").exists():
+        return None
+    result = load(name)
+    if not result["machine"]["gpu"]:
+        raise ValueError(f"{name}.json was measured without a GPU, and the page is about one")
+    return result
+
+
+def weather_batch(result: dict[str, Any] | None = None) -> str:
+    """The weather batch before and after, with its heading; nothing until it was measured."""
+    result = result or measured("weather_batch")
+    if result is None:
+        return ""
+    rows = {(row["case"], row["variant"]): row for row in result["rows"]}
+    ways = ("before", "after")
+    lines = ["## Measured", "", "| of a step, medians | before | after |", "|---|---|---|"]
+    lines.append("| copies to the device | " + " | ".join(rows["staging", way]["detail"] for way in ways) + " |")
+    for case, text in (
+        ("staging", "the host stages, or a copy runs, ms"),
+        ("GPU waits for staging", "of it, the GPU stands still, ms"),
+        ("step, profiled", "the step, under the profiler, ms"),
+        ("step", "**the step, without it, ms**"),
+    ):
+        lines.append(f"| {text} | " + " | ".join(figure(rows[case, way]["median"]) for way in ways) + " |")
+    predicted = rows["saving, predicted", "before"]["median"]
+    saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
+    said = (
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms a step. Measured, "
+        f"without the profiler: {figure(saved)} ms."
+    )
+    return "\n".join([*lines, "", said, "", source(result)])
+
+
+def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
+    """The ways to send a frame, with their heading; nothing until they were measured."""
+    result = result or measured("frame_bandwidth")
+    if result is None:
+        return ""
+    about = result["settings"]["variants"]
+    rows = {(row["case"], row["variant"]): row for row in result["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"] if row["variant"] == "filled_before"))
+    heads = [f"{case}, {unit}" for case in cases for unit in ("ms", "GB/s", "of the bus")]
+    lines = ["## Measured", "", "| way | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for variant in about:
+        cells = []
+        for row in (rows[case, variant] for case in cases):
+            share = row["vs_best_rival"]
+            cells += [figure(row["median"]), figure(row["gb_per_s"]), "-" if share is None else f"{share:.0%}"]
+        lines.append(f"| {about[variant]} | {' | '.join(cells)} |")
+    early = next((row for case, row in rows.items() if case[0] == "filled again too early"))
+    said = f"The pinned buffer filled again without waiting: {early['detail']}."
+    return "\n".join([*lines, "", said, "", source(result)])
+
+
 TABLES = {
     "staging": staging,
     "startup": startup,
@@ -170,6 +241,10 @@ TABLES = {
     "to_host": to_host,
     "waste": waste,
     "scaling": scaling,
+    "demo": demo,
+    "trace_reading": trace_reading,
+    "weather_batch": weather_batch,
+    "frame_bandwidth": frame_bandwidth,
 }
 
 
@@ -195,7 +270,7 @@ def main() -> None:
                 text = table()
             except FileNotFoundError as error:
                 text = f"not measured yet: there is no {Path(error.filename).name}"
-            print(f"{name}\n\n{text}\n")
+            print(f"{name}\n\n{text or 'not measured yet'}\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pinstage._bench import record
 from pinstage.inspect._trace import html, trace_report
 
 Event = dict[str, Any]
@@ -29,6 +30,7 @@ def main() -> None:
     """Write the trace, read it, print what that took."""
     parser = argparse.ArgumentParser(description="Measure how fast a large trace is read.")
     parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--out", type=Path, help="write the row here, as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -39,8 +41,14 @@ def main() -> None:
         read = time.perf_counter() - began
         text = html(report)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(f"{nbytes / 1e6:.0f} MB, {events:,} events: read in {read:.1f} s, peak memory {peak / 1e9:.2f} GB")
+        detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
+        print(f"{nbytes / 1e6:.0f} MB, {detail}: read in {read:.1f} s")
         print(f"{len(report.worst.analysis.steps):,} steps; HTML report of {len(text) / 1e3:.0f} kB")
+    if options.out:
+        row = record.Row("trace_reading", f"{options.megabytes} MB", "pinstage trace", "ok", detail, ours=True)
+        row.nbytes, row.unit = nbytes, "s"
+        row.fill([read])
+        record.save(options.out, record.result_of("trace_reading", {"megabytes": options.megabytes}, [row]))
 
 
 def write(path: Path, nbytes: int) -> int:

@@ -5,6 +5,7 @@
 #     scripts/gpu_check.sh [tests] [sanitize] [bench] [demo]        # all four without arguments
 #     scripts/gpu_check.sh distributed                              # needs two devices
 #     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
+#     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
 #
 # Logs and results go to $OUT (default: out). Every step runs whatever became of the one before; the exit status is 1
 # if any failed. Python packages that the machine lacks are taken from wheels in .whl, where there are some; what the
@@ -146,12 +147,18 @@ demo() {
   step demo demo 180 "$PYTHON" -m pinstage._cli demo ${DEMO_ARGS:-}
 }
 
+cases() {
+  step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" --out "$OUT/weather_batch.json" \
+    --traces "$OUT/traces"
+  step cases frame_bandwidth 180 "$PYTHON" examples/frame_bandwidth.py --device "$DEVICE" --out "$OUT/frame_bandwidth.json"
+}
+
 [ $# -gt 0 ] || set -- tests sanitize bench demo
 for name; do
   case $name in
-    tests | distributed | sanitize | bench | demo) rm -f "$OUT/$name.log" ;;
+    tests | distributed | sanitize | bench | demo | cases) rm -f "$OUT/$name.log" ;;
     series) ;;  # adds to the log of bench
-    *) echo "$0: no such step: $name; there are tests, distributed, sanitize, bench, demo, series" >&2; exit 2 ;;
+    *) echo "$0: no such step: $name; there are tests, distributed, sanitize, bench, demo, series, cases" >&2; exit 2 ;;
   esac
 done
 

@@ -89,7 +89,7 @@ def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
                 assert (page.parent / asset.partition("?")[0]).is_file(), (page, asset)
 
 
-@pytest.mark.parametrize("page", ["", "concepts", "reference"])
+@pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference"])
 def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, page):
     path = site / page / "index.html"
     light, dark = screenshot(path), screenshot(path, DARK)

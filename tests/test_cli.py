@@ -10,8 +10,8 @@ import pytest
 import pinstage
 from pinstage import _cli
 
-pytest.importorskip("typer", reason="the demo's extra is not installed")
-pytest.importorskip("rich", reason="the demo's extra is not installed")
+pytest.importorskip("typer", reason="the extra cli is not installed")
+pytest.importorskip("rich", reason="the extra cli is not installed")
 
 
 def run_main(*arguments: str) -> int:
@@ -51,18 +51,33 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pinstage {pinstage.__version__}\n"
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_the_extra_the_remedy_is_one_line(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("typer", ("demo", "--batches", "1"), "demo"),
+        ("rich", ("demo", "--batches", "1"), "demo"),
+        ("typer", ("--help",), "cli"),
+        ("typer", ("audit", "train.py:make_loader"), "cli"),
+        ("typer", ("bench", "--smoke"), "cli"),
+        ("rich", ("doctor", "--no-measure"), "cli"),
+        ("rich", ("trace", __file__), "cli"),
+    ],
+)
+def test_without_an_extra_the_remedy_is_one_line_that_names_it(
+    package: str,
+    arguments: tuple[str, ...],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     for module in [name for name in sys.modules if name.startswith("pinstage._demo")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)  # what the import system reads as "not installed"
-    assert run_main("demo", "--batches", "1") == 2
+    assert run_main(*arguments) == 2
     captured = capsys.readouterr()
-    assert captured.err == f'pinstage: {package} is not installed; run: pip install "pinstage[demo]"\n'
+    assert captured.err == f'pinstage: {package} is not installed; run: pip install "pinstage[{extra}]"\n'
 
 
 def test_an_error_is_one_message_and_exit_status_1(

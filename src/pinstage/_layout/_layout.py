@@ -377,9 +377,8 @@ class Layout:
                 f"{path:<{widths[0]}}  {offset:>{widths[1]}}  {nbytes:>{widths[2]}}  {dtype:<{widths[3]}}  "
                 f"{shape}".rstrip()
             )
-        lines.append(
-            f"{len(rows) - 1} slots, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding"
-        )
+        slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
+        lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
         return "\n".join(lines)
 
 

@@ -52,12 +52,17 @@ class LoaderStats:
                 f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
                 "travelled the slow way; raise max_bytes, or use fewer workers."
             )
-        if self.slot_wait_seconds > _NOTICEABLE * total * self.num_workers:
+        if self.slot_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
             return (
                 f"max_bytes is the bottleneck: the loop waited for workers {text}, and these waited for slabs "
                 f"{self.slot_wait_seconds:.2f} s; raise max_bytes."
             )
         return f"The workers are the bottleneck: the loop waited for them {text}; use more, or a faster dataset."
+
+    def _was_full(self) -> bool:
+        """Whether one slab more would have gone beyond the cap; until then workers wait for it to be made only."""
+        pool = self.pool
+        return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
 
 
 class Counters:

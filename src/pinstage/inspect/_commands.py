@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     from ._doctor import POINTS, diagnose, link_rate, save_plot
 
     index = None if device is None else _device_index(device)
+    if plot is not None:
+        import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
     with _progress("measuring copies", POINTS, unit=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
     _show(diagnosis.to_dict() if as_json else diagnosis.blocks())
