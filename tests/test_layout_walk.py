@@ -119,12 +119,55 @@ def test_dicts_whose_keys_may_be_equal_but_not_the_same_are_not_prepared_for(bat
     assert memory.prepared is None
 
 
-def test_a_dict_that_is_in_two_places_is_not_prepared_for():
+def test_a_dict_that_is_in_two_places_is_told_from_two_dicts():
     shared = {"a": 1, "b": 2}
     for _ in range(OFTEN):
         again([shared, {"c": shared}])
     other = [{"a": 1, "b": 2}, {"c": {"b": 2, "a": 1}}]
     assert list(again(other)[1]["c"]) == ["b", "a"]
+
+
+class Unspeakable:
+    """Stands for a tensor on a device: writing it out would wait for the device."""
+
+    def __repr__(self):
+        pytest.fail("the batch was written out")
+
+
+LEAF = Unspeakable()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": LEAF, "b": LEAF},
+        {"a": [LEAF], "b": (LEAF, None)},
+        {"a": (LEAF, LEAF), "b": (LEAF, None)},
+        {"a": [LEAF, LEAF], "c": (LEAF, None)},
+        {"b": (LEAF, None), "a": [LEAF, LEAF]},
+        {"a": [LEAF, LEAF], "b": (LEAF, LEAF)},
+        {"a": [LEAF, [LEAF]], "b": (LEAF, None)},
+        {"a": [LEAF, LEAF], "b": Pair(LEAF, None)},
+    ],
+    ids=["leaf", "shorter", "tuple", "other key", "other order", "no None", "deeper", "namedtuple"],
+)
+def test_a_batch_that_is_not_like_the_last_ones_is_not_written_out(other):
+    for _ in range(OFTEN):
+        again({"a": [LEAF, LEAF], "b": (LEAF, None)})
+    assert next(iter(_walk._remembered.values())).prepared is not None
+    assert_same_structure(other, again(other))
+
+
+def assert_same_structure(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        one, other = one.values(), other.values()
+    elif not isinstance(one, list | tuple):
+        assert one is other
+        return
+    for mine, theirs in zip(one, other, strict=True):
+        assert_same_structure(mine, theirs)
 
 
 def test_structures_that_keep_changing_are_prepared_for_less_and_less_often(monkeypatch):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from itertools import accumulate, chain
+from operator import call
 from typing import Any, NamedTuple
 
 import optree
 
-from ._nodes import NAMESPACE, flatten, is_registered, learn_containers, registrations
+from ._nodes import flatten, is_registered, learn_containers, registrations
+from ._table import Picker, pick, picker
 
 _STREAK = 2
 """So often in a row a structure has to be met again before it is prepared for: that takes as long as several walks."""
@@ -17,10 +20,6 @@ _PATIENCE = 4
 
 _MAX_STREAK = 4096
 _MAX_REMEMBERED = 32
-
-_WITH_A_STATE = (OrderedDict, defaultdict, deque)  # order, factory, length: what a structure's walk does not compare
-
-_ONLY_DICTS = {dict}
 
 _remembered: dict[tuple[type, int], _Memory] = {}
 
@@ -54,31 +53,47 @@ def walk(batch: Any) -> tuple[list[Any], optree.PyTreeSpec, set[type]]:
     return leaves, treespec, leaf_types
 
 
+class _Level(NamedTuple):
+    """The containers of one depth of a structure, and what others have to look like to be of it."""
+
+    picked: Picker
+    """Takes them out of all that is in the containers above."""
+    types: list[type]
+    ask: list[Callable[[Any], Any]]
+    answers: list[Any]
+    """The keys of a dict, in order; the size of anything else."""
+    open: list[Callable[[Any], Iterable[Any]]]
+    """What takes the content out of each."""
+
+
 class _Prepared(NamedTuple):
-    """A structure of dicts, lists and tuples that another batch can be held against."""
+    """A structure of dicts, lists and tuples that another batch can be held against.
+
+    `PyTreeSpec.flatten_up_to` would do so too, but for the order of keys. Its error writes the batch out, all tensors
+    in it, for which a device has to be waited for.
+    """
 
     treespec: optree.PyTreeSpec
     leaf_types: set[type]
-    orders: list[tuple[optree.PyTreeSpec, list[int], list[tuple[str, ...]]]]
-    """The keys of all dicts, level by level: how to get at the dicts, which of what one gets they are, their keys."""
+    levels: list[_Level]
+    leaves: Picker
+    """Takes the leaves, in their order, out of all that is in the containers."""
     registrations: int
 
     def leaves_of(self, batch: Any) -> list[Any] | None:
         """Return the leaves of a batch if its structure is this one, to the order of keys, and its leaf types are."""
-        try:
-            leaves = self.treespec.flatten_up_to(batch)
-            # One of another type may be a container, or a class that is to be looked at.
-            if not self.leaf_types.issuperset(map(type, leaves)) or self.registrations != registrations():
-                return None
-            # To optree dicts whose keys are in another order are alike, and so are OrderedDict and defaultdict.
-            for above, places, orders in self.orders:
-                nodes = above.flatten_up_to(batch)
-                dicts = [nodes[place] for place in places]
-                if set(map(type, dicts)) != _ONLY_DICTS or list(map(tuple, dicts)) != orders:
-                    return None
-        except ValueError:  # another structure
+        if self.registrations != registrations():
             return None
-        return leaves
+        found, inside = [batch], [batch]
+        for level in self.levels:
+            nodes = pick(inside, level.picked)
+            if list(map(type, nodes)) != level.types or list(map(call, level.ask, nodes)) != level.answers:
+                return None
+            inside = list(chain.from_iterable(map(call, level.open, nodes)))
+            found += inside
+        leaves = pick(found, self.leaves)
+        # One of another type may be a container, or a class that is to be looked at.
+        return leaves if self.leaf_types.issuperset(map(type, leaves)) else None
 
 
 class _Memory:
@@ -105,28 +120,59 @@ class _Memory:
 
 def _prepare(batch: Any, treespec: optree.PyTreeSpec, leaf_types: set[type]) -> _Prepared | None:
     """Prepare for more batches of a structure; None where holding them against it would not tell all differences."""
-    dicts: list[dict[Any, Any]] = []
-    others: set[type] = set()
+    levels: list[_Level] = []
+    places = [0] * treespec.num_leaves
+    count = 0  # of all that was found before this level
+    inside = [(batch, treespec, 0)]  # and the number of its first leaf
+    while inside:
+        containers = []
+        for place, (_, spec, first) in enumerate(inside):
+            if spec.type is None:
+                places[first] = count + place
+            else:
+                containers.append(place)
+        count += len(inside)
+        nodes = [inside[place] for place in containers]
+        if any(_WAYS.get(spec.type) is None and not _is_namedtuple(spec.type) for _, spec, _ in nodes):
+            return None
+        if any(type(key) is not str for node, _, _ in nodes if type(node) is dict for key in node):
+            return None
+        if nodes:
+            types = [type(node) for node, _, _ in nodes]
+            ask, ways = zip(*(_WAYS.get(kind, _OF_NAMEDTUPLES) for kind in types), strict=True)
+            answers = [question(node) for question, (node, _, _) in zip(ask, nodes, strict=True)]
+            levels.append(_Level(picker(containers, len(inside)), types, list(ask), answers, list(ways)))
+        inside = [child for node, spec, first in nodes for child in _children(node, spec, first)]
+    return _Prepared(treespec, leaf_types, levels, picker(places, count), registrations())
 
-    def look(node: Any) -> bool:
-        if type(node) is dict:
-            dicts.append(node)
-        else:
-            others.add(type(node))
-        return False
 
-    optree.tree_flatten(batch, look, namespace=NAMESPACE)
-    if any(issubclass(cls, _WITH_A_STATE) or is_registered(cls) for cls in others):
-        return None
-    if len(set(map(id, dicts))) < len(dicts) or any(type(key) is not str for found in dicts for key in found):
-        return None
-    seen: set[int] = set()
-    orders = []
-    while len(seen) < len(dicts):
-        nodes, above = optree.tree_flatten(
-            batch, lambda node: type(node) is dict and id(node) not in seen, namespace=NAMESPACE
-        )
-        places = [place for place, node in enumerate(nodes) if type(node) is dict]
-        orders.append((above, places, [tuple(nodes[place]) for place in places]))
-        seen.update(id(nodes[place]) for place in places)
-    return _Prepared(treespec, leaf_types, orders, registrations())
+def _children(node: Any, spec: optree.PyTreeSpec, first: int) -> Iterable[tuple[Any, optree.PyTreeSpec, int]]:
+    """Return what is in a container, in its own order; optree's, in which leaves are numbered, sorts keys."""
+    children = spec.children()
+    starts = accumulate((child.num_leaves for child in children), initial=first)
+    if type(node) is not dict:
+        _, way = _WAYS.get(type(node), _OF_NAMEDTUPLES)
+        return zip(way(node), children, starts, strict=False)
+    by_key = dict(zip(spec.entries(), zip(children, starts, strict=False), strict=True))
+    return ((child, *by_key[key]) for key, child in node.items())
+
+
+def _is_namedtuple(kind: type | None) -> bool:
+    """Say whether optree takes a class apart as a tuple; of the others it knows, it was told."""
+    return kind is not None and issubclass(kind, tuple) and not is_registered(kind)
+
+
+def _nothing(_: Any) -> tuple[()]:
+    return ()
+
+
+_Way = tuple[Callable[[Any], Any], Callable[[Any], Iterable[Any]]]
+_WAYS: dict[type | None, _Way] = {
+    dict: (tuple, dict.values),
+    list: (len, iter),
+    tuple: (len, iter),
+    type(None): (_nothing, _nothing),
+}
+"""What to ask of a container, and how to get at its content. Others have a state that the answers would not tell: the
+order of keys, a default factory."""
+_OF_NAMEDTUPLES: _Way = (tuple.__len__, tuple.__iter__)  # whatever methods of their own they have
