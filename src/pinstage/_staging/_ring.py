@@ -43,7 +43,7 @@ Overflow = Literal["error", "fresh"]
 _OUR_REFERENCES = next(map(sys.getrefcount, [object()]))
 """What `sys.getrefcount` says of an object that only a list holds, asked in the same way as below."""
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _number = attrgetter("requires_grad"), attrgetter("number")
 
 
 class _Views:
@@ -66,6 +66,18 @@ class _Views:
         return next((index for index, count in counts if count > _OUR_REFERENCES), None)
 
 
+class Place:
+    """The right of one batch to a slab: held while it is packed, then by its transfer.
+
+    The slab holds no reference to it. So a stage that ends anywhere, by an interrupt say, gives the slab back.
+    """
+
+    __slots__ = ("__weakref__", "slab")
+
+    def __init__(self, slab: RingSlab) -> None:
+        self.slab = slab
+
+
 class RingSlab:
     """One device slab of a ring. Its methods are called with the ring's lock held, but for `ready`."""
 
@@ -79,19 +91,25 @@ class RingSlab:
         self._all_consumers: set[Any] = set()
         self.number = 0  # of the batch in it
         self._in_use: Table | None = None
-        self._transfer: weakref.ref[RingTransfer] | None = None
+        self._place: weakref.ref[Place] | None = None
         self._layout: Layout | None = None
         self._consumers: set[Any] = set()
         self._events: list[Event] = []
 
-    def take(self, table: Table, number: int) -> None:
+    def take(self, table: Table, number: int) -> Place:
         """Give the slab to a batch."""
+        place = Place(self)
+        self._place, self._layout = weakref.ref(place), None
         self._in_use, self.number = table, number
-        self._transfer = self._layout = None
+        return place
 
-    def carry(self, transfer: RingTransfer) -> None:
-        """Remember the transfer that the slab serves."""
-        self._transfer, self._layout = weakref.ref(transfer), transfer.layout
+    def is_of(self, place: Place) -> bool:
+        """Say whether a place in it still holds."""
+        return self._place is not None and self._place() is place
+
+    def carry(self, layout: Layout) -> None:
+        """Take note that the batch is packed, and what it is."""
+        self._layout = layout
 
     def ready(self, nbytes: int) -> torch.Tensor:
         """Return the slab, with the copy stream ordered behind those who used it last."""
@@ -117,7 +135,7 @@ class RingSlab:
         """Take the slab back: whoever was given the batch has been told all that shall be done with it."""
         self._events += [event for stream in self._consumers if (event := self._target.record_on(stream)) is not None]
         self._consumers = set()
-        self._in_use = self._transfer = self._layout = None
+        self._in_use = self._place = self._layout = None
 
     def is_free(self) -> bool:
         """Say whether the slab can be taken, after looking whether somebody still holds the batch in it."""
@@ -130,10 +148,8 @@ class RingSlab:
         table = self._in_use
         if table is None:
             return None
-        if self._transfer is None:
-            return "it is being packed"
-        if self._transfer() is not None:
-            return "its transfer is alive and was not released"
+        if self._place is not None and self._place() is not None:
+            return "it is being packed" if self._layout is None else "its transfer is alive and was not released"
         views = self._views.get(table)
         if views is None or not self._consumers:
             return None
@@ -174,15 +190,15 @@ class Ring:
         self._given = nbytes is not None
         self._nbytes = nbytes
         self._target = target
-        self._slabs: list[RingSlab] = []  # the one that was taken longest ago comes first
+        self._slabs: list[RingSlab] = []
         self._taken = 0
         self._lock = threading.Lock()
 
-    def take(self, table: Table) -> RingSlab | None:
+    def take(self, table: Table) -> Place | None:
         """Take the free slab that was used longest ago.
 
         Returns:
-            The slab, or None where the batch shall have one of its own.
+            A place in it, or None where the batch shall have one of its own.
 
         Raises:
             RingError: the batch is larger than the slabs, or none is free.
@@ -198,41 +214,33 @@ class Ring:
                 if slab is None and self.overflow == "error":
                     gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
                     slab = self._free_slab()
+            if slab is None and self.overflow == "error":
+                raise self._error(table)
             self._taken += 1
             if slab is not None:
-                slab.take(table, self._taken)
-                self._slabs.remove(slab)
-                self._slabs.append(slab)
-                return slab
-            if self.overflow == "error":
-                self._taken -= 1
-                raise self._error(table)
+                return slab.take(table, self._taken)
             self.overflows += 1
             return None
 
-    def give_up(self, slab: RingSlab) -> None:
-        """Take a slab back whose batch could not be sent."""
+    def release(self, place: Place) -> None:
+        """Take a slab back: its batch could not be sent, or its holder says so, whatever is still referred to."""
         with self._lock:
-            slab.free()
+            if place.slab.is_of(place):
+                place.slab.free()
 
-    def release(self, slab: RingSlab) -> None:
-        """Take a slab back because its holder says so, whatever is still referred to."""
+    def carry(self, place: Place, layout: Layout) -> None:
+        """Take note that a batch is packed."""
         with self._lock:
-            slab.free()
+            place.slab.carry(layout)
 
-    def carry(self, slab: RingSlab, transfer: RingTransfer) -> None:
-        """Bind a slab to the transfer that it serves."""
-        with self._lock:
-            slab.carry(transfer)
-
-    def hand_out(self, slab: RingSlab, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def hand_out(self, place: Place, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """See `RingSlab.hand_out`."""
         with self._lock:
-            return slab.hand_out(table, consumer)
+            return place.slab.hand_out(table, consumer)
 
     def _free_slab(self) -> RingSlab | None:
         free = [slab for slab in self._slabs if slab.is_free()]  # all are looked at, so that each is free early
-        return free[0] if free else None
+        return min(free, key=_number, default=None)
 
     def _error(self, table: Table) -> RingError:
         assert self._nbytes is not None
@@ -243,7 +251,7 @@ class Ring:
                 f"slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes= as large as the largest batch, or "
                 "ring_overflow='fresh'"
             )
-        held = "; ".join(f"batch number {slab.number}: {slab.holder()}" for slab in self._slabs)
+        held = "; ".join(f"batch number {slab.number}: {slab.holder()}" for slab in sorted(self._slabs, key=_number))
         return RingError(
             f"ring is full: batch number {self._taken + 1} needs a device slab, all {self.count} are held ({held}); "
             "drop batches sooner, clone() what has to stay, call Transfer.release() when all work on a batch has been "
@@ -254,27 +262,27 @@ class Ring:
 class RingTransfer(Transfer):
     """A transfer into a slab of a ring."""
 
-    __slots__ = ("__weakref__", "_parts", "_ring", "_ring_slab", "_table")
+    __slots__ = ("_parts", "_place", "_ring", "_table")
 
-    def __init__(self, ring: Ring, slab: RingSlab, planned: Plan, *args: Any) -> None:
+    def __init__(self, ring: Ring, place: Place, planned: Plan, *args: Any) -> None:
         super().__init__(*args)
         self._ring = ring
-        self._ring_slab: RingSlab | None = slab
+        self._place: Place | None = place
         self._table = planned.table
         self._parts = Parts(planned.treespec, [], planned.rest, planned.order)
-        ring.carry(slab, self)
+        ring.carry(place, self.layout)
 
     def get(self, stream: torch.cuda.Stream | None = None) -> Any:
         """See `Transfer.get`."""
         with step("get"):
-            slab = self._ring_slab
-            if slab is None:
+            place = self._place
+            if place is None:
                 raise RingError(
                     "transfer was released: its device slab may hold another batch by now; get() the batch before "
                     "release()"
                 )
             with step("views"):
-                leaves, new = self._ring.hand_out(slab, self._table, self._target.consumer(stream))
+                leaves, new = self._ring.hand_out(place, self._table, self._target.consumer(stream))
             self._target.hand_over(self._event, new, stream)
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
@@ -289,7 +297,6 @@ class RingTransfer(Transfer):
 
     def release(self) -> None:
         """See `Transfer.release`."""
-        slab, self._ring_slab = self._ring_slab, None
-        self._batch = None
-        if slab is not None:
-            self._ring.release(slab)
+        if self._place is not None:
+            self._ring.release(self._place)
+        self._place = self._batch = None

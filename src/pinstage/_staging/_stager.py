@@ -18,7 +18,7 @@ from .._memory import default_memory, parse_bytes
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._steps import step
-from ._ring import Overflow, Ring, RingSlab, RingTransfer
+from ._ring import Overflow, Place, Ring, RingTransfer
 from ._run_ahead import RunAhead
 from ._sources import Sources
 from ._targets import target_for
@@ -153,10 +153,10 @@ class Stager:
                 return self._stage(planned, place)
             except BaseException:
                 if self._ring is not None and place is not None:
-                    self._ring.give_up(place)
+                    self._ring.release(place)  # who keeps the error must not keep the slab
                 raise
 
-    def _stage(self, planned: Plan, place: RingSlab | None) -> Transfer:
+    def _stage(self, planned: Plan, place: Place | None) -> Transfer:
         slab, event, copies = self._copy_packed(planned, place) if planned.table.nbytes else (None, None, 0)
         moved, moved_event = move_others(self._target, planned.passthrough())
         self._count(planned, copies)
@@ -257,7 +257,7 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _copy_packed(self, planned: Plan, place: RingSlab | None = None) -> tuple[torch.Tensor, Event | None, int]:
+    def _copy_packed(self, planned: Plan, place: Place | None = None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
             lease = self._pool.acquire(planned.table.nbytes)
@@ -271,14 +271,14 @@ class Stager:
                 lease.release(after=event)
         return device, event, copies
 
-    def _pack_and_copy(self, planned: Plan, lease: Lease, place: RingSlab | None) -> tuple[torch.Tensor, int]:
+    def _pack_and_copy(self, planned: Plan, lease: Lease, place: Place | None) -> tuple[torch.Tensor, int]:
         # The host views must not outlive this call, so that the event alone decides when the slab is free.
         host = lease.tensor()
         nbytes = planned.table.nbytes
         if place is None:
             device = torch.empty(nbytes, dtype=torch.uint8, device=self._target.device)
         else:
-            device = place.ready(nbytes)
+            device = place.slab.ready(nbytes)
         ends = self._packer.ends(planned.table)
         # Cut now: while threads contend for the interpreter lock each call into torch waits for it.
         parts = zip(_cut(device, ends), _cut(host, ends), strict=True)
