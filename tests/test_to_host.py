@@ -310,14 +310,34 @@ def test_the_steady_state_allocates_nothing(stager):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager):
-    stager = make_stager(max_bytes=4096)
+@pytest.mark.parametrize(("call", "name"), [("to_host", "to_host"), ("stage", "stage"), ("to_device", "stage")])
+def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call, name):
+    stager = make_stager(max_bytes=4096, timeout=0.01)
     kept = stager.to_host([torch.ones(1000)]).result()
-    with pytest.raises(AcquireTimeoutError, match=r"drop them sooner, or pass copy=True") as caught:
-        stager.to_host([torch.ones(1000)], timeout=0.01)
+    text = rf"no host slab of 3.91 KiB for {name}\(\): .* within 0.01 s: .* drop them sooner, or pass copy=True"
+    with pytest.raises(AcquireTimeoutError, match=text) as caught:
+        getattr(stager, call)([torch.ones(1000)])
+    assert (caught.value.requested_bytes, caught.value.max_bytes) == (4000, 4096)
     assert caught.value.in_flight_bytes >= 4000
     del kept
-    assert torch.equal(stager.to_host([torch.ones(1000)], timeout=0.01).result()[0], torch.ones(1000))
+    getattr(stager, call)([torch.ones(1000)])
+    assert torch.equal(stager.to_host([torch.ones(1000)]).result()[0], torch.ones(1000))
+
+
+def test_prefetch_raises_after_the_batches_that_found_a_slab(make_stager):
+    stager = make_stager(max_bytes=4096, timeout=0.01)
+    batches = stager.prefetch([[torch.full((1000,), float(n))] for n in range(3)], depth=1)
+    first = next(batches)  # the second one has been staged by now
+    kept = stager.to_host(first).result()
+    assert float(next(batches)[0][0]) == 1.0
+    with pytest.raises(AcquireTimeoutError):
+        next(batches)
+    assert float(kept[0][0]) == 0.0
+
+
+def test_no_stager_waits_for_a_negative_time(make_stager):
+    with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits for ever"):
+        make_stager(timeout=-1)
 
 
 def test_a_tree_larger_than_the_cap_is_refused(make_stager):

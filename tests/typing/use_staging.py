@@ -77,7 +77,7 @@ def to_the_host(stager: ps.Stager, tree: object) -> None:
     assert_type(transfer.nbytes, int)
     assert_type(transfer.result(), Any)
     transfer.wait()
-    stager.to_host(tree, copy=True, timeout=None)
+    stager.to_host(tree, copy=True)
     stager.to_host(tree, True)  # type: ignore[call-arg]
     assert_type(stager.stats().fetched_bytes, int)
 
@@ -87,6 +87,8 @@ def a_ring(batch: object) -> None:
     with stager.stage(batch) as staged:
         assert_type(staged, Any)
     stager.stage(batch).release()
+    ps.Stager("cuda", timeout=None)
+    ps.Stager("cuda", timeout=2.5)
     ps.Stager("cuda", ring=2, ring_overflow="wait")  # type: ignore[arg-type]
     assert_type(stager.stats().ring_overflows, int)
 

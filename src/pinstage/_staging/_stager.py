@@ -18,6 +18,7 @@ from .._memory import default_memory, parse_bytes
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._steps import step
+from ._host_slab import acquire
 from ._ring import Overflow, Place, Ring, RingTransfer
 from ._run_ahead import RunAhead
 from ._sources import Sources
@@ -79,9 +80,11 @@ class Stager:
             ``"fresh"``, a device slab of its own (counted in the stats).
         threads: how many pack a batch of 4 MiB or more at the most, the calling one included; None takes the cpus that
             the process may use, at most 12.
+        timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
+            ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
     Raises:
-        ValueError: another kind of device, both `pool` and `max_bytes`, or a ring of no size.
+        ValueError: another kind of device, both `pool` and `max_bytes`, a ring of no size, or a negative `timeout`.
         StagingError: a CUDA device without CUDA.
 
     All methods may be called from any thread. No method but `prefetch` waits for the device; all wait for the pool when
@@ -98,6 +101,7 @@ class Stager:
         ring_bytes: int | str | None = None,
         ring_overflow: Overflow = "error",
         threads: int | None = None,
+        timeout: float | None = 60.0,
     ) -> None:
         if pool is not None and max_bytes != "auto":
             raise ValueError(
@@ -105,7 +109,10 @@ class Stager:
             )
         if ring is None and (ring_bytes is not None or ring_overflow != "error"):
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         self._target = target_for(torch.device(device))
+        self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._packer = Packer(threads)
@@ -143,6 +150,7 @@ class Stager:
         Raises:
             LayoutError: something in the batch cannot be staged; see its ``path``.
             BudgetExceededError: the batch is larger than the pool's cap.
+            AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
@@ -169,7 +177,7 @@ class Stager:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
         return self.stage(batch).get()
 
-    def to_host(self, tree: Any, *, copy: bool = False, timeout: float | None = 60.0) -> HostTransfer:
+    def to_host(self, tree: Any, *, copy: bool = False) -> HostTransfer:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
@@ -186,20 +194,20 @@ class Stager:
             tree: containers as `Layout` knows them, with anything in them.
             copy: return ordinary tensors, each with memory of its own, rather than views of a slab. For what is kept:
                 views hold a slab of the pool.
-            timeout: seconds to wait for a slab at the most; None waits for ever.
 
         Returns:
             The transfer; its ``result()`` waits for the copies, and is the only way to their bytes.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is no known container.
-            AcquireTimeoutError: no slab came free in time, because living results hold the pool, say.
+            AcquireTimeoutError: no slab came free within the stager's `timeout`, because living results hold the pool,
+                say.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
         with step("to_host"), self._target.selected():
-            transfer = to_host(tree, self.device, self._pool, self._sources, copy=copy, timeout=timeout)
+            transfer = to_host(tree, self.device, self._pool, self._sources, copy=copy, timeout=self._timeout)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
@@ -260,7 +268,7 @@ class Stager:
     def _copy_packed(self, planned: Plan, place: Place | None = None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
-            lease = self._pool.acquire(planned.table.nbytes)
+            lease = acquire(self._pool, planned.table.nbytes, self._timeout, "stage")
             try:
                 device, copies = self._pack_and_copy(planned, lease, place)
             except BaseException as error:

@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._errors import AcquireTimeoutError
 from .._layout import Parts, Table, duplicate, flat, gather, table_of, take_apart
-from .._memory import format_bytes
-from .._pool import Event, Lease, SlabPool
+from .._pool import Event, SlabPool
 from .._steps import step
+from ._host_slab import acquire
 from ._sources import Events, Piece, Sources
 
 DIRECT_BYTES = 1024 * 1024
@@ -154,7 +153,7 @@ def to_host(
     nbytes = sum(share.table.nbytes for share in shares)
     host, event, copies = None, None, 0
     if nbytes:
-        lease = _acquire(pool, nbytes, timeout)
+        lease = acquire(pool, nbytes, timeout, "to_host")
         events: list[Event] = []
         try:
             host = lease.tensor()
@@ -178,21 +177,6 @@ def _without_travellers(parts: Parts, shares: list[Share]) -> Parts:
             left[position] = None
         share.tensors.clear()
     return parts._replace(tensors=left)
-
-
-def _acquire(pool: SlabPool, nbytes: int, timeout: float | None) -> Lease:
-    try:
-        return pool.acquire(nbytes, timeout=timeout)
-    except AcquireTimeoutError as error:
-        raise AcquireTimeoutError(
-            f"no host slab of {format_bytes(nbytes)} for to_host(): {error}; results of to_host() hold their slabs "
-            "until their tensors die: drop them sooner, or pass copy=True",
-            requested_bytes=error.requested_bytes,
-            held_bytes=error.held_bytes,
-            leased_bytes=error.leased_bytes,
-            in_flight_bytes=error.in_flight_bytes,
-            max_bytes=error.max_bytes,
-        ) from error
 
 
 def _fetch(shares: list[Share], host: torch.Tensor, sources: Sources, events: list[Event]) -> int:
