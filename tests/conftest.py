@@ -58,4 +58,4 @@ def pool(make_pool):
 @pytest.fixture
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
-    monkeypatch.setattr("pinstage._pool._pool._POLL_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr("pinstage._pool._waiting._POLL_SECONDS", (60.0, 60.0))

@@ -11,6 +11,10 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
          +-----------------------  in flight                              comes back when the event is done
                                                                           and the last view has died
 
+Where to look: `_pool` has the public verbs and the slow work outside the lock; `_holdings` the budget and every
+decision under the lock; `_idle` the slabs that nobody uses; `_waiting` the line of those who wait; `_lease` the lease,
+its slab and its views; `_refusals` the errors; `_classes` the sizes; `_stats` the counters.
+
 The pool counts bytes and knows nothing of shapes. It touches CUDA through two small protocols only, a memory resource
 (`allocate`, `deallocate`) and an event (`query`, `synchronize`), so all of it is tested without a GPU.
 """

@@ -30,6 +30,14 @@ class Meter:
         self.bytes -= nbytes
         self.slabs -= 1
 
+    def figures(self, state: str) -> dict[str, int]:
+        """Return all six, named as in `PoolStats`."""
+        return {
+            f"{which}{state}_{unit}": getattr(self, f"{which}{unit}")
+            for which in ("", "peak_", "total_")
+            for unit in ("bytes", "slabs")
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
