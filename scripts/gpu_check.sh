@@ -3,11 +3,13 @@
 # with a CUDA device.
 #
 #     scripts/gpu_check.sh [tests] [sanitize] [bench] [demo]        # all four without arguments
+#     scripts/gpu_check.sh loader to_host                           # some of the benchmarks: a step each, see below
 #     scripts/gpu_check.sh distributed                              # needs two devices
 #     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
 #     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
 #
-# Logs and results go to $OUT (default: out). Every step runs whatever became of the one before; the exit status is 1
+# Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which has what there is
+# after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs whatever became of the one before; the exit status is 1
 # if any failed. Python packages that the machine lacks are taken from wheels in .whl, where there are some; what the
 # machine has of its own is never replaced. Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), BENCH_ARGS, DEMO_ARGS,
 # PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by
@@ -20,6 +22,8 @@ OUT=${OUT:-out}
 SITE=${SITE:-/tmp/site}
 DEVICE=${DEVICE:-cuda:0}
 mkdir -p "$OUT"
+RESULTS=$OUT
+[ -z "${PACK:-}" ] || RESULTS=$(mktemp -d)
 summary=$OUT/summary.txt
 : >"$summary"
 
@@ -66,6 +70,7 @@ step() {
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$log"
   status=${PIPESTATUS[0]}
   [ "$status" -eq 0 ] || failed=1
+  [ -z "${PACK:-}" ] || tar -czf "$OUT/results.tar.gz" -C "$RESULTS" .
   say "$(printf '%-24s exit %-3s %4s s' "$name" "$status" "$((SECONDS - began))")"
 }
 
@@ -98,30 +103,43 @@ sanitize() {
   [ "$(grep -c 'ERROR SUMMARY' "$OUT/sanitize.log")" -eq 2 ] || { say "memcheck did not finish"; failed=1; }
 }
 
+# benchmark NAME SECONDS OPTION...: a script of benchmarks/.
 benchmark() {
-  step bench "$1" "$2" "$PYTHON" "benchmarks/$3" --device "$DEVICE" --out "$OUT/$1.json" "${@:4}"
+  step bench "$1" "$2" "$PYTHON" "benchmarks/$1.py" --device "$DEVICE" --out "$RESULTS/$1.json" "${@:3}"
 }
 
 # comparison NAME SECONDS OPTION...: pinstage bench.
 comparison() {
-  step bench "$1" "$2" "$PYTHON" -m pinstage._cli bench --device "$DEVICE" --out "$OUT/$1.json" "${@:3}"
+  step bench "$1" "$2" "$PYTHON" -m pinstage._cli bench --device "$DEVICE" --out "$RESULTS/$1.json" "${@:3}"
 }
 
 rival() {
   [ -z "${ACCV_LAB:-}" ] || step bench rival 300 scripts/build_rival.sh
 }
 
-bench() {
+staging() {
   rival
   # shellcheck disable=SC2086
-  comparison staging 480 ${BENCH_ARGS:-}
-  comparison staging_busy 120 --busy $(($(nproc) / 2)) --batches 64x1KiB,1000x256B,64x1MiB \
+  comparison staging 560 ${BENCH_ARGS:-}
+}
+
+staging_busy() {
+  rival
+  comparison staging_busy 150 --busy $(($(nproc) / 2)) --batches 64x1KiB,1000x256B,64x1MiB \
     --only to,pin_to,tensordict_consolidate,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
-  benchmark memory_startup 120 memory_startup.py --rounds 2
-  benchmark pool_latency 60 pool_latency.py
-  benchmark loader 180 loader.py
-  benchmark to_host 120 to_host.py
-  benchmark rounding_waste 90 rounding_waste.py
+}
+
+memory_startup() { benchmark memory_startup 120 --rounds 2; }
+pool_latency() { benchmark pool_latency 60; }
+loader() { benchmark loader 420; }
+to_host() { benchmark to_host 180; }
+rounding_waste() { benchmark rounding_waste 90; }
+
+BENCHMARKS=(staging staging_busy memory_startup pool_latency loader to_host rounding_waste)
+
+bench() {
+  local one
+  for one in "${BENCHMARKS[@]}"; do "$one"; done
 }
 
 # Without the variants of tensordict that are slower still. Two files, and a picture of both.
@@ -133,10 +151,10 @@ series() {
     comparison "series_$which" 290 --series "$which" --repeats 20 --seconds 0.3 --timeout 80 --only \
       to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring \
       ${BENCH_ARGS:-}
-    files+=(--from "$OUT/series_$which.json")
+    files+=(--from "$RESULTS/series_$which.json")
   done
   if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-    step bench draw 60 "$PYTHON" -m pinstage._cli bench "${files[@]}" --plot "$OUT/scaling.png"
+    step bench draw 60 "$PYTHON" -m pinstage._cli bench "${files[@]}" --plot "$RESULTS/scaling.png"
   else
     say "no matplotlib here; where it is: pinstage bench ${files[*]} --plot scaling.png"
   fi
@@ -156,9 +174,15 @@ cases() {
 [ $# -gt 0 ] || set -- tests sanitize bench demo
 for name; do
   case $name in
-    tests | distributed | sanitize | bench | demo | cases) rm -f "$OUT/$name.log" ;;
-    series) ;;  # adds to the log of bench
-    *) echo "$0: no such step: $name; there are tests, distributed, sanitize, bench, demo, series, cases" >&2; exit 2 ;;
+    tests | distributed | sanitize | demo) rm -f "$OUT/$name.log" ;;
+    bench) rm -f "$OUT/bench.log" ;;
+    series) ;; # it and each benchmark by itself add to the log of bench
+    *)
+      [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
+        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, series" >&2
+        exit 2
+      }
+      ;;
   esac
 done
 

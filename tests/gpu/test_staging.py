@@ -85,6 +85,19 @@ def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothi
         assert events["Memcpy HtoD (Pinned -> Device)"] == 15
 
 
+def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
+    def pin_and_free():
+        with ps.SlabPool(ps.RegisteredMemory(cuda_device), max_bytes="2MiB") as pool:
+            pool.reserve("1MiB")
+        with ps.SlabPool(ps.HostAllocMemory(cuda_device), max_bytes="2MiB") as pool:
+            pool.reserve("1MiB")
+
+    pin_and_free()
+    seen = profiled(pin_and_free)
+    for call in ("HostRegister", "HostUnregister", "HostAlloc", "FreeHost", "DeviceSynchronize"):
+        assert any(call in name for name in seen), (call, sorted(set(seen)))
+
+
 def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind(cuda_device):
     before, after = long_run(cuda_device, 10_000)
     assert after.pool.misses == before.pool.misses
