@@ -15,8 +15,8 @@ from strategies import DTYPES, ArraySubclass, TensorSubclass, assert_same, bits,
 
 from pinstage import Layout, LayoutError, PageableMemory, SlabPool, Slot
 from pinstage._layout import ALIGNMENT, plan
-from pinstage._layout import _layout as layout_module
 from pinstage._layout._cache import TableCache
+from pinstage._layout._plan import TABLES
 from pinstage._layout._table import columns_of
 
 experimental = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*quantize")
@@ -600,11 +600,11 @@ def test_leaves_that_differ_in_any_way_do_not_share_a_table(other):
 
 
 def test_the_memory_of_tables_is_bounded():
-    kept, fresh, _ = layout_module.TABLES.capacities
+    kept, fresh, _ = TABLES.capacities
     for size in range(2 * kept):
         for _ in range(2):
             plan([torch.zeros(size), torch.zeros(3)])
-    assert len(layout_module.TABLES) <= kept + fresh
+    assert len(TABLES) <= kept + fresh
 
 
 def test_a_table_met_once_is_dropped_soon_and_one_met_again_stays():
@@ -640,8 +640,8 @@ def test_several_threads_compute_layouts_at_once():
     with concurrent.futures.ThreadPoolExecutor(4) as executor:
         for future in [executor.submit(work, seed) for seed in range(4)]:
             future.result()
-    kept, fresh, _ = layout_module.TABLES.capacities
-    assert len(layout_module.TABLES) <= kept + fresh
+    kept, fresh, _ = TABLES.capacities
+    assert len(TABLES) <= kept + fresh
 
 
 # -- travelling --------------------------------------------------------------------------------------------------------

@@ -8,23 +8,14 @@ device.
 
 from ._fragments import Chunk, Piece
 from ._gather import duplicate, flat, gather
-from ._layout import (
-    Layout,
-    Plan,
-    Slot,
-    dump_structure,
-    load_structure,
-    plan,
-    structure_key,
-    table_of,
-    take_apart,
-    with_leaves,
-)
+from ._layout import Layout, Slot
 from ._leaves import ALIGNMENT, packable
 from ._moves import Moves
 from ._nodes import StagingNode, register_node
 from ._parts import Parts
+from ._plan import Plan, plan, table_of, take_apart
 from ._recall import Recall
+from ._structures import dump_structure, load_structure, structure_key, with_leaves
 from ._table import Table
 
 __all__ = [
