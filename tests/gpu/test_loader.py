@@ -194,18 +194,24 @@ def test_leaving_early_gives_every_slab_back(cuda_device):
     assert loader.stats().pool.peak_held_bytes <= 4 * SLAB
 
 
-def held_at_the_first_copy(cuda_device, latch: Latch):
-    """Return an iterator over one slab whose first batch was yielded, while its copy has not started."""
+def of_one_slab(cuda_device):
+    """Return a loader whose memory and kernels are there: getting them would wait for the device."""
     loader = make(cuda_device, size=12, num_workers=1, max_bytes=SLAB, depth=0)
-    assert numbers(loader) == list(range(12))  # memory and kernels are there: getting them would wait for the device
+    assert numbers(loader) == list(range(12))
+    return loader
+
+
+def held_at_the_first_copy(loader, latch: Latch):
+    """Return an iterator whose first batch was yielded, while its copy has not started."""
     latch.hold(loader._target.stream)
     iterator = iter(loader)
     return iterator, next(iterator)
 
 
 def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Latch):
+    loader = of_one_slab(cuda_device)
     with latch:
-        iterator, first = held_at_the_first_copy(cuda_device, latch)
+        iterator, first = held_at_the_first_copy(loader, latch)
         starved = iterator._keeper._starved
         wait_until(lambda: starved)  # the worker has the next batch, and nowhere to put it
         assert not iterator._data_queue.holds_batch(1)
@@ -215,10 +221,10 @@ def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Lat
 
 
 def test_the_same_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
-    sent = SlotKeeper.sent
+    loader, sent = of_one_slab(cuda_device), SlotKeeper.sent
     monkeypatch.setattr(SlotKeeper, "sent", lambda keeper, slot, event: sent(keeper, slot, None))
     with latch:
-        iterator, first = held_at_the_first_copy(cuda_device, latch)
+        iterator, first = held_at_the_first_copy(loader, latch)
         wait_until(lambda: iterator._data_queue.holds_batch(1))
         latch.open()
         assert numbers([first]) == [2, 3]
