@@ -76,7 +76,7 @@ step() {
 
 tests() {
   # shellcheck disable=SC2086
-  step tests tests 400 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
+  step tests tests 540 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
 }
 
 # Two GPUs: a missing one fails. Steps of the others skip these tests where there is one.
