@@ -170,6 +170,12 @@ def dies_at_seven(index):
     return torch.full((1000,), index)
 
 
+def exits_at_seven(index):
+    if index == 7 and get_worker_info() is not None:
+        os._exit(0)
+    return torch.full((1000,), index)
+
+
 def sleeps_at_three(index):
     if index == 3:
         time.sleep(60)
@@ -233,6 +239,10 @@ def unpicklable(samples):
 class CannotArrive:
     def __reduce__(self):
         return int, ("no number",)
+
+
+def first_cannot_arrive(samples):
+    return samples[0], CannotArrive() if int(samples[0][0]) == 0 else None
 
 
 def third_cannot_arrive(samples):

@@ -169,7 +169,8 @@ def test_two_iterators_at_once():
     assert_all_back(loader)
 
 
-def test_two_threads_may_begin_at_once():
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_two_threads_may_begin_at_once(method):
     both = threading.Barrier(2)
 
     class Sampler:
@@ -178,8 +179,7 @@ def test_two_threads_may_begin_at_once():
                 both.wait(0.3)  # seconds; the other one may have to wait for this one
             return iter([[0, 1], [2, 3]])
 
-    # Not fork: two threads must not, whatever loader they use.
-    options = {"num_workers": 1, "multiprocessing_context": "forkserver", "device": "cpu"}
+    options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
     loader = ps.DataLoader(data.Mapped(data.large), batch_sampler=Sampler(), **options)
     found = []
     threads = [threading.Thread(target=lambda: found.append(numbers(loader))) for _ in range(2)]
@@ -260,6 +260,14 @@ def test_an_error_in_unpickling_comes_after_the_batches_before_it():
         next(iterator)
 
 
+def test_a_batch_that_cannot_be_unpickled_gives_its_slot_back():
+    options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
+    loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
+    for _ in range(6):  # more passes than the worker has slots; torch cannot go on with one after such an error
+        with pytest.raises(ValueError, match="no number"):
+            next(iter(loader))
+
+
 def test_a_worker_that_cannot_start_says_why():
     with pytest.raises(ValueError, match="no start for 0"):
         list(make(worker_init_fn=data.fails_to_start))
@@ -278,6 +286,14 @@ def test_a_worker_that_is_killed_loses_nothing(persistent):
             list(loader)
         gc.collect()
         assert_all_back(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+
+
+def test_persistent_workers_that_end_by_themselves_are_replaced():
+    loader = make(data.exits_at_seven, 40, persistent_workers=True)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader)
     loader.dataset.sample = data.large
     assert numbers(loader) == list(range(40))
 
@@ -582,6 +598,29 @@ def test_a_forked_child_may_drop_batches_whatever_the_threads_did_at_the_time():
             os.kill(child, signal.SIGKILL)
         ended.set()
         thread.join(PATIENCE_SECONDS)
+
+
+def test_a_forked_worker_may_read_a_loader_that_the_main_process_uses():
+    inner = make(data.scalar, 4, num_workers=0)
+    expected = torch.cat(list(inner))
+    locks = inner._slabs.starting, inner._slabs._lock
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():  # as a thread does that begins a pass while another one forks
+        with locks[0], locks[1]:
+            held.set()
+            ended.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(PATIENCE_SECONDS)
+    try:
+        outer = make(lambda index: torch.cat(list(inner)) + index, 3, 1, num_workers=1, timeout=PATIENCE_SECONDS)
+        assert [batch[0].tolist() for batch in outer] == [(expected + index).tolist() for index in range(3)]
+    finally:
+        ended.set()
+        thread.join(PATIENCE_SECONDS)
+    assert torch.equal(torch.cat(list(inner)), expected)
 
 
 def test_the_size_of_dev_shm_does_not_matter():

@@ -1,11 +1,13 @@
 """What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
 
 import inspect
+import multiprocessing
 import queue
 
 import loader_data as data
 import pytest
 import torch
+from doubles import wait_until
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import collate
 
@@ -76,16 +78,21 @@ def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
 
 
 def test_a_batch_is_seen_only_when_it_is_the_one_that_comes_next():
-    source = queue.Queue()
+    source = multiprocessing.Queue()
+    where = "multiprocessing keeps the pipe elsewhere: adapt PeekedQueue in pinstage/_loader/_torch.py"
+    assert hasattr(source, "_reader"), where
     peeked = PeekedQueue(source)
     assert not peeked.holds_batch(None)
     error = torch._utils.ExceptionWrapper((ValueError, ValueError("no"), None))
     source.put((3, error))
-    assert peeked.holds_batch(3)
+    wait_until(lambda: peeked.holds_batch(3))
     assert peeked.holds_batch(None)
     assert not peeked.holds_batch(2)
     source.put((4, "a worker has no more"))
+    wait_until(lambda: not source.empty())
     assert not peeked.holds_batch(4)
     assert [peeked.get(timeout=1)[0] for _ in range(2)] == [3, 4]
     with pytest.raises(queue.Empty):
         peeked.get(timeout=0)
+    source.close()
+    source.join_thread()

@@ -282,7 +282,8 @@ class Table:
         if not self._runs:
             return []
         cut = []
-        for run, raw in zip(self._runs, _split(slab[: self.nbytes], self._run_bytes), strict=True):
+        used = slab if slab.numel() == self.nbytes else slab[: self.nbytes]
+        for run, raw in zip(self._runs, _split(used, self._run_bytes), strict=True):
             typed = raw.view(run.dtype)
             cut.append((run, typed.view(-1, *run.trailing) if run.trailing else typed))
         return cut

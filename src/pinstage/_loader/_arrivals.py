@@ -84,8 +84,13 @@ def arrive(
     keeper = KEEPERS.get(token)
     if keeper is None:  # it ended meanwhile
         return None
-    known = keeper.structures[worker, number] if structure is None else load_structure(structure)
-    if number is not None:
-        keeper.structures[worker, number] = known
-    rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
+    try:
+        known = keeper.structures[worker, number] if structure is None else load_structure(structure)
+        if number is not None:
+            keeper.structures[worker, number] = known
+        rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
+    except BaseException:
+        if slot is not None:
+            keeper.dropped(slot)
+        raise
     return Arrival(keeper, with_leaves(known, rest, others), slot, raw, others, waited)

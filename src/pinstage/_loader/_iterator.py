@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections import deque
 from typing import Any
 
@@ -179,8 +180,9 @@ class WorkersIterator(LoaderIterator):
         return self._closed
 
     def close_if_a_worker_is_lost(self) -> None:
-        """Give everything back if a worker was killed: torch cannot go on without it."""
-        if any(worker.exitcode for worker in _torch.workers_of(self._batches)):
+        """Give everything back if a worker was killed, or ended when it should not: torch cannot go on without it."""
+        codes = [worker.exitcode for worker in _torch.workers_of(self._batches)]
+        if any(codes) or (_torch.are_persistent(self._batches) and 0 in codes):
             self._close()
 
     def _close(self) -> None:
@@ -220,9 +222,10 @@ class WorkersIterator(LoaderIterator):
         if slot is not None:
             event = None
             try:
-                transfer = send_packed(self._target, arrival.layout, keeper.tensor(slot), arrival.others)
+                transfer = self._send_from(slot, arrival)
                 event = transfer.copy_event
-            except BaseException:
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
                 event = self._target.record_copies()
                 raise
             finally:
@@ -232,6 +235,10 @@ class WorkersIterator(LoaderIterator):
             transfer = send_packed(self._target, arrival.layout, host, arrival.others)
         self._count(transfer, arrival.layout.nbytes, fallback=arrival.raw is not None)
         return transfer
+
+    def _send_from(self, slot: int, arrival: Arrival) -> Transfer:
+        host = self._keeper.arrived(slot, arrival.layout.nbytes)
+        return send_packed(self._target, arrival.layout, host, arrival.others)
 
     def _end(self) -> None:
         if not _torch.are_persistent(self._batches):

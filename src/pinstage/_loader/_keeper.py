@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -31,13 +32,28 @@ _tokens = itertools.count()
 class Slot:
     """A slab that one worker may write."""
 
-    __slots__ = ("lease", "number", "tensor", "worker")
+    __slots__ = ("_start", "free_message", "lease", "number", "tensor", "worker")
 
     def __init__(self, number: int, worker: int, lease: Lease) -> None:
         self.number = number
         self.worker = worker
         self.lease = lease
         self.tensor: torch.Tensor | None = lease.tensor()
+        self._start: torch.Tensor | None = None
+        self.free_message = _encoded("free", number)
+        """The message that the worker gets after each copy."""
+
+    def start(self, nbytes: int) -> torch.Tensor:
+        """Return the first bytes. Most batches of a loader are of one size: the view is made once."""
+        start = self._start
+        if start is None or start.numel() != nbytes:
+            assert self.tensor is not None
+            start = self._start = self.tensor[:nbytes]
+        return start
+
+    def forget(self) -> None:
+        """Let go of the views, without which the slab would not be free."""
+        self.tensor = self._start = None
 
 
 class SlotKeeper:
@@ -96,11 +112,9 @@ class SlotKeeper:
         """
         self._kept = objects
 
-    def tensor(self, slot: int) -> torch.Tensor:
-        """Return the bytes of a slot that arrived."""
-        tensor = self._slots[slot].tensor
-        assert tensor is not None
-        return tensor
+    def arrived(self, slot: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes that arrived in a slot."""
+        return self._slots[slot].start(nbytes)
 
     def sent(self, slot: int, event: Event | None) -> None:
         """Give a slot back to its worker when the copy from it is done."""
@@ -189,7 +203,7 @@ class SlotKeeper:
             if self._closing and not self._told:
                 self._told = True
                 for channel in list(self._open):
-                    self._send(channel, "closed")
+                    self._send(channel, _encoded("closed"))
             self.sweep()
 
     def _receive(self, channel: Connection) -> None:
@@ -220,9 +234,9 @@ class SlotKeeper:
                 with self._lock:
                     self._slots[slot.number] = slot
                 path = f"/proc/{self.pid}/fd/{lease.fd}"
-                self._send(channel, "granted", slot.number, path, lease.nbytes)
+                self._send(channel, _encoded("granted", slot.number, path, lease.nbytes))
                 return
-        self._send(channel, "refused")
+        self._send(channel, _encoded("refused"))
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
         """Lease a slab for a worker, but none that a worker without any will need."""
@@ -258,7 +272,7 @@ class SlotKeeper:
         for number in numbers:
             with self._lock:
                 slot = self._slots.pop(number)
-            slot.tensor = None
+            slot.forget()
             slot.lease.release()
 
     def _sweep(self) -> None:
@@ -272,13 +286,13 @@ class SlotKeeper:
         slot = self._slots.get(number)
         if slot is not None:
             self._starved.pop(slot.worker, None)
-            self._send(self._channels[slot.worker], "free", number)
+            self._send(self._channels[slot.worker], slot.free_message)
 
-    def _send(self, channel: Connection, *message: Any) -> None:
+    def _send(self, channel: Connection, message: bytes) -> None:
         # A few bytes, and never more of them unread than a worker has slots: the socket takes them without waiting.
         with self._lock, contextlib.suppress(OSError):
             if not self._ended:
-                channel.send(message)
+                channel.send_bytes(message)
 
     def _wake(self) -> None:
         # Not ended: else the number may be another file's by now. Full: then it wakes anyway.
@@ -304,8 +318,13 @@ class SlotKeeper:
             LEAKED.append((self._owner, slots))
             return
         for slot in slots.values():
-            slot.tensor = None
+            slot.forget()
             slot.lease.release(after=events.get(slot.number))
+
+
+def _encoded(*message: Any) -> bytes:
+    """Encode a message as `Connection.send` does."""
+    return bytes(ForkingPickler.dumps(message))
 
 
 LEAKED: list[Any] = []

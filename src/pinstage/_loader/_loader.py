@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ class IntoSlabs:
         self.device = self._target.device
         self.max_bytes = max_bytes
         self.depth = depth
-        self._slabs = Slabs(self._target, max_bytes)
+        self._own_slabs = Slabs(self._target, max_bytes)
         self._counters = Counters()
 
     # A copy makes these when it is used: one in a spawned worker, whose dataset has the loader, must not touch CUDA.
@@ -57,9 +58,13 @@ class IntoSlabs:
     def _target(self) -> Target:
         return target_for(self.device)
 
-    @cached_property
+    @property
     def _slabs(self) -> Slabs:
-        return Slabs(self._target, self.max_bytes)
+        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own."""
+        slabs: Slabs | None = vars(self).get("_own_slabs")
+        if slabs is None or slabs.pid != os.getpid():
+            slabs = self._own_slabs = Slabs(self._target, self.max_bytes)
+        return slabs
 
     @cached_property
     def _counters(self) -> Counters:
@@ -67,7 +72,7 @@ class IntoSlabs:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has slabs and counters of its own, and no workers yet.
-        own = ("_target", "_slabs", "_counters")
+        own = ("_target", "_own_slabs", "_counters")
         return {name: value for name, value in vars(self).items() if name not in own} | {"_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ class Slabs:
     """
 
     def __init__(self, target: Target, max_bytes: int | str) -> None:
+        self.pid = os.getpid()
+        """The process that they belong to: neither they nor the locks here are of use in a forked child."""
         self.pool: SlabPool | None = None
         self.starting = threading.RLock()
         """Held while an iterator is made: torch reads the loader then, which is changed for that time."""
@@ -49,7 +51,7 @@ class Slabs:
             return self._stager
 
     def _close_with_me(self, close: Callable[[], None]) -> None:
-        weakref.finalize(self, _close, os.getpid(), close).atexit = False
+        weakref.finalize(self, _close, self.pid, close).atexit = False
 
 
 def _close(pid: int, close: Callable[[], None]) -> None:

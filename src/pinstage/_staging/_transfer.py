@@ -155,7 +155,7 @@ def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, other
     Args:
         target: where to.
         layout: describes the memory.
-        host: uint8 ``[>= layout.nbytes]``; None if the layout needs no bytes.
+        host: uint8 ``[layout.nbytes]``; None if the layout needs no bytes.
         others: the tensors that are not packed, in order.
     """
     slab, event, copies = None, None, 0
@@ -164,7 +164,7 @@ def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, other
         with target.copying():
             slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
             try:
-                target.copy(slab, host[:nbytes])
+                target.copy(slab, host)
             finally:
                 event = target.record_copies()
         copies = 1
