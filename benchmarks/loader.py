@@ -140,6 +140,7 @@ CASES = (
     Case("ready", "32 fields, 134 MB", 64, 32, (64, 256)),
     Case("ready", "200 fields, 13 MB", 64, 200, (256,)),
     Case("ready", "4 fields, 308 MB", 128, 4, (3, 224, 224)),
+    Case("ready", "10 fields, 164 kB", 64, 10, (64,)),  # for the main thread's time
     Case("step", "32 fields, 134 MB", 64, 32, (64, 256)),
     Case("step", "200 fields, 13 MB", 64, 200, (256,)),
     Case("decode", "64 images", 64, 2, (256,)),

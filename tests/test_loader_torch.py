@@ -1,8 +1,10 @@
 """What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
 
+import ast
 import inspect
 import multiprocessing
 import queue
+import textwrap
 
 import loader_data as data
 import pytest
@@ -11,6 +13,7 @@ from doubles import wait_until
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import collate
 
+import pinstage as ps
 from pinstage._loader import _torch
 from pinstage._loader._torch import PeekedQueue
 
@@ -63,6 +66,27 @@ def test_a_loader_keeps_its_iterator_under_the_name_that_we_know():
 def test_torch_reads_its_queue_as_we_do():
     source = inspect.getsource(ITERATOR._try_get_data)
     assert "self._data_queue.get(timeout=timeout)" in source, "adapt PeekedQueue in pinstage/_loader/_torch.py"
+
+
+def test_torch_does_for_each_batch_what_we_do_in_its_place():
+    [function] = ast.parse(textwrap.dedent(inspect.getsource(ITERATOR.__next__))).body
+    [within] = [node for node in function.body if isinstance(node, ast.With)]
+    start, data, count, warn, end = map(ast.unparse, within.body)
+    where = "adapt next_batch in pinstage/_loader/_torch.py"
+    assert ast.unparse(within.items[0]).startswith("torch.autograd.profiler.record_function("), where
+    assert start.startswith("if self._sampler_iter is None:"), where  # never with workers
+    assert (data, count, end) == ("data = self._next_data()", "self._num_yielded += 1", "return data"), where
+    assert warn.startswith("if self._dataset_kind == _DatasetKind.Iterable and "), where
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_profile_shows_torchs_range_for_each_batch(streamed):
+    dataset = (data.Streamed if streamed else data.Mapped)(data.scalar, 8)
+    iterator = iter(ps.DataLoader(dataset, 2, num_workers=1, device="cpu"))
+    with torch.profiler.profile() as profile:
+        assert len(list(iterator)) == 4
+    names = [event.name for event in profile.events()]
+    assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5  # the last one finds the end
 
 
 def test_default_collation_asks_the_map_for_tensors():

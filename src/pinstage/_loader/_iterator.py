@@ -108,7 +108,7 @@ class LoaderIterator:
         began = time.perf_counter()
         try:
             with step("loader.wait"):
-                return next(self._batches)
+                return _torch.next_batch(self._batches)
         finally:
             self._counters.wait_seconds += time.perf_counter() - began
 
