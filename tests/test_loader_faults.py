@@ -506,10 +506,13 @@ def test_a_copy_that_fails_gives_its_slot_back(monkeypatch):
     next(iterator)
     with monkeypatch.context() as patched:
         patched.setattr("pinstage._staging._targets.CpuTarget.copy", fail)
+        kept = []
         for _ in range(5):  # more than there are slots
-            with pytest.raises(MemoryError):
+            with pytest.raises(MemoryError) as caught:
                 next(iterator)
+            kept.append(caught)
     assert [int(batch[0, 0]) for batch in iterator] == list(range(12, 40, 2))
+    assert_all_back(loader)  # though the errors are kept
 
 
 # -- other processes

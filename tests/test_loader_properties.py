@@ -1,0 +1,96 @@
+"""A batch is what its collate function makes of the samples, bit for bit, whatever these are made of."""
+
+from collections import OrderedDict, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_data import Point, same
+from strategies import PlainDict, TypedPair, tensor_of
+from torch.utils.data import default_collate
+
+import pinstage as ps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf"),
+]
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex32)
+DTYPES += (torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64)
+FORMS = (
+    lambda tensor: tensor,
+    lambda tensor: tensor.mT if tensor.ndim > 1 else tensor,
+    lambda tensor: tensor[..., ::2] if tensor.ndim else tensor,
+    lambda tensor: tensor.expand(2, *tensor.shape),
+    lambda tensor: tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor,
+)
+ATOMS = (
+    lambda index: index,
+    lambda index: index / 3,
+    lambda index: index % 2 == 0,
+    lambda index: f"sample {index}",
+    lambda index: bytes([index]),
+    np.float32,
+    lambda index: np.array(index, dtype=np.int16),
+)
+
+
+@st.composite
+def leaves(draw):
+    """Return a function that makes the leaf of the sample of an index: alike in all samples but in its values."""
+    kind = draw(st.integers(0, 5))
+    if kind == 0:
+        return draw(st.sampled_from(ATOMS))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    if kind == 1:
+        dtype = draw(st.sampled_from(["f4", "f8", "i2", "u4", "?", "c8"]))
+        return lambda index: np.full(shape, index % 2, dtype)
+    dtype, form = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(FORMS))
+    if dtype is torch.bool:
+        return lambda index: form(tensor_of(torch.uint8, shape, index) > 127)
+    return lambda index: form(tensor_of(dtype, shape, index))
+
+
+@st.composite
+def containers(draw, children):
+    """Return a function that makes the container of the sample of an index."""
+    makers = draw(st.lists(children, max_size=3))
+    keys = draw(st.permutations(["a", "b", "z"]))
+    if len(makers) == 2 and draw(st.booleans()):
+        pair = draw(st.sampled_from([Point, TypedPair]))
+        return lambda index: pair(*[make(index) for make in makers])
+    if makers and draw(st.booleans()):
+        makers.append(makers[0])  # looks like the first
+    kind = draw(st.sampled_from([list, tuple, dict, OrderedDict, PlainDict, lambda items: defaultdict(int, items)]))
+    if kind in (list, tuple):
+        return lambda index: kind([make(index) for make in makers])
+    return lambda index: kind([(key, make(index)) for key, make in zip(keys, makers, strict=False)])
+
+
+@st.composite
+def alias(draw, children):
+    """Return a function that puts the same object twice into a sample."""
+    make = draw(children)
+
+    def twice(index):
+        found = make(index)
+        return [found, (found, index)]
+
+    return twice
+
+
+samples = st.recursive(leaves(), lambda children: containers(children) | alias(children), max_leaves=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples, st.integers(1, 3), st.sampled_from([0, 1, 1]), st.sampled_from([default_collate, list]))
+def test_a_batch_is_what_its_collate_fn_makes_of_the_samples(make, size, workers, collate):
+    dataset = [make(index) for index in range(5)]
+    loader = ps.DataLoader(
+        dataset, size, num_workers=workers, collate_fn=collate, device="cpu", max_bytes="64KiB", depth=2
+    )
+    expected = [collate(dataset[start : start + size]) for start in range(0, 5, size)]
+    assert same(list(loader), expected)
