@@ -128,6 +128,15 @@ def test_a_changed_loader_can_be_copied_and_pickled(copied):
     assert (loader.stats().batches, other.stats().batches, other.depth) == (6, 6, 2)
 
 
+def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
+    options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "timeout": 20}
+    loader = ps.collate_into_slab(StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB")
+    expected = list(torch.utils.data.DataLoader(mapped(), 2))
+    for taken in range(6):
+        assert same(list(itertools.islice(loader, taken)), expected[:taken])
+    assert loader.stats().pool.held_slabs == 1
+
+
 def test_what_is_no_loader_of_torch_is_refused():
     with pytest.raises(TypeError, match=r"cannot change a list.*Stager\.prefetch"):
         ps.collate_into_slab([1, 2])

@@ -491,6 +491,14 @@ def test_workers_that_wait_end_with_the_iterator():
     assert [worker.exitcode for worker in workers] == [0, 0]  # not terminated
 
 
+def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
+    options = {"num_workers": 1, "prefetch_factor": 4, "max_bytes": SLAB, "timeout": PATIENCE_SECONDS}
+    loader = make(persistent_workers=True, **options)
+    for taken in range(8):
+        assert numbers(itertools.islice(loader, taken)) == list(range(2 * taken))
+    assert loader.stats().fallback_batches == 0
+
+
 def test_slabs_grow_with_the_batches():
     loader = make(lambda index: torch.zeros(index * 3000), size=60, batch_size=1, max_bytes="8MiB")
     assert [batch.numel() for batch in loader] == [index * 3000 for index in range(60)]

@@ -77,7 +77,12 @@ def what_ends_workers(batches: Any) -> list[Any]:
 
 def begin_again(batches: Any, loader: Any, first_iter: bool) -> None:
     """Begin another pass with the same workers."""
-    batches._reset(loader, first_iter)
+    peeked: PeekedQueue = batches._data_queue
+    peeked.drops = True
+    try:
+        batches._reset(loader, first_iter)
+    finally:
+        peeked.drops = False
 
 
 class PeekedQueue:
@@ -86,16 +91,19 @@ class PeekedQueue:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._items: deque[Any] = deque()
+        self.drops = False
+        """Whether the batches of a pass that was left are read, which torch drops. Each gives its slot back at once:
+        torch holds it until it has the next one, for which the worker may need just that slot."""
         self._poll = select.poll()
         self._poll.register(source._reader, select.POLLIN)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         """Return the next message; as the source's own method."""
-        if not self._items:
-            return self._source.get(*args, **kwargs)
-        item = self._items.popleft()
+        item = self._items.popleft() if self._items else self._source.get(*args, **kwargs)
         if isinstance(item, Exception):
             raise item
+        if self.drops and isinstance(batch := _batch_in(item[1]), Arrival):
+            batch.drop()
         return item
 
     def holds_batch(self, number: int | None) -> bool:
@@ -146,6 +154,8 @@ def next_is_here(batches: Any) -> bool:
 
 def _is_batch(payload: Any) -> bool:
     """Tell a batch, or an error in its place, from the news that a worker has no more."""
-    if isinstance(payload, tuple):  # (batch, worker, state) of torchdata's StatefulDataLoader
-        payload = payload[0]
-    return isinstance(payload, Arrival | ExceptionWrapper)
+    return isinstance(_batch_in(payload), Arrival | ExceptionWrapper)
+
+
+def _batch_in(payload: Any) -> Any:
+    return payload[0] if isinstance(payload, tuple) else payload  # a tuple of torchdata's: (batch, worker, state)
