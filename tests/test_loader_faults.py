@@ -309,6 +309,23 @@ def test_persistent_workers_that_were_killed_between_passes_are_replaced():
     del workers
 
 
+def test_a_worker_that_ended_keeps_no_slab_whoever_waited_for_it():
+    loader = make(num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    worker = iterator._workers[0]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # else torch's handler may raise here
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitpid(worker.pid, 0)  # as another thread may that starts a process
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    del iterator
+    assert_all_back(loader)
+    worker._popen.returncode = -signal.SIGKILL  # the other thread goes on
+    worker.join()
+
+
 def test_the_timeout_is_that_of_torch():
     loader = make(data.sleeps_at_three, timeout=0.3, depth=0)
     iterator = iter(loader)

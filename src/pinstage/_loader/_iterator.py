@@ -19,6 +19,7 @@ from . import _torch
 from ._arrivals import Arrival
 from ._keeper import SlotKeeper
 from ._stats import Counters
+from ._worker import process_exists
 
 _KILL_SECONDS = 5.0
 """How long a killed worker may take to end."""
@@ -273,4 +274,5 @@ def _ended(worker: Any) -> bool:
     if worker.is_alive():  # torch has asked it, and sent it SIGTERM
         worker.kill()
         worker.join(_KILL_SECONDS)
-    return not worker.is_alive()
+    # One that another thread has just waited for, by starting a process say, counts as alive until that thread goes on.
+    return not worker.is_alive() or not process_exists(worker.pid)

@@ -146,7 +146,7 @@ class WorkerSlots:
             if self._channel in ready:
                 self._receive()
                 return
-            if ready or not _exists(self._terms.main_pid):
+            if ready or not process_exists(self._terms.main_pid):
                 _exit()
 
     def _receive(self) -> None:
@@ -183,7 +183,8 @@ class WorkerSlots:
             raise ClosedError("the iterator of this worker was shut down") from None
 
 
-def _exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
+    """Return whether there is such a process, ended ones included that nobody has waited for."""
     with contextlib.suppress(PermissionError):
         try:
             os.kill(pid, 0)
