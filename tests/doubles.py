@@ -163,3 +163,28 @@ def record_work(monkeypatch):
 
     monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_current", record)
     return made, waited
+
+
+class Background(threading.Thread):
+    """Calls a function in a thread that ends with it.
+
+    Where the function forks, no thread of an executor will do: a process forked there ends with code 1, since
+    `concurrent.futures` tries to join that very thread at its end (Python 3.11), and torch's handler says so.
+    """
+
+    def __init__(self, function, *args):
+        super().__init__()
+        self._function, self._args = function, args
+        self._outcome = concurrent.futures.Future()
+        self.start()
+
+    def run(self):
+        try:
+            self._outcome.set_result(self._function(*self._args))
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._outcome.set_exception(error)
+
+    def result(self):
+        """Return what the function returned, or raise what it raised, when the thread has ended."""
+        self.join(3 * PATIENCE_SECONDS)
+        return self._outcome.result(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+from doubles import Background
 
 import pinstage
 
@@ -79,7 +80,7 @@ def test_the_lines_of_use_run(page):
     names["stager"].close()
 
 
-def test_the_guide_to_several_gpus_runs_from_top_to_bottom(background):
+def test_the_guide_to_several_gpus_runs_from_top_to_bottom():
     trained = []
     names = {
         "device": torch.device("cpu"),
@@ -92,7 +93,7 @@ def test_the_guide_to_several_gpus_runs_from_top_to_bottom(background):
     try:
         # In a thread that ends. torch keeps sharded tensors' groups by thread (torch 2.13, DTensor's sharding cache); a
         # child that another thread forks later frees them, and dies waiting there for threads that it does not have.
-        background(run, "guides/several_gpus.md", names).result()
+        Background(run, "guides/several_gpus.md", names).result()
     finally:
         torch.distributed.destroy_process_group()
     assert len(trained) == 4

@@ -20,7 +20,7 @@ from pathlib import Path
 import loader_data as data
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS, ManualEvent, record_work, wait_until
+from doubles import PATIENCE_SECONDS, Background, ManualEvent, record_work, wait_until
 
 import pinstage as ps
 from pinstage._loader._arrivals import Arrival
@@ -189,6 +189,27 @@ def test_two_threads_may_begin_at_once(method):
         thread.join(PATIENCE_SECONDS)
     assert found == [[0, 1, 2, 3]] * 2
     assert loader.collate_fn is torch.utils.data.default_collate
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
+    expected = [data.random_size(index) for index in range(30)]
+
+    def use(seed):
+        chance = random.Random(seed)
+        for _ in range(5):
+            options = {"num_workers": chance.choice([1, 2]), "max_bytes": chance.choice(["64KiB", "512KiB"])}
+            options |= {"persistent_workers": persistent, "timeout": PATIENCE_SECONDS, "device": "cpu"}
+            loader = ps.DataLoader(data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options)
+            for _ in range(2):
+                batches = itertools.islice(loader, chance.randrange(32))
+                assert all(map(data.same, batches, expected))
+            iterator = [iter(loader)]
+            del loader
+            Background(iterator.clear).result()  # another thread ends it
+
+    for thread in [Background(use, seed) for seed in range(4)]:
+        thread.result()
 
 
 def test_two_iterators_at_once_under_a_cap_for_one():
