@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -130,6 +131,12 @@ def channels_last(index):
     return torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(index)).permute(2, 0, 1)
 
 
+def permuted(index):
+    shapes = itertools.product((1, 2, 3), repeat=4)
+    forms = itertools.permutations(range(4))
+    return [torch.full(shape, float(index)).permute(form) for shape, form in itertools.product(shapes, forms)]
+
+
 def random_numbers(index):
     return index, torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002 - what users' datasets do
 
@@ -186,6 +193,10 @@ def cuda_in_the_worker(index):
     # torch may have imported the bindings by itself: what counts is whether pinstage asked for them.
     asked = sys.modules["pinstage._memory._cuda"]._bindings is not None
     return torch.tensor([asked, int(torch.cuda.is_initialized()), os.getpid()])
+
+
+def collated_by_torch(samples):
+    return torch.utils.data.default_collate(samples)
 
 
 def as_they_are(samples):
@@ -264,9 +275,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def telling_strides(tensor):
-    """Return the strides that mean something: of a dimension of one only that which may tell a memory format."""
+    """Return the strides that mean something: those of dimensions with more than one element."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True) if tensor.numel() else ()
-    return [step for step, size in pairs if size != 1 or tensor.ndim > 3]
+    return [step for step, size in pairs if size != 1]
 
 
 def same(found, expected):

@@ -65,6 +65,11 @@ def test_default_collation_yields_what_torch_yields(sample, workers):
     assert (stats.batches, stats.copies, stats.fallback_batches) == (6, 6, 0)
 
 
+@pytest.mark.parametrize("collate", [None, data.collated_by_torch])
+def test_permuted_samples_are_stacked_in_the_strides_that_torch_gives_them(workers, collate):
+    agree(data.Mapped(data.permuted, 4), batch_size=2, num_workers=workers, collate_fn=collate)
+
+
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_without_batching_each_sample_arrives_as_torch_converts_it(sample, workers):
     agree(data.Mapped(sample), batch_size=None, num_workers=workers)

@@ -178,7 +178,8 @@ def _in_plain_containers(sample: Any) -> bool:
 def _collate_tensors_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Do what torch does in the main process. In a worker it stacks into /dev/shm, which nobody needs here."""
     if _stacks_plainly(batch):
-        return torch.stack(batch, 0)
+        # Into memory of the usual strides, as torch does there: alone it would take some samples for channels last.
+        return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
     return _torch.stack_tensors(batch, collate_fn_map=collate_fn_map)
 
 
