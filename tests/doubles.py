@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -128,6 +129,35 @@ class ManualEvent:
         if self.error is not None:
             raise self.error
         assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
+
+
+class Interrupts:
+    """A profiler that raises KeyboardInterrupt at the n-th point where Python looks for one, in calls by some files.
+
+    These points are the start of a function, which then does nothing, and the end of a call, whose result is lost.
+    """
+
+    def __init__(self, countdown: int, *files: str):
+        self.countdown = countdown
+        self._files = files
+
+    def __call__(self, frame, event, _):
+        caller = frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
+        if caller is not None and caller.f_code.co_filename.endswith(self._files) and frame.f_code.co_name != "__del__":
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyboardInterrupt
+
+    def during(self, work: Callable[[], object]) -> bool:
+        """Do work; say whether it was interrupted."""
+        sys.setprofile(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -388,6 +388,42 @@ def test_a_forgotten_lease_whose_views_are_dead_comes_back_once(pool):
         assert one.data_ptr() != two.data_ptr()
 
 
+def test_a_forgotten_lease_waits_for_the_event_that_guards_it(full_pool):
+    lease = full_pool.acquire(100)
+    lease.guard(event := ManualEvent())
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    stats = full_pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.requested_bytes) == (0, 1, 0)
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(100, timeout=0)
+    event.finish()
+    full_pool.acquire(100, timeout=0).release()
+    assert states(full_pool) == FREE
+
+
+def test_a_forgotten_and_guarded_lease_with_views_waits_for_both(full_pool):
+    lease = full_pool.acquire(100)
+    view = lease.tensor()
+    lease.guard(event := ManualEvent())
+    with pytest.warns(UnreleasedLeaseWarning):
+        del lease
+    event.finish()
+    with pytest.raises(AcquireTimeoutError):
+        full_pool.acquire(100, timeout=0)
+    del view
+    assert states(full_pool) == FREE
+
+
+def test_a_release_says_by_itself_what_a_guarded_slab_waits_for(full_pool):
+    lease = full_pool.acquire(100)
+    lease.guard(ManualEvent())
+    lease.release()
+    assert states(full_pool) == FREE
+    with pytest.raises(LeaseError, match="already released: guard"):
+        lease.guard(ManualEvent())
+
+
 def test_a_released_lease_is_forgotten_without_a_warning(pool):
     lease = pool.acquire(100)
     lease.release(after=(event := ManualEvent()))

@@ -3,11 +3,10 @@
 import ctypes
 import gc
 import itertools
-import sys
 
 import pytest
 import torch
-from doubles import CountingMemory, ManualEvent
+from doubles import CountingMemory, Interrupts, ManualEvent
 from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 
@@ -302,25 +301,6 @@ def test_a_failure_to_pack_gives_the_place_back(memory):
     pool.close()
 
 
-class Interrupts:
-    """A profiler that raises KeyboardInterrupt when the n-th call by staging returns, and so loses what it returned.
-
-    That is where Python looks whether there was an interrupt.
-    """
-
-    FILES = ("_ring.py", "_stager.py")
-
-    def __init__(self, countdown):
-        self.countdown = countdown
-
-    def __call__(self, frame, event, _):
-        caller = frame if event == "c_return" else frame.f_back if event == "return" else None
-        if caller is not None and caller.f_code.co_filename.endswith(self.FILES) and frame.f_code.co_name != "__del__":
-            self.countdown -= 1
-            if self.countdown == 0:
-                raise KeyboardInterrupt
-
-
 @pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # the pool's way to recover from the same
 @pytest.mark.parametrize("what", ["stage", "release"])
 def test_an_interrupt_anywhere_leaves_no_slab_of_the_ring_busy(make_stager, what):
@@ -328,18 +308,8 @@ def test_an_interrupt_anywhere_leaves_no_slab_of_the_ring_busy(make_stager, what
     for number in itertools.count(1):
         transfer = stager.stage(batch()) if what == "release" else None
         held = transfer.get() if transfer is not None else None
-        interrupts = Interrupts(number)
-        sys.setprofile(interrupts)
-        try:
-            if transfer is None:
-                stager.stage(batch())
-            else:
-                transfer.release()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        if interrupts.countdown > 0:
+        interrupts = Interrupts(number, "_ring.py", "_stager.py")
+        if not interrupts.during(transfer.release if transfer is not None else lambda: stager.stage(batch())):
             break
         if transfer is not None:
             transfer.release()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import strategies as known
 import torch
-from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, record_work, stays_blocked
+from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, outcome, record_work, stays_blocked
 from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
@@ -35,6 +35,7 @@ from pinstage import (
 from pinstage._layout._fragments import CHUNK_BYTES
 from pinstage._packing import PARALLEL_FROM_BYTES
 from pinstage._staging._run_ahead import RUN_AHEAD
+from pinstage._staging._targets import CpuTarget
 from pinstage._staging._transfer import memory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -62,6 +63,21 @@ def make_stager(memory):
 @pytest.fixture
 def stager(make_stager):
     return make_stager()
+
+
+class HeldTarget(CpuTarget):
+    """A device whose copies are under way until the test says so."""
+
+    def __init__(self):
+        self.all_copies = ManualEvent()
+        self.copies = 0
+
+    def copy(self, target, source):
+        self.copies += 1
+        super().copy(target, source)
+
+    def record_copies(self):
+        return self.all_copies
 
 
 def some_batch(seed=0):
@@ -827,3 +843,20 @@ def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
         assert len(memory_of(compressed)) == 3
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert [part.layout for part in memory_of(nested)] == [torch.strided]
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
+    stager = make_stager()
+    began_before = 0
+    for number in itertools.count(1):
+        stager._target = target = HeldTarget()
+        interrupted = Interrupts(number, "_stager.py").during(lambda: stager.stage(some_batch()))
+        stats = stager.pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if target.copies else stats.in_flight_slabs)
+        began_before += interrupted and target.copies > 0
+        target.all_copies.finish()
+        assert stager.pool.stats().in_flight_slabs == 0
+        if not interrupted:
+            break
+    assert began_before > 10

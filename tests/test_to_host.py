@@ -1,12 +1,13 @@
 """From the device to the host, on the CPU: what arrives, what keeps a slab, and what a failure leaves behind."""
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
 import strategies as known
 import torch
-from doubles import ManualEvent, outcome, stays_blocked
+from doubles import Interrupts, ManualEvent, outcome, stays_blocked
 from hypothesis import given, settings
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
@@ -56,7 +57,7 @@ class HeldSource(CpuSource):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):
-        self.event = ManualEvent()
+        self.all_copies = self.event = ManualEvent()
         self.pieces = []
 
     def fetch(self, pieces):
@@ -371,3 +372,21 @@ def test_pageable_memory_of_a_pool_shared_by_two_stagers_serves_both():
     with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as one:
         two = Stager("cpu", pool=pool)
         assert_same(some_tree(), one.to_host(two.to_device(some_tree())).result(), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
+    began_before = 0
+    for number in itertools.count(1):
+        source = stager._sources._made[torch.device("cpu")] = HeldSource()
+        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.to_host(some_tree()))
+        began = bool(source.pieces)
+        source.pieces.clear()  # they are views of the slab
+        stats = stager.pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if began else stats.in_flight_slabs)
+        began_before += interrupted and began
+        source.finish()
+        assert stager.pool.stats().in_flight_slabs == 0
+        if not interrupted:
+            break
+    assert began_before > 5

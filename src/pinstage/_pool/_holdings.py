@@ -217,7 +217,10 @@ class Holdings:
             slab = self.returns.popleft()
             if slab.requested:  # a forgotten lease; a released one has been counted out already
                 self.end_lease(slab)
-                self.make_idle(slab)
+                if slab.event is None:
+                    self.make_idle(slab)
+                else:
+                    self.wait_for_event(slab)
             elif slab.event is None:
                 self.flying.leave(slab.capacity)
                 self.make_idle(slab)

@@ -3,8 +3,7 @@
 A slab must not be handed out again while somebody can still read or write it through a view. All views of a lease
 (tensor, array, memoryview) share one *exporter*: an object without copies of its own that exposes the slab's bytes.
 Views keep the exporter alive, the exporter's end says that the last of them has died. Finalisers run at any point of
-any thread, so they
-take no lock: they leave the slab in a queue that the pool reads at its next step.
+any thread, so they take no lock: they leave the slab in a queue that the pool reads at its next step.
 """
 
 from __future__ import annotations
@@ -163,6 +162,20 @@ class Lease:
     def __buffer__(self, flags: int, /) -> builtins.memoryview:
         """Serve ``memoryview(lease)`` on Python 3.12 and later (PEP 688)."""
         return self.memoryview()
+
+    def guard(self, event: Event | None) -> None:
+        """Name what the slab has to wait for if the lease is never released.
+
+        A release says by itself what may still read or write the slab. It may not come about, because of an interrupt
+        between a copy and the release, say. Then the slab comes back behind this event, instead of at once.
+
+        Args:
+            event: for example the stream of the copies, which is done when all its work is.
+
+        Raises:
+            LeaseError: the lease was released.
+        """
+        self._held("guard()").event = event
 
     def release(self, *, after: Event | None = None) -> None:
         """Give the slab back.

@@ -28,6 +28,9 @@ class Piece(NamedTuple):
 class Source(Protocol):
     """A device that tensors are fetched from."""
 
+    all_copies: Event | None
+    """Done when no copy is under way; None where a copy is done when the call returns."""
+
     def fetch(self, pieces: Sequence[Piece]) -> Event | None:
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
@@ -47,6 +50,7 @@ class CudaSource:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.all_copies: Event | None = self.stream
 
     def fetch(self, pieces: Sequence[Piece]) -> Event:
         """See `Source`."""
@@ -70,6 +74,8 @@ class CudaSource:
 
 class CpuSource:
     """No GPU: a copy is done when the call returns."""
+
+    all_copies: Event | None = None
 
     def fetch(self, pieces: Sequence[Piece]) -> None:
         """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""

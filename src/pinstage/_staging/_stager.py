@@ -269,6 +269,7 @@ class Stager:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
             lease = acquire(self._pool, planned.table.nbytes, self._timeout, "stage")
+            lease.guard(self._target.all_copies)  # an interrupt may come before the release
             try:
                 device, copies = self._pack_and_copy(planned, lease, place)
             except BaseException as error:

@@ -17,6 +17,8 @@ class Target(Protocol):
     """A device that batches are staged to."""
 
     device: torch.device
+    all_copies: Event | None
+    """Done when no copy is under way; None where a copy is done when the call returns."""
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
@@ -74,6 +76,7 @@ class CudaTarget:
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.all_copies: Event | None = self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -183,6 +186,7 @@ class CpuTarget:
     """No GPU: a copy is done when the call returns, and there is nothing to wait for."""
 
     device = torch.device("cpu")
+    all_copies: Event | None = None
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""

@@ -154,17 +154,19 @@ def to_host(
     host, event, copies = None, None, 0
     if nbytes:
         lease = acquire(pool, nbytes, timeout, "to_host")
-        events: list[Event] = []
+        streams = [sources.of(share.device).all_copies for share in shares]
+        after: Event | None = Events([stream for stream in streams if stream is not None])
+        lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
-            copies = _fetch(shares, host, sources, events)
+            events, copies = _fetch(shares, host, sources)
+            after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
             host = None
             raise
         finally:
-            event = events[0] if len(events) == 1 else Events(events) if events else None
-            lease.release(after=event)
+            lease.release(after=after)
     moved = [[share.tensors[i].to("cpu") for i in share.table.columns.passthrough] for share in shares]
     return HostTransfer(_without_travellers(parts, shares), shares, host, event, moved, copies, copy=copy)
 
@@ -179,8 +181,9 @@ def _without_travellers(parts: Parts, shares: list[Share]) -> Parts:
     return parts._replace(tensors=left)
 
 
-def _fetch(shares: list[Share], host: torch.Tensor, sources: Sources, events: list[Event]) -> int:
-    """Start the copies of all shares, put their events into a list, and return how many copies there are."""
+def _fetch(shares: list[Share], host: torch.Tensor, sources: Sources) -> tuple[list[Event], int]:
+    """Start the copies of all shares; return their events, and how many copies there are."""
+    events: list[Event] = []
     copies = start = 0
     for share in shares:
         table, tensors = share.table, share.tensors
@@ -202,7 +205,7 @@ def _fetch(shares: list[Share], host: torch.Tensor, sources: Sources, events: li
             if event is not None:
                 events.append(event)
             copies += len(pieces)
-    return copies
+    return events, copies
 
 
 def _divide(tree: Any, home: torch.device, sources: Sources) -> tuple[Parts, list[Share]]:
