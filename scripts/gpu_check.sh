@@ -9,11 +9,12 @@
 #     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
 #
 # Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which has what there is
-# after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs whatever became of the one before; the exit status is 1
-# if any failed. Python packages that the machine lacks are taken from wheels in .whl, where there are some; what the
-# machine has of its own is never replaced. Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), BENCH_ARGS, DEMO_ARGS,
-# PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by
-# scripts/build_rival.sh if ACCV_LAB is set.
+# after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs
+# whatever became of the one before; the exit status is 1 if any failed. Python packages that the machine lacks are taken
+# from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced.
+# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
+# DEMO_ARGS, PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built
+# there by scripts/build_rival.sh if ACCV_LAB is set.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -66,6 +67,7 @@ failed=0
 step() {
   local log=$OUT/$1.log name=$2 limit=$3 began=$SECONDS status
   shift 3
+  [ "$limit" -le "${LIMIT:-$limit}" ] || limit=$LIMIT
   echo "== $name: $*" | tee -a "$log"
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$log"
   status=${PIPESTATUS[0]}
@@ -131,7 +133,8 @@ staging_busy() {
 
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 pool_latency() { benchmark pool_latency 60; }
-loader() { benchmark loader 420; }
+# shellcheck disable=SC2086
+loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
 
@@ -166,20 +169,21 @@ demo() {
 }
 
 cases() {
-  step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" --out "$OUT/weather_batch.json" \
-    --traces "$OUT/traces"
-  step cases frame_bandwidth 180 "$PYTHON" examples/frame_bandwidth.py --device "$DEVICE" --out "$OUT/frame_bandwidth.json"
+  step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" \
+    --out "$RESULTS/weather_batch.json" --traces "$RESULTS/traces"
+  step cases frame_bandwidth 180 "$PYTHON" examples/frame_bandwidth.py --device "$DEVICE" \
+    --out "$RESULTS/frame_bandwidth.json"
 }
 
 [ $# -gt 0 ] || set -- tests sanitize bench demo
 for name; do
   case $name in
-    tests | distributed | sanitize | demo) rm -f "$OUT/$name.log" ;;
+    tests | distributed | sanitize | demo | cases) rm -f "$OUT/$name.log" ;;
     bench) rm -f "$OUT/bench.log" ;;
     series) ;; # it and each benchmark by itself add to the log of bench
     *)
       [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
-        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, series" >&2
+        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, series" >&2
         exit 2
       }
       ;;
