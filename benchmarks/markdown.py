@@ -79,6 +79,11 @@ def staging(result: dict[str, Any] | None = None) -> str:
     return "\n".join([*lines, "", *in_place, source(result)])
 
 
+def staging_busy() -> str:
+    """The same while other processes compute on half of the cpus."""
+    return staging(load("staging_busy"))
+
+
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
     """Say how fast a batch travels that was written into page-locked memory, so that nothing is packed."""
     ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager.to_device`"}
@@ -235,6 +240,7 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
 
 TABLES = {
     "staging": staging,
+    "staging_busy": staging_busy,
     "startup": startup,
     "latency": latency,
     "loader": loader,
