@@ -75,8 +75,10 @@ def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts
     import markdown
 
     older = markdown.load("staging")
-    newer = json.loads(json.dumps(older))
     in_place = "1x512MiB-in-place"
+    added = ("multi_tensor_copier", "multi_tensor_copier_openmp", "pinstage_ring", "pinstage_lease")
+    older["rows"] = [row for row in older["rows"] if row["variant"] not in added and row["case"] != in_place]
+    newer = json.loads(json.dumps(older))
     newer["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
     lease = newer["rows"][0] | {"case": in_place, "variant": "pinstage_lease", "median": 9.75, "vs_best_rival": 0.985}
     newer["rows"].append(lease)
