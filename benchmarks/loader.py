@@ -60,7 +60,9 @@ class Ready(Dataset[Sample]):
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
         self._samples = [
-            {f"field_{i:03}": row.view(dtype).view(shape) for i, row in enumerate(rows[k])} for k in range(KEPT)
+            # Each with a storage of its own: SPDL pickles the samples, and a tensor's pickle has all of its storage.
+            {f"field_{i:03}": row.view(dtype).view(shape).clone() for i, row in enumerate(rows[k])}
+            for k in range(KEPT)
         ]
 
     def __len__(self) -> int:

@@ -138,8 +138,9 @@ pool_latency() { benchmark pool_latency 60; }
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
+native_threads() { benchmark native_threads 120; }
 
-BENCHMARKS=(staging staging_busy memory_startup pool_latency loader to_host rounding_waste)
+BENCHMARKS=(staging staging_busy memory_startup pool_latency loader to_host rounding_waste native_threads)
 
 bench() {
   local one

@@ -15,7 +15,6 @@ from pinstage import Layout
 from pinstage._layout import ALIGNMENT, Moves, plan
 from pinstage._layout._fragments import (
     LARGE_FRAGMENT_BYTES,
-    LARGE_PIECE_BYTES,
     PIECE_BYTES,
     VECTOR_LENGTH,
     Fragments,
@@ -157,7 +156,7 @@ def test_pieces_cover_each_fragment_once_and_are_of_a_size(sizes, padding, repea
     for piece in fragments.pieces:
         if type(piece) is Part:
             assert piece.offset == reached == starts[fragments.leaves[piece.leaf]] + piece.cut
-            assert 0 < piece.nbytes <= LARGE_PIECE_BYTES
+            assert 0 < piece.nbytes <= PIECE_BYTES
             assert piece.cut + piece.nbytes <= sizes[piece.leaf]
         else:
             assert piece.offset == reached == starts[piece.first]

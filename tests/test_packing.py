@@ -15,9 +15,9 @@ from strategies import bits, tensor_of
 from pinstage._layout import Moves, Table, plan
 from pinstage._layout._fragments import (
     CHUNK_BYTES,
+    CHUNKS,
+    FIRST_CHUNK_BYTES,
     LARGE_FRAGMENT_BYTES,
-    LARGE_PIECE_BYTES,
-    MAX_CHUNKS,
     PIECE_BYTES,
     VECTOR_LENGTH,
     Fragments,
@@ -141,18 +141,17 @@ def test_what_is_reported_is_in_the_slab_already(batch, make_packer, threads):
     assert done == table.nbytes
 
 
-def test_a_batch_below_two_chunks_is_reported_once(make_packer):
+def test_a_batch_that_one_thread_packs_is_reported_once(make_packer):
     tensors = [tensor_of(torch.uint8, (CHUNK_BYTES // 2,)) for _ in range(3)]
-    _, ends = packed(make_packer(4), plan(tensors).table, tensors)
+    _, ends = packed(make_packer(1), plan(tensors).table, tensors)
     assert ends == [plan(tensors).table.nbytes]
 
 
-def test_a_batch_of_two_chunks_and_more_is_reported_in_turns(make_packer):
-    tensors = [tensor_of(torch.uint8, (CHUNK_BYTES // 2 + 1,)) for _ in range(6)]
-    table = plan(tensors).table
-    _, ends = packed(make_packer(4), table, tensors)
-    assert len(ends) == 3
-    assert ends[-1] == table.nbytes
+def test_a_large_batch_is_reported_in_turns_the_first_soon(make_packer):
+    tensors = [tensor_of(torch.uint8, (PIECE_BYTES,)) for _ in range(24)]
+    _, ends = packed(make_packer(4), plan(tensors).table, tensors)
+    mib = 1024 * 1024
+    assert ends == [2 * mib, 6 * mib, 14 * mib, 22 * mib, 24 * mib]
 
 
 SIZES = [
@@ -182,7 +181,7 @@ def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes)
     for piece in fragments.pieces:
         assert piece.offset == reached
         if type(piece) is Part:
-            assert piece.nbytes <= LARGE_PIECE_BYTES
+            assert piece.nbytes <= PIECE_BYTES
             assert piece.cut + piece.nbytes <= sizes[piece.leaf]
         else:
             assert piece.fragments <= VECTOR_LENGTH
@@ -193,16 +192,21 @@ def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
-def test_chunks_are_even_cover_all_and_are_not_too_many_or_too_small(sizes):
+def test_chunks_cover_all_the_first_is_small_and_none_is_too_large(sizes):
     fragments, end = fragments_of(sizes)
     chunks = fragments.chunks
     lengths = [high - low for low, high in itertools.pairwise([0, *(chunk.end for chunk in chunks)])]
-    largest_piece = max(piece.nbytes for piece in fragments.pieces)
     assert chunks[-1].end == end
     assert sum(chunk.pieces for chunk in chunks) == len(fragments.pieces)
-    assert max(lengths) - min(lengths) <= 2 * largest_piece
-    assert len(chunks) <= MAX_CHUNKS
-    assert len(chunks) == 1 or min(lengths) >= CHUNK_BYTES - largest_piece
+    if end < CHUNK_BYTES:
+        assert len(chunks) == 1
+        return
+    slack = max(piece.nbytes for piece in fragments.pieces)
+    assert lengths[0] <= FIRST_CHUNK_BYTES + slack
+    assert all(after <= 2 * before + slack for before, after in itertools.pairwise(lengths[:-1]))
+    assert min(lengths) >= FIRST_CHUNK_BYTES
+    assert max(lengths) <= max(CHUNK_BYTES, end // CHUNKS) + FIRST_CHUNK_BYTES + slack
+    assert len(chunks) <= CHUNKS + 4  # the first ones are smaller
 
 
 def test_more_bytes_take_more_threads():
@@ -248,7 +252,7 @@ def test_strided_leaves_are_packed_by_any_number_of_threads(make_packer, threads
         plain = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor.resolve_conj()
         assert torch.equal(bits(view), bits(plain.contiguous()))
     assert bool(packing_threads()) == (threads > 1)
-    assert len(ends) == (1 if threads == 1 else 3)
+    assert len(ends) == (1 if threads == 1 else 4)
 
 
 def test_strided_leaves_are_packed_without_threads_of_torchs(make_packer, monkeypatch):
@@ -271,6 +275,23 @@ def test_large_strided_leaves_are_cut_along_their_rows():
     assert all(part.all() for part in covered.values())
     assert [chunk.end for chunk in table.fragments.chunks] == sorted(chunk.end for chunk in table.fragments.chunks)
     assert sum(chunk.pieces for chunk in table.fragments.chunks) == len(table.fragments.pieces)
+
+
+def test_threads_call_one_another_while_the_first_one_moves(make_packer, monkeypatch):
+    tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,))]
+    table = plan(tensors).table
+    move, all_of_them = Moves.move, threading.Barrier(4)
+    moved_by = set()
+
+    def move_when_all_are_there(moves, piece):
+        if threading.get_ident() not in moved_by:
+            moved_by.add(threading.get_ident())
+            all_of_them.wait(PATIENCE_SECONDS)
+        move(moves, piece)
+
+    monkeypatch.setattr(Moves, "move", move_when_all_are_there)
+    packed(make_packer(4), table, tensors)
+    assert len(moved_by) == 4
 
 
 def test_threads_are_kept_from_batch_to_batch(make_packer):

@@ -10,14 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE_BYTES = 1024 * 1024
-"""What one call moves of small fragments, about: 100 us of one thread, long against the 5 to 10 us in which the
-interpreter lock goes from thread to thread, short enough that a dozen threads end at about the same time."""
-
-LARGE_PIECE_BYTES = 4 * 1024 * 1024
-"""What one call moves of a large fragment at the most; `PIECE_BYTES` where that makes less than `PIECES` in all."""
-
-PIECES = 128
-"""Pieces that leave each of a dozen threads enough to do to end at about the same time."""
+"""What one call moves, about: 100 us of one thread, long against the 5 to 10 us in which the interpreter lock goes from
+thread to thread, short enough that a dozen threads end at about the same time. 512 MiB in one leaf took 13.9 ms with
+pieces of this size and 14.8 with four times as much (benchmarks/NOTES.md)."""
 
 LARGE_FRAGMENT_BYTES = 512 * 1024
 """From here on a fragment is moved by memmove: twice as fast as the system call, which in turn has no cost for each
@@ -28,11 +23,15 @@ VECTOR_LENGTH = 1024
 """Fragments that one system call takes (UIO_MAXIOV of Linux)."""
 
 
-CHUNK_BYTES = 8 * 1024 * 1024
-"""The smallest chunk. 64 leaves of 1 MiB took 1.94 ms with it and 1.90 ms with half of it (benchmarks/NOTES.md)."""
+FIRST_CHUNK_BYTES = 2 * 1024 * 1024
+"""The first chunk: the bus has nothing to do until it is in. No chunk is smaller."""
 
-MAX_CHUNKS = 16
-"""With so many 1/16 of the copy is not hidden behind the packing; more would only cost calls."""
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Less is one chunk: it would not arrive sooner. Each chunk is twice as large as the one before it, up to this size; in
+a very large batch, up to its size by `CHUNKS`."""
+
+CHUNKS = 32
+"""1/32 of a large copy is not hidden behind the packing; more chunks would only cost calls."""
 
 
 class Part(NamedTuple):
@@ -132,7 +131,6 @@ class Fragments:
 def _cut(nbytes: npt.NDArray[np.int64], leaves: npt.NDArray[np.int64]) -> list[Piece]:
     """Cut large fragments, and put the others together, to pieces."""
     starts = np.concatenate([[0], np.cumsum(nbytes)])
-    step = max(PIECE_BYTES, min(LARGE_PIECE_BYTES, int(starts[-1]) // PIECES))
     pieces: list[Piece] = []
     low = 0
     for large in [*np.flatnonzero(nbytes >= LARGE_FRAGMENT_BYTES).tolist(), len(nbytes)]:
@@ -146,7 +144,8 @@ def _cut(nbytes: npt.NDArray[np.int64], leaves: npt.NDArray[np.int64]) -> list[P
         if large < len(nbytes):
             start, size = int(starts[large]), int(nbytes[large])
             leaf = int(np.searchsorted(leaves, large))
-            pieces.extend(Part(start + cut, min(step, size - cut), leaf, cut) for cut in range(0, size, step))
+            cuts = range(0, size, PIECE_BYTES)
+            pieces.extend(Part(start + cut, min(PIECE_BYTES, size - cut), leaf, cut) for cut in cuts)
         low = large + 1
     return pieces
 
@@ -162,13 +161,15 @@ def _rows(leaf: Strided) -> Iterator[Rows]:
 
 
 def _cut_into_chunks(pieces: list[Piece], nbytes: int) -> list[Chunk]:
-    """Cut pieces into even chunks of at least about `CHUNK_BYTES`, at most `MAX_CHUNKS`."""
-    count = max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
+    """Cut pieces into chunks, the first of about `FIRST_CHUNK_BYTES`, the later ones larger."""
+    largest = max(CHUNK_BYTES, nbytes // CHUNKS)
     chunks: list[Chunk] = []
-    taken = 0
+    taken, size = 0, FIRST_CHUNK_BYTES
+    due = size if nbytes >= CHUNK_BYTES else nbytes
     for index, piece in enumerate(pieces, 1):
         end = piece.offset + piece.nbytes
-        if end * count >= nbytes * (len(chunks) + 1) or index == len(pieces):
+        if (end >= due and nbytes - end >= FIRST_CHUNK_BYTES) or index == len(pieces):
             chunks.append(Chunk(index - taken, end))
-            taken = index
+            taken, size = index, min(2 * size, largest)
+            due = end + size
     return chunks
