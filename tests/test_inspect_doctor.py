@@ -245,6 +245,11 @@ def test_the_toolkit_is_found_where_it_is_installed(tree):
     assert "toolkit 12.8.1" in gpu_checks.versions(driver, "13.0", "13.0.1").found
 
 
+def test_the_toolkit_is_found_by_its_headers_where_it_has_no_file_for_its_version(tree):
+    header = "#define __cuda_cuda_h__\n\n/**\n * CUDA API version number\n */\n#define CUDA_VERSION 12080\n"
+    assert find_driver(tree({"usr/local/cuda/include/cuda.h": header}), lambda arguments: SMI).toolkit == "12.8"
+
+
 def test_open_kernel_modules_are_a_driver_too(tree):
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
     assert find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version == "580.95.05"

@@ -100,10 +100,18 @@ def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
     printed = smi([])
     version = re.search(r"Driver Version: ([\d.]+)", printed) or module
     cuda = re.search(r"CUDA Version: (\d+\.\d+)", printed)
-    toolkit = re.search(
-        r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', files.text(root / "usr/local/cuda/version.json")
-    )
-    return Driver(*(match[1] if match else None for match in (version, cuda, toolkit)))
+    return Driver(version[1] if version else None, cuda[1] if cuda else None, _toolkit(root / "usr/local/cuda"))
+
+
+def _toolkit(folder: Path) -> str | None:
+    """Read a toolkit's version from the file for it; slim installations have the compiler's headers only."""
+    told = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', files.text(folder / "version.json"))
+    if told:
+        return told[1]
+    defined = re.search(
+        r"#define CUDA_VERSION (\d+)", files.text(folder / "include/cuda.h")
+    )  # 1000 * major + 10 * minor
+    return f"{int(defined[1]) // 1000}.{int(defined[1]) % 1000 // 10}" if defined else None
 
 
 def find_gpus(root: Path, smi: Smi = nvidia_smi) -> list[Gpu]:
