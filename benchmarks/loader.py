@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import sys
 import time
 import zlib
@@ -230,11 +231,38 @@ class Step:
         size, dtype = (STEP_SIZE, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
         self._weight = torch.randn(size, size, device=device, dtype=dtype) / size
         self._products = 1
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         for _ in range(3):  # the first two warm up
             self._products = 50
             once = self._seconds() / 50
         self._products = max(1, round(milliseconds / 1e3 / once))
         self.seconds = min(self._seconds() for _ in range(3))
+
+    def run(self, batch: Any) -> None:
+        """Use a batch, and take note of when the device does so."""
+        if self._device.type != "cuda":
+            self(batch)
+            return
+        marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        marks[0].record()
+        self(batch)
+        marks[1].record()
+        self._marks.append(marks)
+
+    def forget(self) -> None:
+        """Begin anew to take notes."""
+        self._marks.clear()
+
+    def idle(self, mean: float) -> float:
+        """Return for which share of the time the device had no step, of those noted.
+
+        Args:
+            mean: seconds of a turn of the loop; all there is to go by without a GPU.
+        """
+        if len(self._marks) < 2:
+            return max(0.0, 1 - self.seconds / mean)
+        gaps = sum(end.elapsed_time(start) for (_, end), (start, _) in itertools.pairwise(self._marks))
+        return gaps / self._marks[0][0].elapsed_time(self._marks[-1][1])
 
     def __call__(self, batch: Any) -> None:
         value = self._weight
@@ -261,7 +289,7 @@ def synchronize(device: torch.device) -> None:
 def use(batch: Any, step: Step | None, device: torch.device) -> None:
     """Start a training step on a batch, or wait until it is on the device."""
     if step:
-        step(batch)
+        step.run(batch)
     else:
         synchronize(device)
 
@@ -287,6 +315,8 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
                 break
             use(next(iterator), step, device)
         synchronize(device)
+        if step:
+            step.forget()
         ends.append(time.perf_counter())
         while len(main_thread) < args.repeats:
             if len(main_thread) >= FEWEST and ends[-1] - ends[0] > args.seconds:
@@ -301,7 +331,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
     detail = Decoded.kind() if case.scenario == "decode" else ""
     if step:
         total = [(end - ends[0]) / len(main_thread)]  # the last step's end: single steps are not waited for
-        detail = f"GPU idle {max(0.0, 1 - step.seconds / total[0]):.1%} beside steps of {step.seconds * 1e3:.1f} ms"
+        detail = f"GPU idle {step.idle(total[0]):.1%} beside steps of {step.seconds * 1e3:.1f} ms"
     else:
         group = min(args.workers, len(ends) - 1)  # workers finish together: their batches come in bursts
         total = [(ends[i + group] - ends[i]) / group for i in range(len(ends) - group)]

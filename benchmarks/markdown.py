@@ -84,6 +84,23 @@ def staging_busy() -> str:
     return staging(load("staging_busy"))
 
 
+def staging_non_temporal() -> str:
+    """The same where the C library was told to write past the caches."""
+    return staging(load("staging_non_temporal"))
+
+
+def native_threads() -> str:
+    """Large leaves by native threads, and by the bus alone."""
+    result = load("native_threads")
+    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    lines = ["| ms | " + " | ".join(case.replace("x", " x ") for case in cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    for variant, about in result["settings"]["variants"].items():
+        rows = {row["case"]: row for row in result["rows"] if row["variant"] == variant}
+        cells = [figure(rows[case]["median"]) for case in cases]
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(result)])
+
+
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
     """Say how fast a batch travels that was written into page-locked memory, so that nothing is packed."""
     ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager.to_device`"}
@@ -241,6 +258,8 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
 TABLES = {
     "staging": staging,
     "staging_busy": staging_busy,
+    "staging_non_temporal": staging_non_temporal,
+    "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
     "loader": loader,

@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel."""
+    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel, settings of its C library."""
     gpu, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(", ")[
         ::2
     ]
@@ -112,6 +112,7 @@ def machine() -> dict[str, Any]:
         "memory": next((line.partition(":")[2].strip() for line in meminfo if line.startswith("MemTotal")), None),
         "huge_pages": next(iter(_lines("/sys/kernel/mm/transparent_hugepage/enabled")), None),
         "kernel": platform.release(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
     }
 
 
