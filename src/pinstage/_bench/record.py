@@ -95,7 +95,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel, settings of its C library."""
+    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel, glibc's settings."""
     gpu, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(", ")[
         ::2
     ]
