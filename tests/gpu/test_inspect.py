@@ -5,6 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import pinstage as ps
+from pinstage._steps import step
 from pinstage.inspect import Bus
 from pinstage.inspect._bandwidth import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
 from pinstage.inspect._doctor import POINTS, diagnose
@@ -107,3 +108,13 @@ def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
         assert step.stall_seconds <= step.staging_seconds <= step.seconds
     assert worst.analysis.device_name == torch.cuda.get_device_name(cuda_device)
     assert "<svg" in html(trace_report(path))
+
+
+def test_under_emit_nvtx_the_steps_are_ranges_of_nvtx(cuda_device):
+    batch = {"x": torch.ones(8)}
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager, torch.autograd.profiler.emit_nvtx():
+        # in this mode of torch's profiler a record_function pushes and pops an NVTX range, whoever collects them
+        assert torch.autograd._profiler_type() is torch._C._profiler.ActiveProfilerType.NVTX
+        assert step("pack")._range is not None
+        assert torch.equal(stager.to_device(batch)["x"].cpu(), batch["x"])
+    assert not hasattr(step("pack"), "_range")
