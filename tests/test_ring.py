@@ -180,6 +180,17 @@ def test_the_error_names_the_leaf_that_is_held(make_stager):
     assert part.numel() == 3
 
 
+def test_the_name_of_a_held_leaf_is_found_out_for_an_error_alone(make_stager):
+    stager = make_stager(ring=2)
+    transfer = stager.stage(batch())
+    held, layout = transfer.get(), transfer.layout
+    del transfer
+    stager.to_device(batch(1))
+    stager.to_device(batch(2))
+    assert layout._slots is None
+    assert_same(batch(), held, "cpu")
+
+
 def test_a_transfer_that_is_alive_holds_its_slab(make_stager):
     stager = make_stager(ring=1)
     transfer = stager.stage(batch())
@@ -230,6 +241,17 @@ def test_a_released_transfer_gives_its_batch_no_more(make_stager):
     transfer.release()
     with pytest.raises(RingError, match="transfer was released"):
         transfer.get()
+
+
+def test_a_released_transfer_that_lives_on_holds_nothing(make_stager):
+    stager = make_stager(ring=1, ring_bytes=4096)
+    kept = []
+    for seed in range(4):
+        transfer = stager.stage(batch(seed))
+        assert_same(batch(seed), transfer.get(), "cpu")
+        transfer.release()
+        kept.append(transfer)
+        assert_same(batch(seed + 1), stager.to_device(batch(seed + 1)), "cpu")
 
 
 def test_the_end_of_a_with_block_releases_also_by_an_exception(make_stager):

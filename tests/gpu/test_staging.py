@@ -179,6 +179,27 @@ def test_the_slab_comes_back_by_the_copys_own_event(cuda_device, latch: Latch):
         assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
 
 
+def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_device, latch: Latch):
+    batch = {"x": torch.ones(MIB)}
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        used = set()
+        for _ in range(50):
+            transfer = stager.stage(batch)
+            used.add(id(transfer.copy_event))
+            transfer.wait()
+            del transfer
+        assert len(used) < 5
+        latch.hold(copy_stream(stager))
+        waiting = [stager.stage(batch) for _ in range(3)]
+        assert len({id(transfer.copy_event) for transfer in waiting}) == 3
+        latch.open()
+        for transfer in waiting:
+            transfer.wait()
+        latch.hold(copy_stream(stager))
+        later = stager.stage(batch)
+        assert [transfer.done for transfer in (*waiting, later)] == [True, True, True, False]
+
+
 def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releases(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         latch.hold(copy_stream(stager))

@@ -15,6 +15,7 @@ from .._steps import step
 from ._leaves import ALIGNMENT
 from ._moves import Moves
 from ._nodes import NodeType, node_types, path_text, path_texts
+from ._parts import together
 from ._plan import TABLES, Plan, plan
 from ._table import Columns, Table
 
@@ -49,8 +50,8 @@ class Layout:
         table: Table,
         treespec: optree.PyTreeSpec,
         order: tuple[int, ...] | None,
-        rest: tuple[Any, ...],
-        passthrough: tuple[torch.Tensor, ...],
+        rest: Sequence[Any],
+        passthrough: Sequence[torch.Tensor],
     ) -> None:
         self._table = table
         self._treespec = treespec
@@ -71,8 +72,7 @@ class Layout:
     @classmethod
     def of_plan(cls, planned: Plan) -> Layout:
         """Return the layout that a plan was made with."""
-        passthrough = tuple(planned.passthrough())
-        return cls(planned.table, planned.treespec, planned.order, tuple(planned.rest), passthrough)
+        return cls(planned.table, planned.treespec, planned.order, planned.rest, planned.passthrough())
 
     @property
     def nbytes(self) -> int:
@@ -134,13 +134,18 @@ class Layout:
                 f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
                 "pass one for each, or None"
             )
+        return self.cut(src, self._passthrough if passthrough is None else passthrough)
+
+    def cut(self, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> Any:
+        """Do what `unpack` does, with a slab and tensors that are known to be right."""
         with step("views"):
-            views = self._table.views(src, self._passthrough if passthrough is None else passthrough)
+            views = self._table.views(slab, passthrough)
         with step("unflatten"):
-            if self._order is None:
-                return optree.tree_unflatten(self._treespec, views)
-            values = [*views, *self._rest]
-            return optree.tree_unflatten(self._treespec, map(values.__getitem__, self._order))
+            return self.together(views)
+
+    def together(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put a batch together from all its tensors, in the order of the batch."""
+        return together(self._treespec, self._order, tensors, self._rest)
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -270,8 +275,8 @@ def _restore(
     treespec: optree.PyTreeSpec,
     columns: Columns,
     order: tuple[int, ...] | None,
-    rest: tuple[Any, ...],
-    passthrough: tuple[torch.Tensor, ...],
+    rest: Sequence[Any],
+    passthrough: Sequence[torch.Tensor],
 ) -> Layout:
     return Layout(TABLES.table_of(columns), treespec, order, rest, passthrough)
 

@@ -22,7 +22,14 @@ class Parts(NamedTuple):
 
     def together(self, tensors: Sequence[Any]) -> Any:
         """Put the tree together again, with others in place of its tensors."""
-        if self.order is None:
-            return optree.tree_unflatten(self.treespec, tensors)
-        values = [*tensors, *self.rest]
-        return optree.tree_unflatten(self.treespec, map(values.__getitem__, self.order))
+        return together(self.treespec, self.order, tensors, self.rest)
+
+
+def together(
+    treespec: optree.PyTreeSpec, order: tuple[int, ...] | None, tensors: Sequence[Any], rest: Sequence[Any]
+) -> Any:
+    """Put a tree together from its tensors and the other leaves; see `Parts`."""
+    if order is None:
+        return treespec.unflatten(tensors)
+    values = [*tensors, *rest]
+    return treespec.unflatten(map(values.__getitem__, order))

@@ -37,4 +37,4 @@ def load_structure(data: bytes) -> Layout:
 
 def with_leaves(layout: Layout, rest: Sequence[Any], passthrough: Sequence[torch.Tensor]) -> Layout:
     """Return a layout with other leaves in the place of those that do not live in the slab."""
-    return Layout(layout._table, layout._treespec, layout._order, tuple(rest), tuple(passthrough))
+    return Layout(layout._table, layout._treespec, layout._order, rest, passthrough)

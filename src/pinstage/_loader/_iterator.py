@@ -42,6 +42,7 @@ class LoaderIterator:
         self._counters = counters
         self._ahead: deque[tuple[Transfer, Any]] = deque()
         self._run_ahead = RunAhead(target)
+        self._has_state = hasattr(batches, "state_dict")
         self._failure: Exception | None = None
         self._state: Any = None
         self._since: float | None = None
@@ -97,7 +98,7 @@ class LoaderIterator:
     def _send_next(self) -> tuple[Transfer, Any]:
         """Return the next batch on its way, and the state of torch's iterator behind it."""
         transfer = self._send(self._fetch())
-        return transfer, self._batches.state_dict() if hasattr(self._batches, "state_dict") else None
+        return transfer, self._batches.state_dict() if self._has_state else None
 
     def _send(self, batch: Any) -> Transfer:
         raise NotImplementedError

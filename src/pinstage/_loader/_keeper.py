@@ -117,10 +117,11 @@ class SlotKeeper:
         return self._slots[slot].start(nbytes)
 
     def sent(self, slot: int, event: Event | None) -> None:
-        """Give a slot back to its worker when the copy from it is done."""
+        """Give a slot back to its worker when the copy from it is done; at once if it is, for None."""
         with self._lock:
             self._copying.append((slot, event))
-            self._sweep()
+            if event is None:
+                self._sweep()
             watch = bool(self._starved and self._copying)
         if watch:
             self._wake()
@@ -290,9 +291,13 @@ class SlotKeeper:
 
     def _send(self, channel: Connection, message: bytes) -> None:
         # A few bytes, and never more of them unread than a worker has slots: the socket takes them without waiting.
-        with self._lock, contextlib.suppress(OSError):
-            if not self._ended:
+        with self._lock:
+            if self._ended:
+                return
+            try:
                 channel.send_bytes(message)
+            except OSError:
+                return  # the worker ended
 
     def _wake(self) -> None:
         # Not ended: else the number may be another file's by now. Full: then it wakes anyway.

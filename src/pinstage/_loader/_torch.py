@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import queue
 import select
 from collections import deque
 from collections.abc import Callable
@@ -112,9 +111,7 @@ class PeekedQueue:
             return True
         try:
             while self._poll.poll(0):  # one that finds nothing costs a tenth of a `get` that does
-                self._items.append(self._source.get(block=False))
-        except queue.Empty:
-            pass
+                self._items.append(self._source.get())  # not `block=False`: that would poll again, in a slow way
         except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: raised when its turn comes
             self._items.append(error)
         return self._has(number)

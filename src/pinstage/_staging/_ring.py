@@ -28,10 +28,11 @@ from typing import Any, Literal
 import torch
 
 from .._errors import RingError
-from .._layout import Layout, Parts, Plan, Table
+from .._layout import Layout, Plan, Table
 from .._memory import format_bytes
 from .._pool import Event
 from .._steps import step
+from ._streams import ALONE
 from ._targets import Target
 from ._transfer import Transfer, memory_of
 
@@ -39,9 +40,6 @@ LAYOUTS_KEPT = 8
 """Layouts whose views a slab keeps. Batches of fixed shapes have a few: training, validation, the last one."""
 
 Overflow = Literal["error", "fresh"]
-
-_OUR_REFERENCES = next(map(sys.getrefcount, [object()]))
-"""What `sys.getrefcount` says of an object that only a list holds, asked in the same way as below."""
 
 _requires_grad, _number = attrgetter("requires_grad"), attrgetter("number")
 
@@ -57,13 +55,15 @@ class _Views:
         self.packed: list[torch.Tensor] = [leaf for leaf in leaves if leaf is not None]  # the only list that has them
         bases = [base for leaf in self.packed if (base := leaf._base) is not None and base is not slab]
         self.storage_users = len(set(map(id, [*self.packed, *bases])))
+        self._references = ALONE * len(self.packed)
 
-    def held(self) -> int | None:
-        """Return which leaf somebody else holds, the first one; None if there is none."""
-        if max(map(sys.getrefcount, self.packed), default=0) <= _OUR_REFERENCES:
-            return None
-        counts = enumerate(map(sys.getrefcount, self.packed))
-        return next((index for index, count in counts if count > _OUR_REFERENCES), None)
+    def are_held(self) -> bool:
+        """Say whether somebody else holds one of them."""
+        return sum(map(sys.getrefcount, self.packed)) > self._references
+
+    def first_held(self) -> int:
+        """Return which one somebody else holds, the first of those."""
+        return next((index for index, count in enumerate(map(sys.getrefcount, self.packed)) if count > ALONE), 0)
 
 
 class Place:
@@ -79,21 +79,22 @@ class Place:
 
 
 class RingSlab:
-    """One device slab of a ring. Its methods are called with the ring's lock held, but for `ready`."""
+    """One device slab of a ring. Its methods are called with the ring's lock held, but for `carry` and `ready`."""
 
     def __init__(self, target: Target, nbytes: int) -> None:
         self._target = target
         with target.copying(), torch.inference_mode(mode=False):
             self._slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+        self._nbytes = nbytes
         self._storage = self._slab.untyped_storage()
         self._storage_references = sys.getrefcount(self._storage)
         self._views: OrderedDict[Table, _Views] = OrderedDict()
-        self._all_consumers: set[Any] = set()
+        self._all_consumers: list[Any] = []
         self.number = 0  # of the batch in it
         self._in_use: Table | None = None
         self._place: weakref.ref[Place] | None = None
         self._layout: Layout | None = None
-        self._consumers: set[Any] = set()
+        self._consumers: list[Any] = []
         self._events: list[Event] = []
 
     def take(self, table: Table, number: int) -> Place:
@@ -108,21 +109,24 @@ class RingSlab:
         return self._place is not None and self._place() is place
 
     def carry(self, layout: Layout) -> None:
-        """Take note that the batch is packed, and what it is."""
+        """Take note that the batch is packed, and what it is; called by whoever has the place."""
         self._layout = layout
 
     def ready(self, nbytes: int) -> torch.Tensor:
-        """Return the slab, with the copy stream ordered behind those who used it last."""
+        """Return the slab, with the copy stream ordered behind those who used it last; called as `carry` is."""
         for event in self._events:
             self._target.wait_before_copies(event)
         self._events = []
-        return self._slab[:nbytes]
+        return self._slab if nbytes == self._nbytes else self._slab[:nbytes]
 
     def hand_out(self, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the packed leaves, and the memory that a stream is given for the first time."""
-        self._consumers.add(consumer)
-        new = [] if consumer in self._all_consumers else [self._slab]
-        self._all_consumers.add(consumer)
+        if consumer not in self._consumers:  # lists: to hash a stream takes longer than to compare it with a few
+            self._consumers.append(consumer)
+        new = []
+        if consumer not in self._all_consumers:
+            self._all_consumers.append(consumer)
+            new = [self._slab]
         views = self._views.get(table)
         if views is None or any(map(_requires_grad, views.packed)):  # it was made a part of an autograd graph
             views = self._views[table] = _Views(table, self._slab)
@@ -134,34 +138,40 @@ class RingSlab:
     def free(self) -> None:
         """Take the slab back: whoever was given the batch has been told all that shall be done with it."""
         self._events += [event for stream in self._consumers if (event := self._target.record_on(stream)) is not None]
-        self._consumers = set()
+        self._consumers = []
         self._in_use = self._place = self._layout = None
 
     def is_free(self) -> bool:
         """Say whether the slab can be taken, after looking whether somebody still holds the batch in it."""
-        if self._in_use is not None and self.holder() is None:
-            self.free()
-        return self._in_use is None
+        if self._in_use is None:
+            return True
+        views = self._views_out()
+        if self._has_place() or (views is not None and (views.are_held() or self._is_used_otherwise())):
+            return False
+        self.free()
+        return True
 
-    def holder(self) -> str | None:
-        """Say who still holds the batch; None if nobody does."""
-        table = self._in_use
-        if table is None:
-            return None
-        if self._place is not None and self._place() is not None:
+    def holder(self) -> str:
+        """Say in words who holds the batch."""
+        if self._has_place():
             return "it is being packed" if self._layout is None else "its transfer is alive and was not released"
-        views = self._views.get(table)
-        if views is None or not self._consumers:
-            return None
-        leaf = views.held()
-        if leaf is not None:
-            path = self._layout.slots[leaf].path if self._layout is not None else ""
-            return f"batch{path} is still referred to"
+        views = self._views_out()
+        if views is not None and views.are_held() and self._layout is not None:
+            return f"batch{self._layout.slots[views.first_held()].path} is still referred to"
+        return "a tensor or array made from one of its leaves (a slice, a detach()) is alive"
+
+    def _has_place(self) -> bool:
+        return self._place is not None and self._place() is not None
+
+    def _views_out(self) -> _Views | None:
+        """Return the leaves of the batch, if they were handed out."""
+        return self._views.get(self._in_use) if self._consumers and self._in_use is not None else None
+
+    def _is_used_otherwise(self) -> bool:
+        """Say whether anything that is none of the views shows the slab."""
         known = 2 + sum(views.storage_users for views in self._views.values())  # the slab, and its storage's wrapper
         users = torch._C._storage_Use_Count(self._storage._cdata)
-        if users > known or sys.getrefcount(self._storage) > self._storage_references:
-            return "a tensor or array made from one of its leaves (a slice, a detach()) is alive"
-        return None
+        return users > known or sys.getrefcount(self._storage) > self._storage_references
 
 
 class Ring:
@@ -228,11 +238,6 @@ class Ring:
             if place.slab.is_of(place):
                 place.slab.free()
 
-    def carry(self, place: Place, layout: Layout) -> None:
-        """Take note that a batch is packed."""
-        with self._lock:
-            place.slab.carry(layout)
-
     def hand_out(self, place: Place, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """See `RingSlab.hand_out`."""
         with self._lock:
@@ -269,8 +274,7 @@ class RingTransfer(Transfer):
         self._ring = ring
         self._place: Place | None = place
         self._table = planned.table
-        self._parts = Parts(planned.treespec, [], planned.rest, planned.order)
-        ring.carry(place, self.layout)
+        place.slab.carry(self.layout)
 
     def get(self, stream: torch.cuda.Stream | None = None) -> Any:
         """See `Transfer.get`."""
@@ -282,16 +286,18 @@ class RingTransfer(Transfer):
                     "release()"
                 )
             with step("views"):
-                leaves, new = self._ring.hand_out(place, self._table, self._target.consumer(stream))
-            self._target.hand_over(self._event, new, stream)
+                consumer = self._target.consumer(stream)
+                leaves, new = self._ring.hand_out(place, self._table, consumer)
+            self._target.hand_over(self._event, new, consumer)
             if self._moved:
-                self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
+                memory = [part for tensor in self._moved for part in memory_of(tensor)]
+                self._target.hand_over(self._moved_event, memory, consumer)
                 leaves = list(leaves)
                 for position, tensor in zip(self._table.columns.passthrough, self._moved, strict=True):
                     leaves.insert(position, tensor)
             if not self._unpacked:
                 with step("unflatten"):
-                    self._batch = self._parts.together(leaves)
+                    self._batch = self._layout.together(leaves)
                 self._unpacked = True
             return self._batch
 
@@ -299,4 +305,4 @@ class RingTransfer(Transfer):
         """See `Transfer.release`."""
         if self._place is not None:
             self._ring.release(self._place)
-        self._place = self._batch = None
+        self._place = self._batch = self._slab = None  # a tensor of the slab would count as somebody who uses it

@@ -11,7 +11,7 @@ import torch
 
 from .._layout import Recall
 from .._pool import Event
-from ._targets import DeviceEvent, on_stream
+from ._streams import DeviceEvent, on_stream
 
 
 class Piece(NamedTuple):

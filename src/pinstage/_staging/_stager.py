@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -291,12 +290,15 @@ class Stager:
         ends = self._packer.ends(planned.table)
         # Cut now: while threads contend for the interpreter lock each call into torch waits for it.
         parts = zip(_cut(device, ends), _cut(host, ends), strict=True)
-        with closing(self._packer.pack(planned.table, planned.tensors, host)) as packing:
+        packing = self._packer.pack(planned.table, planned.tensors, host)
+        try:
             for target, source in parts:
                 with step("pack"):
                     next(packing)
                 with step("copy"):
                     self._target.copy(target, source)
+        finally:
+            packing.close()
         return device, len(ends)
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:

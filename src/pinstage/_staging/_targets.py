@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from .._errors import StagingError
 from .._pool import Event
+from ._streams import DeviceEvent, Events, ids_of, on_device, on_stream
 
 
 class Target(Protocol):
@@ -77,10 +77,12 @@ class CudaTarget:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.all_copies: Event | None = self.stream
+        self._events = Events(DeviceEvent)
+        self._last_consumer = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return _on_device(self.device.index)
+        return on_device(self.device.index)
 
     def copying(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -92,28 +94,30 @@ class CudaTarget:
 
     def record_copies(self) -> Event:
         """See `Target`."""
-        return self._record(self.stream)
+        return self._events.record(self.stream)
 
     def record_current(self) -> Event:
         """See `Target`."""
-        return self._record(torch.cuda.current_stream(self.device.index))
+        return self._events.record(self.consumer(None))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
-        """See `Target`."""
-        return torch.cuda.current_stream(self.device.index) if stream is None else stream
+        """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
+        if stream is not None:
+            return stream
+        ids = torch._C._cuda_getCurrentStream(self.device.index)
+        known, current = self._last_consumer
+        if ids != known:
+            current = torch.cuda.current_stream(self.device.index)
+            self._last_consumer = ids, current  # at once: threads may race for it
+        return current
 
     def record_on(self, stream: torch.cuda.Stream) -> Event:
         """See `Target`."""
-        return self._record(stream)
+        return self._events.record(stream)
 
     def wait_before_copies(self, event: Any) -> None:
         """See `Target`."""
         self.stream.wait_event(event)
-
-    def _record(self, stream: torch.cuda.Stream) -> Event:
-        event = DeviceEvent()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
 
     def hand_over(self, event: Any, tensors: list[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
         """See `Target`."""
@@ -123,63 +127,6 @@ class CudaTarget:
         for tensor in tensors:
             if tensor.is_cuda:  # else the allocator may give the block away while the consumer still reads it
                 tensor.record_stream(consumer)
-
-
-def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-    """Make a stream current, and its device."""
-    if torch.cuda.current_device() != stream.device_index:
-        return _on_device_and_stream(stream)
-    return _OnStream(stream)
-
-
-class _OnStream:
-    """``torch.cuda.stream`` for a stream of the current device, without the 31 us that it takes."""
-
-    __slots__ = ("_previous", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._previous = torch.cuda.current_stream(self._stream.device_index)
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._previous)
-
-
-@contextmanager
-def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Do what ``torch.cuda.stream`` does for a stream of another device, but make no context on the one gone back to.
-
-    torch goes back by ``cudaSetDevice``, which makes one since CUDA 12; ``torch.cuda.device`` looks first whether there
-    is one.
-    """
-    with torch.cuda.device(stream.device_index), _OnStream(stream):
-        yield
-
-
-class DeviceEvent(torch.cuda.Event):
-    """An event that is asked on its own device, in any thread.
-
-    In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
-    (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
-    """
-
-    def query(self) -> bool:
-        with _on_device(self.device.index):
-            return bool(super().query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        with _on_device(self.device.index):
-            super().synchronize()
-
-
-def _on_device(index: int) -> AbstractContextManager[Any]:
-    return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
-
-
-_HERE = nullcontext()
 
 
 class CpuTarget:

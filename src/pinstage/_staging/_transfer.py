@@ -89,16 +89,15 @@ class Transfer:
             one device slab, which lives as long as any of them.
         """
         with step("get"):
-            if self._slab is not None:
-                self._target.hand_over(self._event, [self._slab], stream)
+            slab = self._slab
+            if slab is not None:
+                self._target.hand_over(self._event, [slab], stream)
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
             if not self._unpacked:
-                # No slab: nothing was packed but perhaps empty tensors.
-                slab = (
-                    torch.empty(0, dtype=torch.uint8, device=self._target.device) if self._slab is None else self._slab
-                )
-                self._batch = self._layout.unpack(slab, self._moved)
+                if slab is None:  # nothing was packed but perhaps empty tensors
+                    slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
+                self._batch = self._layout.cut(slab, self._moved)
                 self._unpacked = True
             return self._batch
 
@@ -141,10 +140,12 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def move_others(target: Target, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event | None]:
     """Move tensors by their own ``.to()`` on the current stream; return them and the event behind the last."""
+    if not tensors:
+        return [], None
     # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
     asynchronous = target.device.type != "cpu"
     moved = [tensor.to(target.device, non_blocking=asynchronous) for tensor in tensors]
-    return moved, target.record_current() if moved else None
+    return moved, target.record_current()
 
 
 def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, others: list[torch.Tensor]) -> Transfer:
