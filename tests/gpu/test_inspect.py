@@ -114,7 +114,7 @@ def test_under_emit_nvtx_the_steps_are_ranges_of_nvtx(cuda_device):
     batch = {"x": torch.ones(8)}
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager, torch.autograd.profiler.emit_nvtx():
         # in this mode of torch's profiler a record_function pushes and pops an NVTX range, whoever collects them
-        assert torch._C._autograd._profiler_type() is torch._C._profiler.ActiveProfilerType.NVTX
+        assert torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
         assert _steps.step("pack")._range is not None
         assert torch.equal(stager.to_device(batch)["x"].cpu(), batch["x"])
     assert not hasattr(_steps.step("pack"), "_range")

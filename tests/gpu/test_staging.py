@@ -195,9 +195,10 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
         latch.open()
         for transfer in waiting:
             transfer.wait()
-        latch.hold(copy_stream(stager))
-        later = stager.stage(batch)
-        assert [transfer.done for transfer in (*waiting, later)] == [True, True, True, False]
+        with Latch(cuda_device) as again:
+            again.hold(copy_stream(stager))
+            later = stager.stage(batch)
+            assert [transfer.done for transfer in (*waiting, later)] == [True, True, True, False]
 
 
 def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releases(cuda_device, latch: Latch):
