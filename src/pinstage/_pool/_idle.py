@@ -29,6 +29,8 @@ class IdleSlabs:
 
     def take(self, nbytes: int, bound: int) -> Slab | None:
         """Take out the smallest slab of at least `nbytes` and at most `bound`."""
+        if self.bytes < nbytes:
+            return None  # the steady state of one loop: its only slab is in flight until somebody looks
         capacities = self._capacities
         for position in range(bisect_left(capacities, nbytes), len(capacities)):
             capacity = capacities[position]

@@ -70,8 +70,6 @@ class DeviceEvent(torch.cuda.Event):
 
     In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
     (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
-
-    One that is done is not waited for: to wait, torch lets go of the interpreter lock, for which others may stand by.
     """
 
     def query(self) -> bool:
@@ -81,9 +79,8 @@ class DeviceEvent(torch.cuda.Event):
             return bool(super().query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        if not self.query():
-            with on_device(self.device.index):
-                super().synchronize()
+        with on_device(self.device.index):
+            super().synchronize()
 
 
 class Events(Generic[E]):
