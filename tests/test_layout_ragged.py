@@ -155,6 +155,14 @@ def test_a_tensor_in_channels_last_keeps_its_strides(shape, contiguous):
     assert_same([last], through_slab([last]), "cpu")
 
 
+def test_a_tensor_with_strides_of_its_own_does_not_lie_among_rows():
+    ragged = patterns_of([torch.ones(3, 1, 2, 2) for _ in range(6)])
+    tensors = [torch.ones(n, 1, 2, 2) for n in range(6)]
+    tensors[3] = tensors[3].to(memory_format=torch.channels_last)
+    assert_found(ragged, tensors)
+    assert find(ragged, tensors)[1].stride_of(3) == tensors[3].stride()
+
+
 def test_a_row_with_any_stride_is_told_from_rows_that_are_not_contiguous():
     wide = torch.arange(20.0).view(2, 10)
     ragged = patterns_of([wide[:1, :7]])
@@ -169,6 +177,14 @@ def test_a_fake_tensor_is_not_taken_for_a_tensor():
         assert find(ragged, [fake, np.ones(2)]) is None
         assert find(ragged, [torch.ones(3), np.ones(2)]) is None
     assert find(ragged, [fake, np.ones(2)]) is None
+
+
+def test_an_array_that_becomes_a_fake_tensor_is_not_packed():
+    real = torch.ones(3)
+    with FakeTensorMode():
+        planned = plan([real, np.ones(2), "text"])
+    assert planned.table.columns.passthrough == (1,)
+    assert (planned.tensors[0] is real, planned.rest) == (True, ["text"])
 
 
 def test_nothing_is_recognised_for_a_batch_that_has_to_be_looked_at_each_time():

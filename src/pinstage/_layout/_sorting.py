@@ -34,14 +34,14 @@ def sort_out(leaves: list[Any], treespec: optree.PyTreeSpec, types: set[type], *
         tensors, places = _without_repeats(leaves, leaves)
         return Parts(treespec, tensors, [], None if places is None else tuple(places))
     values, unsure = leaves, None
-    if arrays and any(KINDS[cls] is Kind.ARRAY for cls in types):
-        values, unsure = _with_tensors_for_arrays(leaves, treespec)
+    if arrays and _of(types, Kind.ARRAY):
+        values, unsure = _with_tensors_for_arrays(leaves, treespec, types)
         types = set(map(type, values))
-    is_tensor = list(map({cls for cls in types if KINDS[cls] is Kind.TENSOR}.__contains__, map(type, values)))
+    is_tensor = list(map(_of(types, Kind.TENSOR).__contains__, map(type, values)))
     if all(is_tensor):
         tensors, places = _without_repeats(values, leaves)
         return Parts(treespec, tensors, [], None if places is None else tuple(places), unsure)
-    suspects = {cls for cls in types if KINDS[cls] in (Kind.ARRAY, Kind.OPAQUE)}
+    suspects = _of(types, Kind.ARRAY, Kind.OPAQUE)
     if suspects:
         _refuse_hidden(values, treespec, suspects)
     rest = list(compress(values, map(not_, is_tensor)))
@@ -49,6 +49,11 @@ def sort_out(leaves: list[Any], treespec: optree.PyTreeSpec, types: set[type], *
     of_tensors, of_rest = iter(places or range(len(tensors))), count(len(tensors))
     order = tuple([next(of_tensors) if tensor else next(of_rest) for tensor in is_tensor])
     return Parts(treespec, tensors, rest, order, unsure)
+
+
+def _of(types: set[type], *kinds: Kind) -> set[type]:
+    """Return those types that are of some kinds."""
+    return {cls for cls in types if KINDS[cls] in kinds}
 
 
 def _without_repeats(tensors: list[torch.Tensor], leaves: list[Any]) -> tuple[list[torch.Tensor], list[int] | None]:
@@ -68,19 +73,19 @@ def _without_repeats(tensors: list[torch.Tensor], leaves: list[Any]) -> tuple[li
 
 
 def _with_tensors_for_arrays(
-    leaves: list[Any], treespec: optree.PyTreeSpec
+    leaves: list[Any], treespec: optree.PyTreeSpec, types: set[type]
 ) -> tuple[list[Any], list[torch.Tensor] | None]:
     """Put tensors in the place of arrays that are numeric.
 
     Returns:
         What there is then, and which of the tensors may be of any kind, as `Parts.unsure` has it.
     """
-    is_array = [KINDS[cls] is Kind.ARRAY for cls in map(type, leaves)]
+    is_array = list(map(_of(types, Kind.ARRAY).__contains__, map(type, leaves)))
     tensors = tensors_over(list(compress(leaves, is_array)))
     if tensors is not None:
         each = iter(tensors)
         values = [next(each) if array else leaf for array, leaf in zip(is_array, leaves, strict=True)]
-        return values, [leaf for leaf in leaves if KINDS[type(leaf)] is Kind.TENSOR]
+        return values, list(compress(leaves, map(_of(types, Kind.TENSOR).__contains__, map(type, leaves))))
     values = leaves.copy()
     for position in compress(range(len(leaves)), is_array):
         tensor = _tensor_of(leaves[position], treespec, position)
