@@ -27,10 +27,10 @@ _MAX_ROW_PADDING = 64
 
 Shape = tuple[int, ...]
 
-Kind = tuple[torch.dtype, Shape | None]
+RunKind = tuple[torch.dtype, Shape | None]
 """What the members of a run share: dtype, and the shape of a row; None where they lie flat and a row is an element."""
 
-Kinds = dict[Kind, list[int]]
+RunKinds = dict[RunKind, list[int]]
 """Positions of the tensors of each run."""
 
 _first = itemgetter(0)
@@ -54,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: RunKind,
         nbytes: int,
         sizes: list[int],
         positions: Sequence[int],
@@ -99,7 +99,7 @@ class Members(NamedTuple):
 
 def kinds_of(
     dtypes: Sequence[torch.dtype], shapes: Sequence[Shape], positions: Iterable[int], permuted: Container[int]
-) -> Kinds:
+) -> RunKinds:
     """Group tensors to runs.
 
     Args:
@@ -108,13 +108,13 @@ def kinds_of(
         positions: which of them.
         permuted: positions of those that cannot lie in rows, because they have a stride of their own.
     """
-    groups: defaultdict[Kind, list[int]] = defaultdict(list)
+    groups: defaultdict[RunKind, list[int]] = defaultdict(list)
     for position in positions:
         shape = shapes[position]
         # Not shape[1:], which takes four times as long where it is a torch.Size.
         rows = tuple.__getitem__(shape, _BEHIND_FIRST) if len(shape) > 1 and position not in permuted else None
         groups[dtypes[position], rows].append(position)
-    kinds: Kinds = {}
+    kinds: RunKinds = {}
     for (dtype, rows), members in groups.items():
         pays = rows is not None and _pays(dtype.itemsize * math.prod(rows), len(members))
         kinds.setdefault((dtype, rows if pays else None), []).extend(members)
@@ -156,7 +156,7 @@ class Arrangement:
         positions, offsets = compress(self.positions, self.nbytes), compress(self.offsets, self.nbytes)
         return list(positions), list(offsets), list(filter(None, self.nbytes))
 
-    def add(self, kind: Kind, members: list[int], *, raw: bool) -> None:
+    def add(self, kind: RunKind, members: list[int], *, raw: bool) -> None:
         """Put a run behind those that are there.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TypeVar
 
-from ._arrange import Kinds
+from ._arrange import RunKinds
 from ._table import Columns, Table
 
 V = TypeVar("V")
@@ -35,7 +35,7 @@ class TableCache:
         self._remembered: dict[int, None] = {}
         self._lock = threading.Lock()
 
-    def table_of(self, columns: Columns, kinds: Kinds | None = None) -> Table:
+    def table_of(self, columns: Columns, kinds: RunKinds | None = None) -> Table:
         """Return the table for columns, computing it if it is not there; for `kinds` see `Table`."""
         key = hash(columns)
         table = self._kept.get(key)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._arrange import Kinds
+from ._arrange import RunKinds
 from ._cache import TableCache
 from ._leaves import KINDS, Kind, tensors_over
 from ._parts import Parts
@@ -37,7 +37,7 @@ class Ragged:
         self._tables = tables
         self._kept = kept
         self._patterns: tuple[_Pattern, ...] = ()  # replaced as a whole
-        self._last: tuple[list[type], tuple[int, ...] | None, Kinds] | None = None
+        self._last: tuple[list[type], tuple[int, ...] | None, RunKinds] | None = None
         self._streak = 0
 
     def find(self, leaves: list[Any], treespec: Any) -> tuple[Parts, Table] | None:
@@ -77,7 +77,7 @@ class _Pattern(NamedTuple):
     order: tuple[int, ...] | None
     guards: Any
     dtypes: tuple[torch.dtype, ...]
-    kinds: Kinds
+    kinds: RunKinds
 
     def fit(self, leaves: list[Any], treespec: Any) -> Parts | None:
         """Return the parts of a batch with these leaves; None if it is not like the pattern."""

@@ -1,8 +1,7 @@
 """The offset table: computed from dtypes, shapes and strides, used to place leaves and to cut a slab into views.
 
-Order in the slab: first the leaves whose memory is copied as it lies, then those that have to be gathered; in each part
-leaves of one dtype side by side (a *run*), and in a run those with the same shape after the first dimension, so that
-one split makes all their views.
+Order in the slab: first the leaves whose memory is copied as it lies, then those that have to be gathered, each part
+arranged in runs (`_arrange`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ._arrange import Arrangement, Kinds, Run, kinds_of
+from ._arrange import Arrangement, Run, RunKinds, kinds_of
 from ._fragments import Fragments, Strided
 from ._leaves import QUANTIZED, contiguous_stride, dense_stride, packable
 
@@ -154,7 +153,7 @@ class Table:
         "raw_offsets",
     )
 
-    def __init__(self, columns: Columns, kinds: Kinds | None = None) -> None:
+    def __init__(self, columns: Columns, kinds: RunKinds | None = None) -> None:
         count = len(columns.dtypes)
         self.columns = columns
         self.met = 0
@@ -187,7 +186,7 @@ class Table:
         self._runs = slab.runs
         self._run_bytes = [run.nbytes for run in slab.runs]
 
-    def _kinds(self, positions: Iterable[int]) -> Kinds:
+    def _kinds(self, positions: Iterable[int]) -> RunKinds:
         return kinds_of(self.columns.dtypes, self.columns.shapes, positions, self._strides)
 
     @property
