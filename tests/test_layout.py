@@ -17,7 +17,7 @@ from pinstage import Layout, LayoutError, PageableMemory, SlabPool, Slot
 from pinstage._layout import ALIGNMENT, plan
 from pinstage._layout._cache import TableCache
 from pinstage._layout._plan import TABLES
-from pinstage._layout._table import columns_of
+from pinstage._layout._table import Columns, columns_of
 
 experimental = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*quantize")
 
@@ -619,6 +619,21 @@ def test_a_table_met_once_is_dropped_soon_and_one_met_again_stays():
     for other in columns[1:4]:
         cache.table_of(other)
     assert cache.table_of(columns[0]) is again
+
+
+class Colliding(Columns):
+    """All of one hash."""
+
+    def __hash__(self):
+        return 7
+
+
+def test_tables_are_not_mistaken_for_those_whose_columns_have_the_same_hash():
+    cache = TableCache()
+    one, other = (Colliding(*columns_of([torch.zeros(size)])) for size in (3, 400))
+    for columns in (one, other, other, one, one, other):
+        table = cache.table_of(columns)
+        assert (table.columns, table.payload_bytes) == (columns, 4 * columns.shapes[0][0])
 
 
 def test_the_hashes_that_are_remembered_are_bounded_too():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TypeVar
 
+from ._arrange import RunKinds
 from ._table import Columns, Table
 
-K = TypeVar("K")
 V = TypeVar("V")
 
 
@@ -29,29 +29,30 @@ class TableCache:
 
     def __init__(self, *, kept: int = 64, fresh: int = 2, remembered: int = 4096) -> None:
         self.capacities = (kept, fresh, remembered)
-        self._kept: dict[Columns, Table] = {}
-        self._fresh: dict[Columns, Table] = {}
+        # By the hash of their columns, which takes as long as comparing them. Where two have one, the later one stays.
+        self._kept: dict[int, Table] = {}
+        self._fresh: dict[int, Table] = {}
         self._remembered: dict[int, None] = {}
         self._lock = threading.Lock()
 
-    def table_of(self, columns: Columns) -> Table:
-        """Return the table for columns, computing it if it is not there."""
-        table = self._kept.get(columns)
-        if table is not None:
+    def table_of(self, columns: Columns, kinds: RunKinds | None = None) -> Table:
+        """Return the table for columns, computing it if it is not there; for `kinds` see `Table`."""
+        key = hash(columns)
+        table = self._kept.get(key)
+        if table is not None and table.columns == columns:
             return table
         kept, fresh, remembered = self.capacities
-        key = hash(columns)
         with self._lock:
-            table = self._fresh.pop(columns, None)
+            table = self._fresh.pop(key, None)
             again = table is not None or key in self._remembered
-        if table is None:
-            table = Table(columns)
+        if table is None or table.columns != columns:
+            table = Table(columns, kinds)
         with self._lock:
             if again:
-                _put(self._kept, columns, table, kept)
+                _put(self._kept, key, table, kept)
                 self._remembered.pop(key, None)
             else:
-                _put(self._fresh, columns, table, fresh)
+                _put(self._fresh, key, table, fresh)
                 _put(self._remembered, key, None, remembered)
         return table
 
@@ -64,7 +65,7 @@ class TableCache:
         return len(self._kept) + len(self._fresh)
 
 
-def _put(entries: dict[K, V], key: K, value: V, capacity: int) -> None:
+def _put(entries: dict[int, V], key: int, value: V, capacity: int) -> None:
     """Add an entry; drop the oldest ones beyond `capacity`."""
     entries[key] = value
     while len(entries) > capacity:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from ._table import Run, Table, pick
+from ._table import Table
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What stands for dtypes of a size where bits count and values do not."""
@@ -35,19 +35,20 @@ def gather(table: Table, tensors: list[torch.Tensor], slab: torch.Tensor) -> Non
     """
     for run, rows in table.runs(slab):
         if run.raw and run.nbytes:
-            pieces = pick(tensors, run.picked)  # padding is at -1: the last tensor, until it is replaced
-            _join(run, list(pieces) if pieces is tensors else pieces, rows)
+            members = run.members(table.columns.shapes)
+            pieces = [tensors[position] for position in members.positions]  # padding is at -1: the last, for now
+            for index in members.folded:
+                pieces[index] = flat(pieces[index])
+            for index in members.padding:
+                pieces[index] = _padding(run.dtype, (run.sizes[index], *run.trailing), rows.device)
+            _join(pieces, rows)
     for position in table.gathered:
         copy_elements(table, position, tensors[position], slab)
 
 
-def _join(run: Run, pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
-    for index in run.folded:
-        pieces[index] = flat(pieces[index])
-    for index in run.padding:
-        pieces[index] = _padding(run.dtype, (run.sizes[index], *run.trailing), rows.device)
-    if run.dtype not in _CAN_BE_JOINED:
-        integer = INTEGERS[run.dtype.itemsize]
+def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
+    if rows.dtype not in _CAN_BE_JOINED:
+        integer = INTEGERS[rows.dtype.itemsize]
         pieces, rows = [piece.view(integer) for piece in pieces], rows.view(integer)
     if len(pieces) == 1:
         rows.copy_(pieces[0])

@@ -8,6 +8,7 @@ import pathlib
 import types
 from collections import deque
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,19 @@ def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
+
+
+_is_plain = attrgetter("flags.carray")  # contiguous, aligned and writable
+
+
+def tensors_over(arrays: list[Any]) -> list[torch.Tensor] | None:
+    """Return tensors over numpy arrays, None if torch cannot read all of them as they lie. See `from_array`."""
+    if not {np.ndarray}.issuperset(map(type, arrays)) or not all(map(_is_plain, arrays)):
+        return None
+    try:
+        return list(map(torch.from_numpy, arrays))
+    except (TypeError, ValueError):  # no numbers, or the bytes in the other order
+        return None
 
 
 def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -19,6 +19,8 @@ class Parts(NamedTuple):
     """Leaves that are neither."""
     order: tuple[int, ...] | None
     """Where each leaf stands in ``[*tensors, *rest]``; None if every leaf is a tensor met once."""
+    unsure: list[torch.Tensor] | None = None
+    """Those of the tensors that may be anything; the others lie over arrays, contiguous. None: all of them."""
 
     def together(self, tensors: Sequence[Any]) -> Any:
         """Put the tree together again, with others in place of its tensors."""

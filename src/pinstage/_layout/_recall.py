@@ -26,6 +26,19 @@ except ImportError:  # it is not a public name
 V = TypeVar("V")
 
 
+def guards_of(tensors: list[torch.Tensor], sizes: Any = None, strides: Any = None) -> Any:
+    """Return torch's guard of tensors, or None if this torch has none.
+
+    Args:
+        tensors: its ``check(*tensors)`` says whether others look like these.
+        sizes: what their sizes have to be, for each of them, None for any; None for those that they have.
+        strides: the same for strides.
+    """
+    if TensorGuards is None:
+        return None
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
 class Recall(Generic[V]):
     """Keeps templates of the leaves met last, each with something to know of them.
 
@@ -76,7 +89,7 @@ class _Template(Generic[V]):
         self._order = parts.order
         self._tensors, self._rest = tensors, rest
         self._rest_types = list(map(type, parts.rest))
-        self._guards = TensorGuards(*parts.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._guards = guards_of(parts.tensors)
 
     def fit(self, leaves: list[Any], treespec: Any) -> Parts | None:
         """Return the parts of a tree with these leaves; None if a leaf is not like the template's."""

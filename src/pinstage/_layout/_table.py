@@ -1,28 +1,22 @@
 """The offset table: computed from dtypes, shapes and strides, used to place leaves and to cut a slab into views.
 
-Order in the slab: first the leaves whose memory is copied as it lies, then those that have to be gathered; in each part
-leaves of one dtype side by side (a *run*), and in a run those with the same shape after the first dimension, so that
-one split makes all their views.
+Order in the slab: first the leaves whose memory is copied as it lies, then those that have to be gathered, each part
+arranged in runs (`_arrange`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import filterfalse
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ._arrange import Arrangement, Run, RunKinds, kinds_of
 from ._fragments import Fragments, Strided
-from ._leaves import ALIGNMENT, QUANTIZED, contiguous_stride, dense_stride, packable
-
-_ROW_GROUP = 4
-"""Leaves that share dtype and trailing shape before they get a run of their own: a run costs a few views, which a
-single reshape of each leaf is cheaper than."""
-
-_MAX_ROW_PADDING = 64
-"""Bytes of padding that a leaf in a run of rows may get. Padding comes in whole rows there."""
+from ._leaves import QUANTIZED, contiguous_stride, dense_stride, packable
 
 _AMBIGUOUS_FROM = 4
 """Dimensions from which a shape has more than one memory format (channels last)."""
@@ -53,30 +47,30 @@ class Columns(NamedTuple):
     """Positions of the tensors that are not packed."""
 
 
-def columns_of(tensors: list[torch.Tensor], place: Place = "cpu") -> Columns:
+def columns_of(tensors: list[torch.Tensor], place: Place = "cpu", unsure: list[torch.Tensor] | None = None) -> Columns:
     """Describe tensors. Takes a third of a microsecond for each if all are plain and contiguous, the usual case.
 
     Args:
         tensors: of any kind.
         place: where those are that can be packed.
+        unsure: those that may be of any kind; the others are known to be plain, contiguous and there. None: all.
     """
     dtypes = tuple(map(_dtype, tensors))
     distinct = set(dtypes)
+    if unsure is None:
+        unsure = tensors
     try:
         if (
             {torch.Tensor}.issuperset(map(type, tensors))  # first: a subclass may answer in its own way, or not at all
-            and all(map(_is_contiguous, tensors))
-            and all(map(_IS_THERE[place], tensors))
-            and not any(map(_requires_grad, tensors))
-            and not any(map(_is_neg, tensors))
-            and not (any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, tensors)))
-            and {torch.strided}.issuperset(map(_layout, tensors))
+            and all(map(_is_contiguous, unsure))
+            and all(map(_IS_THERE[place], unsure))
+            and not any(map(_requires_grad, unsure))
+            and not any(map(_is_neg, unsure))
+            and not (any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, unsure)))
+            and {torch.strided}.issuperset(map(_layout, unsure))
             and QUANTIZED.isdisjoint(distinct)
         ):
-            shapes = tuple(map(_shape, tensors))
-            if max(map(len, shapes), default=0) < _AMBIGUOUS_FROM:
-                return Columns(dtypes, shapes)
-            return Columns(dtypes, shapes, _own_strides(tensors, shapes))
+            return columns_of_plain(tensors, dtypes)
     except RuntimeError:  # sparse and nested tensors have no such answers
         pass
     packed = [packable(tensor, place) for tensor in tensors]
@@ -85,6 +79,16 @@ def columns_of(tensors: list[torch.Tensor], place: Place = "cpu") -> Columns:
     lazy = tuple(position for position, tensor in enumerate(plain) if tensor is not None and _is_lazy(tensor))
     passthrough = tuple(position for position, tensor in enumerate(plain) if tensor is None)
     return Columns(dtypes, shapes, _own_strides(plain, shapes), lazy, passthrough)
+
+
+def columns_of_plain(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> Columns:
+    """Describe tensors that are contiguous and as plain as tensors are, if their dtypes are known."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    # Equal shapes once, because the garbage collector walks each of them.
+    shapes = tuple([known.setdefault(shape, shape) for shape in map(_shape, tensors)])
+    if max(map(len, known), default=0) < _AMBIGUOUS_FROM:
+        return Columns(dtypes, shapes)
+    return Columns(dtypes, shapes, _own_strides(tensors, shapes))
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -107,28 +111,16 @@ def _own_strides(
     return tuple(strides)
 
 
-class Run:
-    """Neighbours in the slab that one dtype view and one split turn into tensors."""
-
-    __slots__ = ("dtype", "folded", "members", "nbytes", "padding", "picked", "raw", "sizes", "trailing")
-
-    def __init__(self, dtype: torch.dtype, trailing: tuple[int, ...], *, raw: bool) -> None:
-        self.dtype = dtype
-        self.trailing = trailing
-        self.raw = raw
-        self.nbytes = 0
-        self.sizes: list[int] = []  # rows of each leaf, and of the padding behind it where there is some
-        self.members: list[int] = []  # whose rows these are: the position of a tensor, -1 for padding
-        self.picked: Picker = None  # takes the members out of all tensors
-        self.padding: list[int] = []  # which of them are padding
-        self.folded: list[int] = []  # which of them are not as flat as they lie in the run
-
-
 class Table:
     """Where each tensor of a batch lives. Immutable once built, shared between batches that look alike.
 
+    Args:
+        columns: what it is computed from.
+        kinds: the runs of the tensors whose memory is copied as it lies, if these are known.
+
     Attributes:
         columns: what it was computed from.
+        kinds: the runs of the tensors whose memory is copied as it lies.
         nbytes: bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`.
         payload_bytes: bytes of the packed tensors alone.
         offsets: where each tensor starts, in bytes; -1 for one that is not packed.
@@ -144,14 +136,13 @@ class Table:
         "__weakref__",
         "_fragments",
         "_picked",
-        "_pieces",
-        "_places",
         "_reshapes",
         "_run_bytes",
         "_runs",
         "_strides",
         "columns",
         "gathered",
+        "kinds",
         "met",
         "nbytes",
         "offsets",
@@ -162,36 +153,41 @@ class Table:
         "raw_offsets",
     )
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, kinds: RunKinds | None = None) -> None:
         count = len(columns.dtypes)
         self.columns = columns
         self.met = 0
-        self.offsets = [-1] * count
-        self.raw: list[int] = []
-        self.raw_offsets: list[int] = []
-        self.raw_nbytes: list[int] = []
-        self.nbytes = self.payload_bytes = 0
-        self._fragments: Fragments | None = None
-        self._pieces = 0
-        self._places = [-1] * count  # index of each tensor among the pieces of all runs
-        self._reshapes: list[tuple[int, tuple[int, ...], tuple[int, ...] | None]] = []
-        self._runs: list[Run] = []
-
-        shapes = columns.shapes
-        dense = {position: dense_stride(shapes[position], stride) for position, stride in columns.strides}
+        dense = {position: dense_stride(columns.shapes[position], stride) for position, stride in columns.strides}
         self._strides = {position: stride for position, stride in columns.strides if dense[position]}
         self.gathered = sorted({*columns.lazy, *(position for position, is_dense in dense.items() if not is_dense)})
         left_out = {*self.gathered, *columns.passthrough}
-        self._place([position for position in range(count) if position not in left_out], raw=True)
-        self.raw_end = self.nbytes
-        self._place(self.gathered, raw=False)
 
-        self._run_bytes = [run.nbytes for run in self._runs]
-        for index, position in enumerate(columns.passthrough):
-            self._places[position] = self._pieces + index
-        self._picked = picker(self._places, self._pieces + len(columns.passthrough))
-        for run in self._runs:
-            run.picked = picker(run.members, count)
+        slab = Arrangement(columns.shapes, self._strides)
+        if kinds is None:
+            positions = range(count)
+            kinds = self._kinds(filterfalse(left_out.__contains__, positions) if left_out else positions)
+        self.kinds = kinds
+        for kind, members in self.kinds.items():
+            slab.add(kind, members, raw=True)
+        self.raw, self.raw_offsets, self.raw_nbytes = slab.not_empty()
+        self.raw_end = slab.end
+        for kind, members in self._kinds(self.gathered).items():
+            slab.add(kind, members, raw=False)
+        self.nbytes, self.payload_bytes = slab.end, sum(slab.nbytes)
+
+        self.offsets, pieces = [-1] * count, [-1] * count
+        for position, offset, piece in zip(slab.positions, slab.offsets, slab.pieces, strict=True):
+            self.offsets[position], pieces[position] = offset, piece
+        for piece, position in enumerate(columns.passthrough, slab.count):
+            pieces[position] = piece
+        self._fragments: Fragments | None = None
+        self._picked = picker(pieces, slab.count + len(columns.passthrough))
+        self._reshapes = slab.reshapes
+        self._runs = slab.runs
+        self._run_bytes = [run.nbytes for run in slab.runs]
+
+    def _kinds(self, positions: Iterable[int]) -> RunKinds:
+        return kinds_of(self.columns.dtypes, self.columns.shapes, positions, self._strides)
 
     @property
     def fragments(self) -> Fragments:
@@ -205,61 +201,6 @@ class Table:
         dtype, shape = self.columns.dtypes[position], self.columns.shapes[position]
         nbytes = dtype.itemsize * math.prod(shape)
         return Strided(self.offsets[position], nbytes, position, () if position in self.columns.lazy else shape)
-
-    def _place(self, positions: list[int], *, raw: bool) -> None:
-        shapes = self.columns.shapes
-        for (dtype, trailing), members in self._groups(positions).items():
-            row = dtype.itemsize * math.prod(trailing or ())
-            run = Run(dtype, trailing or (), raw=raw)
-            sizes, piece = run.sizes, self._pieces
-            start = offset = self.nbytes
-            for position in members:
-                shape = shapes[position]
-                nbytes = dtype.itemsize * math.prod(shape)
-                self.offsets[position] = offset
-                self._places[position] = piece
-                if raw and nbytes:
-                    self.raw.append(position)
-                    self.raw_offsets.append(offset)
-                    self.raw_nbytes.append(nbytes)
-                if trailing is None:
-                    stride = self._strides.get(position)
-                    if len(shape) != 1 or stride is not None:
-                        self._reshapes.append((piece, shape, stride))
-                        run.folded.append(len(sizes))
-                sizes.append(nbytes // row)
-                run.members.append(position)
-                piece += 1
-                self.payload_bytes += nbytes
-                offset += nbytes
-                if offset % ALIGNMENT:
-                    padding = _padding_rows(offset, row)
-                    run.padding.append(len(run.members))
-                    run.members.append(-1)
-                    sizes.append(padding)
-                    piece += 1
-                    offset += padding * row
-            run.nbytes = offset - start
-            self.nbytes, self._pieces = offset, piece
-            self._runs.append(run)
-
-    def _groups(self, positions: list[int]) -> dict[tuple[torch.dtype, tuple[int, ...] | None], list[int]]:
-        """Group positions by dtype and trailing shape; by dtype alone (None) where rows do not pay or do not go."""
-        dtypes, shapes, strides = self.columns.dtypes, self.columns.shapes, self._strides
-        by_shape: dict[tuple[torch.dtype, tuple[int, ...] | None], list[int]] = {}
-        for position in positions:
-            shape = shapes[position]
-            trailing = shape[1:] if len(shape) > 1 and position not in strides else None
-            by_shape.setdefault((dtypes[position], trailing), []).append(position)
-        groups: dict[tuple[torch.dtype, tuple[int, ...] | None], list[int]] = {}
-        for (dtype, trailing), members in by_shape.items():
-            if trailing is not None:
-                row = dtype.itemsize * math.prod(trailing)
-                worst_padding = row * (ALIGNMENT // math.gcd(row, ALIGNMENT) - 1)
-                if not row or len(members) < _ROW_GROUP or worst_padding > _MAX_ROW_PADDING:
-                    trailing = None  # noqa: PLW2901 - the other group
-            groups.setdefault((dtype, trailing), []).extend(members)
-        return groups
 
     def describe(self, position: int) -> str:
         """Say in words what a tensor looks like."""
@@ -324,14 +265,6 @@ def picker(positions: list[int], count: int) -> Picker:
 def pick(items: list[Any], picked: Picker) -> list[Any]:
     """Take items out of a list; the list itself where it is all of them in order."""
     return items if picked is None else list(picked(items))
-
-
-def _padding_rows(offset: int, row: int) -> int:
-    """Return how many rows of `row` bytes bring `offset` to a multiple of `ALIGNMENT`."""
-    rows = 1
-    while (offset + rows * row) % ALIGNMENT:
-        rows += 1
-    return rows
 
 
 def _split(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
