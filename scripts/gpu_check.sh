@@ -132,6 +132,13 @@ staging_busy() {
     --only to,pin_to,tensordict_consolidate,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
 }
 
+# Where fixed costs count, and the machine's mood: three processes for each way, in turn.
+staging_small() {
+  rival
+  comparison staging_small 150 --batches 64x1KiB,528x284B,1000x256B --rounds 3 --seconds 0.4 \
+    --only to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring
+}
+
 # What memmove does differently if it is told to write past the caches: for a whole process, before it starts.
 staging_non_temporal() {
   GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x40000 comparison staging_non_temporal 120 \
@@ -146,7 +153,7 @@ to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
-BENCHMARKS=(staging staging_busy staging_non_temporal memory_startup pool_latency loader to_host rounding_waste native_threads)
+BENCHMARKS=(staging staging_small staging_busy staging_non_temporal memory_startup pool_latency loader to_host rounding_waste native_threads)
 
 bench() {
   local one
