@@ -144,15 +144,17 @@ def main() -> int:
     batches = make_batches(Archive.read(), batch_size=8, seed=0, limit=timed_steps + traced_steps)
     print(ps.audit(batches[0]))
 
-    losses, rows, reports = {}, [], {}
+    losses, steps, rows, reports = {}, {}, [], {}
     with deterministic(device):
         for way, bring in WAYS.items():
+            losses[way], steps[way] = timed(bring, batches[:timed_steps], device)
+        # Only now: what the profiler puts into the driver stays there, and makes every later call slower.
+        for way, bring in WAYS.items():
             path = args.traces / f"{way}.json.gz"
-            losses[way], steps = timed(bring, batches[:timed_steps], device)
             traced(bring, batches[timed_steps:], device, path)  # other batches: no layout is met twice
             if device.type == "cuda":
                 reports[way] = read(path)
-            rows += rows_of(way, steps, reports.get(way))
+            rows += rows_of(way, steps[way], reports.get(way))
     equal = losses["before"] == losses["after"]
     how = "equal bit for bit" if equal else "NOT equal"
     print(f"\n{len(losses['before'])} losses, before and after: {how}")
@@ -162,7 +164,7 @@ def main() -> int:
     else:
         print("no GPU: nothing crosses a bus, so pinstage trace has nothing to compare")
     if args.out:
-        settings = {"batch_size": 8, "steps": args.steps, "traced_steps": args.traced_steps}
+        settings = {"batch_size": 8, "steps": args.steps, "traced_steps": args.traced_steps, "timed_first": True}
         record.save(args.out, record.result_of("weather_batch", settings, rows))
     return 0 if equal else 1
 
