@@ -28,7 +28,6 @@ from pinstage._bench.record import Row, quantile
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 5
 
-
 CASES = {
     "16x1MiB": (16, MIB),
     "64x1MiB": (64, MIB),
@@ -41,7 +40,9 @@ CASES = {
 
 def native(repeats: int) -> Iterator[tuple[str, str, int, list[float]]]:
     """Build and run the program; yield case, way, threads and the seconds of each repetition."""
-    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    compiler = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if compiler is None:
+        raise SystemExit("needs nvcc, CUDA's compiler: it is neither on the PATH nor in /usr/local/cuda/bin")
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder) / "native_threads")
         source = str(Path(__file__).with_suffix(".cu"))

@@ -148,7 +148,7 @@ def main() -> int:
     with deterministic(device):
         for way, bring in WAYS.items():
             losses[way], steps[way] = timed(bring, batches[:timed_steps], device)
-        # Only now: what the profiler puts into the driver stays there, and makes every later call slower.
+        # Only now: what the profiler puts into the driver may stay there, and make every later call slower.
         for way, bring in WAYS.items():
             path = args.traces / f"{way}.json.gz"
             traced(bring, batches[timed_steps:], device, path)  # other batches: no layout is met twice

@@ -44,7 +44,7 @@ def main() -> None:
     device = torch.device(options.device)
     batches = [make_batch(options.leaves, options.leaf_bytes, seed) for seed in range(8)]
     layers = [torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5 for _ in range(4)]
-    # First of all: what the profiler puts into the driver stays there, and makes every later call slower.
+    # First of all: what the profiler puts into the driver may stay there, and make every later call slower.
     medians = {way: statistics.median(timed(way, batches, layers, device, options.timed_steps)) for way in WAYS}
     for way in WAYS:
         path = options.out / f"{way}.json.gz"

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pinstage._staging._streams import _EVENTS_KEPT, Events
+from pinstage._staging._streams import _EVENTS_KEPT, EventCache
 
 
 class Mark:
@@ -16,7 +16,7 @@ class Mark:
 
 @pytest.fixture
 def events():
-    return Events(Mark)
+    return EventCache(Mark)
 
 
 def test_an_event_that_nobody_has_is_recorded_again(events):

@@ -8,7 +8,7 @@ device.
 
 from ._fragments import Chunk, Piece
 from ._gather import duplicate, flat, gather
-from ._layout import Layout, Slot
+from ._layout import Layout, Slot, put_together, unpack_checked
 from ._leaves import ALIGNMENT, packable
 from ._moves import Moves
 from ._nodes import StagingNode, register_node
@@ -37,9 +37,11 @@ __all__ = [
     "load_structure",
     "packable",
     "plan",
+    "put_together",
     "register_node",
     "structure_key",
     "table_of",
     "take_apart",
+    "unpack_checked",
     "with_leaves",
 ]

@@ -134,18 +134,7 @@ class Layout:
                 f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
                 "pass one for each, or None"
             )
-        return self.cut(src, self._passthrough if passthrough is None else passthrough)
-
-    def cut(self, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> Any:
-        """Do what `unpack` does, with a slab and tensors that are known to be right."""
-        with step("views"):
-            views = self._table.views(slab, passthrough)
-        with step("unflatten"):
-            return self.together(views)
-
-    def together(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Put a batch together from all its tensors, in the order of the batch."""
-        return together(self._treespec, self._order, tensors, self._rest)
+        return unpack_checked(self, src, self._passthrough if passthrough is None else passthrough)
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -268,6 +257,19 @@ class Layout:
         slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
         lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
         return "\n".join(lines)
+
+
+def unpack_checked(layout: Layout, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> Any:
+    """Do what `Layout.unpack` does, with a slab and tensors that are known to be right."""
+    with step("views"):
+        views = layout._table.views(slab, passthrough)
+    with step("unflatten"):
+        return put_together(layout, views)
+
+
+def put_together(layout: Layout, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put a batch together from all its tensors, in the order of the batch."""
+    return together(layout._treespec, layout._order, tensors, layout._rest)
 
 
 def _restore(

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from .._errors import RingError
-from .._layout import Layout, Plan, Table
+from .._layout import Layout, Plan, Table, put_together
 from .._memory import format_bytes
 from .._pool import Event
 from .._steps import step
@@ -297,7 +297,7 @@ class RingTransfer(Transfer):
                     leaves.insert(position, tensor)
             if not self._unpacked:
                 with step("unflatten"):
-                    self._batch = self._layout.together(leaves)
+                    self._batch = put_together(self._layout, leaves)
                 self._unpacked = True
             return self._batch
 

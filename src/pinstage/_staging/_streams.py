@@ -83,7 +83,7 @@ class DeviceEvent(torch.cuda.Event):
             super().synchronize()
 
 
-class Events(Generic[E]):
+class EventCache(Generic[E]):
     """Events of one device, each recorded again when nobody else has it any more: to make and end one takes longer.
 
     May be used by several threads.

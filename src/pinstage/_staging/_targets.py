@@ -10,7 +10,7 @@ import torch
 
 from .._errors import StagingError
 from .._pool import Event
-from ._streams import DeviceEvent, Events, ids_of, on_device, on_stream
+from ._streams import DeviceEvent, EventCache, ids_of, on_device, on_stream
 
 
 class Target(Protocol):
@@ -77,7 +77,7 @@ class CudaTarget:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.all_copies: Event | None = self.stream
-        self._events = Events(DeviceEvent)
+        self._events = EventCache(DeviceEvent)
         self._last_consumer = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout import Layout
+from .._layout import Layout, unpack_checked
 from .._pool import Event
 from .._steps import step
 from ._targets import Target
@@ -97,7 +97,7 @@ class Transfer:
             if not self._unpacked:
                 if slab is None:  # nothing was packed but perhaps empty tensors
                     slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
-                self._batch = self._layout.cut(slab, self._moved)
+                self._batch = unpack_checked(self._layout, slab, self._moved)
                 self._unpacked = True
             return self._batch
 

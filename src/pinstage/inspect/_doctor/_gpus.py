@@ -108,10 +108,9 @@ def _toolkit(folder: Path) -> str | None:
     told = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', files.text(folder / "version.json"))
     if told:
         return told[1]
-    defined = re.search(
-        r"#define CUDA_VERSION (\d+)", files.text(folder / "include/cuda.h")
-    )  # 1000 * major + 10 * minor
-    return f"{int(defined[1]) // 1000}.{int(defined[1]) % 1000 // 10}" if defined else None
+    defined = re.search(r"#define CUDA_VERSION (\d+)", files.text(folder / "include/cuda.h"))
+    number = int(defined[1]) if defined else 0  # 1000 * major + 10 * minor
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def find_gpus(root: Path, smi: Smi = nvidia_smi) -> list[Gpu]:

@@ -19,9 +19,10 @@ FIXED_SECONDS = 90e-6
 LEAF_SECONDS = 1.0e-6
 RAGGED_LEAF_SECONDS = 5.2e-6
 PACK_BYTES_PER_SECOND = 35e9
-"""What one stage takes: so much, so much for each leaf, and so much for each byte, packing and copy together. Beside an
-H200 (docs/performance.md) they reproduce the medians of batches that look like those before them within 20%, but for
-one that is 31% dearer (528 x 284 B). Ragged batches are described anew each time: the demo's cost so much a leaf."""
+"""What one stage takes: so much, so much for each leaf, and so much for each byte, packing and copy together. They were
+fitted to the medians of commit 92efc1c beside an H200. Of those in docs/performance.md, from a slower hour, they
+reproduce six of nine within 20%; the others are 23 to 37% dearer. Ragged batches are described anew each time: the
+demo's cost so much a leaf."""
 
 _KNOWN_BUSES = (
     (("H100", "H200", "H800", "B100", "B200", "B300", "RTX PRO", "5090"), 55.0),
