@@ -7,7 +7,7 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
 
 - ``ready``: samples lie ready in memory, and nobody uses the batches. A sample of the time is that of as many batches
   as there are workers, over their number, each batch waited for on the device. ``main`` is the CPU time of the main
-  thread for one batch: `next` and, where it is not part of it, `.to()`.
+  thread for one batch: `next` and, where it is not part of it, `.to()`; not what it takes to free the batch before.
 - ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU, launched and not waited
   for. ``detail`` says for which share of the time the GPU had no step to work on; ``main`` is the time that the
   loop stood in `next` and `.to()`.
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import loader_by_hand
 import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -219,6 +220,11 @@ VARIANTS = (
         package="spdl.dataloader",
         needs_cuda=True,
     ),
+    Variant(
+        "by_hand",
+        loader_by_hand.loaded,
+        "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one copy, the views",
+    ),
     Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
 )
 
@@ -321,6 +327,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
         while len(main_thread) < args.repeats:
             if len(main_thread) >= FEWEST and ends[-1] - ends[0] > args.seconds:
                 break
+            batch = None  # freed now, not in the next line
             before = clock()
             batch = next(iterator)
             main_thread.append(clock() - before)

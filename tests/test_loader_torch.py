@@ -5,17 +5,21 @@ import inspect
 import multiprocessing
 import queue
 import textwrap
+import threading
+import time
 
 import loader_data as data
 import pytest
 import torch
 from doubles import wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import collate
 
 import pinstage as ps
 from pinstage._loader import _torch
-from pinstage._loader._torch import PeekedQueue
+from pinstage._loader._torch import IndexQueue, PeekedQueue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -120,3 +124,120 @@ def test_a_batch_is_seen_only_when_it_is_the_one_that_comes_next():
         peeked.get(timeout=0)
     source.close()
     source.join_thread()
+
+
+@pytest.fixture
+def behind():
+    queue = multiprocessing.Queue()
+    yield queue
+    queue.close()
+    queue.join_thread()
+
+
+def is_waiting(behind):
+    return bool(behind._notempty._waiters)
+
+
+@pytest.fixture
+def index_queue(behind):
+    """One whose thread runs, as a loader's does from the first index on."""
+    behind.put("first")
+    assert behind.get(timeout=5) == "first"
+    wait_until(lambda: is_waiting(behind))
+    return IndexQueue(behind)
+
+
+@pytest.mark.parametrize("name", ["_writer", "_notempty", "_buffer", "_sem", "_closed"])
+def test_a_queue_of_multiprocessing_still_has_it(behind, name):
+    assert hasattr(behind, name), "adapt IndexQueue in pinstage/_loader/_torch.py"
+
+
+def test_loaders_put_indexes_into_such_a_queue():
+    iterator = iter(ps.DataLoader(data.Mapped(data.scalar, 4), num_workers=1, device="cpu"))
+    assert [type(queue) for queue in iterator._index_queues] == [IndexQueue]
+    assert len(list(iterator)) == 4
+
+
+def test_a_small_message_is_written_by_the_thread_that_puts_it(behind, index_queue):
+    index_queue.put((7, [1, 2]))
+    assert behind._reader.poll(0)
+    assert behind.get(timeout=5) == (7, [1, 2])
+
+
+class SlowToPickle:
+    """Comes out as a text, once it may."""
+
+    def __init__(self):
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def __reduce__(self):
+        self.begun.set()
+        assert self.may_go_on.wait(10)
+        return str, ("slow",)
+
+
+def test_a_message_waits_for_those_that_the_queues_thread_still_has(behind, index_queue):
+    slow = SlowToPickle()
+    behind.put(slow)
+    assert slow.begun.wait(10)
+    index_queue.put("quick")
+    slow.may_go_on.set()
+    assert [behind.get(timeout=5) for _ in range(2)] == ["slow", "quick"]
+
+
+def test_a_full_pipe_blocks_nobody(behind, index_queue):
+    messages = [bytes([i]) * 3000 for i in range(60)]  # three times what a pipe holds
+    for message in messages:
+        index_queue.put(message)
+    assert [behind.get(timeout=5) for _ in messages] == messages
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 10, 3000, 4080, 4096, 70_000]), st.booleans()), max_size=30))
+@settings(max_examples=30, deadline=None)
+def test_messages_keep_their_order(steps):
+    behind = multiprocessing.Queue()
+    index_queue = IndexQueue(behind)
+    sent, received = 0, []
+    for nbytes, reads in steps:
+        index_queue.put((sent, bytes(nbytes)))
+        sent += 1
+        if reads:
+            received.append(behind.get(timeout=5)[0])
+    while len(received) < sent:
+        received.append(behind.get(timeout=5)[0])
+    assert received == list(range(sent))
+    behind.close()
+    behind.join_thread()
+
+
+def test_a_message_that_cannot_be_pickled_is_an_error_at_once_and_no_other_suffers(behind, index_queue):
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        index_queue.put([7, [lambda: None]])
+    shared = [1]
+    for _ in range(2):
+        index_queue.put([shared, shared])
+        assert behind.get(timeout=5) == [shared, shared]
+
+
+def test_a_closed_queue_says_so(index_queue):
+    index_queue.close()
+    with pytest.raises(ValueError, match="closed"):
+        index_queue.put(1)
+
+
+def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():
+    """torch's own loader waits for ever."""
+    sampler = [0, 1, lambda: 2]
+    loader = ps.DataLoader(
+        data.Mapped(data.scalar), None, sampler=sampler, num_workers=1, prefetch_factor=1, device="cpu"
+    )
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        list(loader)
+
+
+def test_a_get_waits_as_long_as_it_was_told():
+    peeked = PeekedQueue(multiprocessing.Queue())
+    began = time.monotonic()
+    with pytest.raises(queue.Empty):
+        peeked.get(timeout=0.0501)
+    assert time.monotonic() - began >= 0.05

@@ -14,7 +14,7 @@ from ._moves import Moves
 from ._nodes import StagingNode, register_node
 from ._parts import Parts
 from ._plan import Plan, plan, table_of, take_apart
-from ._recall import Recall
+from ._recall import Recall, guards_of
 from ._structures import dump_structure, load_structure, structure_key, with_leaves
 from ._table import Table
 
@@ -34,6 +34,7 @@ __all__ = [
     "duplicate",
     "flat",
     "gather",
+    "guards_of",
     "load_structure",
     "packable",
     "plan",

@@ -171,7 +171,7 @@ class WorkersIterator(LoaderIterator):
 
     def __init__(self, batches: Any, keeper: SlotKeeper, target: Target, depth: int, counters: Counters) -> None:
         super().__init__(batches, target, depth, counters)
-        _torch.let_peek(batches)
+        _torch.take_queues(batches)
         keeper.keep(_torch.what_ends_workers(batches))
         self._keeper = keeper
         self._closed = False
