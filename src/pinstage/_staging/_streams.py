@@ -23,7 +23,7 @@ _HERE = nullcontext()
 
 def on_device(index: int) -> AbstractContextManager[Any]:
     """Make a device current in this thread."""
-    return _HERE if torch.cuda.current_device() == index else torch.cuda.device(index)
+    return _HERE if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -33,7 +33,7 @@ def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     """Make a stream current, and its device."""
-    if torch.cuda.current_device() != stream.device_index:
+    if torch._C._cuda_getDevice() != stream.device_index:
         return _on_device_and_stream(stream)
     return _OnStream(stream)
 
