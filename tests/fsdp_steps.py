@@ -84,20 +84,28 @@ def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callabl
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counter[str]]:
-    """Do work; return its result, and how often it waited for the device, pinned or unpinned, as a trace shows."""
+    """Do work; return its result, and how often what waited for the device, pinned or unpinned, as a trace shows."""
     if device.type != "cuda":
         return work(), Counter()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         result = work()
-    names = Counter(event.name for event in profiler.events())
-    return result, Counter({name: n for name, n in names.items() if any(word in name for word in WAITS_OR_PINS)})
+    events = [event for event in profiler.events() if any(word in event.name for word in WAITS_OR_PINS)]
+    return result, Counter(f"{event.name} in {whose(event)}" for event in events)
+
+
+def whose(event: Any) -> str:
+    """Return ``pinstage`` for what happened in one of its steps, else what it happened in."""
+    parents = []
+    while (event := event.cpu_parent) is not None:
+        parents.append(event.name)
+    return "pinstage" if any(name.startswith("pinstage.") for name in parents) else (*parents, "nothing")[0]
 
 
 def pin_and_wait(device: torch.device) -> None:
     """Do what must not happen, to see that a trace would show it."""
-    with ps.SlabPool(ps.default_memory(device), max_bytes="2MiB") as pool:
-        pool.reserve("1MiB")
+    with ps.Stager(device, max_bytes="2MiB") as stager:
+        stager.to_device(torch.ones(1 << 17))
     if device.type == "cuda":
         torch.cuda.synchronize()
 
