@@ -1,5 +1,7 @@
 """Which samples a worker stacks by itself, and that a quick look at all of them decides as a look at each would."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +66,17 @@ def test_what_is_stacked_later_is_what_torch_stacks_or_refuses(kinds):
     found = _stacking.stacked(_stacking.collate_lazily(samples, stacks)["x"], stacks)
     assert (found.dtype, found.shape, found.requires_grad) == (expected.dtype, expected.shape, expected.requires_grad)
     assert torch.equal(found.detach().resolve_conj(), expected.detach().resolve_conj())
+
+
+def test_fields_of_ever_new_shapes_leave_no_more_behind_than_some():
+    for size in (*range(_stacking.GUARDS_KEPT + 10), 0):
+        assert _stacking._look_alike([torch.ones(size), torch.zeros(size)])
+    assert len(_stacking._guards) <= _stacking.GUARDS_KEPT
+
+
+def test_a_guard_keeps_no_sample():
+    batch = [torch.ones(17, 3), torch.zeros(17, 3)]
+    seen = weakref.ref(batch[0])
+    assert _stacking._look_alike(batch)
+    batch.clear()
+    assert seen() is None
