@@ -256,6 +256,14 @@ def first_cannot_arrive(samples):
     return samples[0], CannotArrive() if int(samples[0][0]) == 0 else None
 
 
+def class_of_the_workers_own(samples):
+    """A batch of a class that is made in the worker, where pickle finds it by its name."""
+    name = "OnlyHere"
+    if name not in globals():
+        globals()[name] = dataclasses.make_dataclass(name, ["number"], namespace={"__module__": __name__})
+    return globals()[name](samples[0][1])
+
+
 def third_cannot_arrive(samples):
     number = int(samples[0][1])
     return number, CannotArrive() if number == 3 else None

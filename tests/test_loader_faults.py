@@ -279,14 +279,26 @@ def test_an_error_in_unpickling_comes_after_the_batches_before_it():
     assert [number for number, _ in found] == [0, 1, 2]
     with pytest.raises(ValueError, match="no number"):
         next(iterator)
+    assert [number for number, _ in iterator] == [4, 5, 6, 7]  # torch's own would wait for ever
+
+
+def test_a_structure_that_cannot_be_unpickled_is_an_error_for_each_of_its_batches():
+    """Of a class that only the worker has; the first two batches bring the structure, the others its number."""
+    iterator = iter(make(data.tensors, 6, 1, num_workers=1, collate_fn=data.class_of_the_workers_own, device="cpu"))
+    for _ in range(6):
+        with pytest.raises(AttributeError, match="OnlyHere"):
+            next(iterator)
+    assert list(iterator) == []
 
 
 def test_a_batch_that_cannot_be_unpickled_gives_its_slot_back():
     options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
     loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
-    for _ in range(6):  # more passes than the worker has slots; torch cannot go on with one after such an error
+    for _ in range(6):  # more passes than the worker has slots
+        iterator = iter(loader)
         with pytest.raises(ValueError, match="no number"):
-            next(iter(loader))
+            next(iterator)
+        assert len(list(iterator)) == len(loader) - 1
 
 
 def test_a_worker_that_cannot_start_says_why():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._layout import Layout, load_structure, with_leaves
 
@@ -64,6 +64,22 @@ class Arrival:
         self.drop()
 
 
+class Unreadable:
+    """What came in the place of a batch that could not be unpickled: an error in the queue would end torch's loop."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def reraise(self) -> NoReturn:
+        """Raise the error, once."""
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # or its traceback and this frame would keep one another
+
+
 def arrive(
     token: int,
     worker: int,
@@ -73,7 +89,7 @@ def arrive(
     pickled: bytes | None,
     raw: bytearray | None,
     waited: float,
-) -> Arrival | None:
+) -> Arrival | Unreadable | None:
     """Turn a message into an arrival.
 
     Args:
@@ -90,12 +106,18 @@ def arrive(
     if keeper is None:  # it ended meanwhile
         return None
     try:
-        known = keeper.structures[worker, number] if structure is None else load_structure(structure)
-        if number is not None:
-            keeper.structures[worker, number] = known
+        if number is not None and structure is not None:
+            keeper.structures[worker, number] = structure
+        known = keeper.structures[worker, number] if structure is None else structure
+        if isinstance(known, bytes):
+            known = load_structure(known)
+            if number is not None:
+                keeper.structures[worker, number] = known
         rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
-    except BaseException:
+    except BaseException as error:
         if slot is not None:
             keeper.dropped(slot)
+        if isinstance(error, Exception) and not isinstance(error, OSError):  # of which torch knows what to say
+            return Unreadable(error)
         raise
     return Arrival(keeper, with_leaves(known, rest, others), slot, raw, others, waited)

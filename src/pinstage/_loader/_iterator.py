@@ -16,7 +16,7 @@ from .._layout import Layout, Moves, plan
 from .._staging import RunAhead, Stager, Target, Transfer, send_packed
 from .._steps import step
 from . import _torch
-from ._arrivals import Arrival
+from ._arrivals import Arrival, Unreadable
 from ._keeper import SlotKeeper
 from ._stats import Counters
 from ._worker import process_exists
@@ -217,6 +217,8 @@ class WorkersIterator(LoaderIterator):
             raise
 
     def _send(self, batch: Any) -> Transfer:
+        if isinstance(batch, Unreadable):
+            batch.reraise()
         arrival, keeper = batch, self._keeper
         assert isinstance(arrival, Arrival)
         self._counters.slot_wait_seconds += arrival.waited

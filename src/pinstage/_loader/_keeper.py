@@ -73,8 +73,8 @@ class SlotKeeper:
     def __init__(self, pool: SlabPool, channels: Sequence[Connection], target: Target, owner: object) -> None:
         self.token = next(_tokens)
         self.pid = os.getpid()
-        self.structures: dict[tuple[int, int | None], Layout] = {}
-        """What structure numbers mean, for each worker."""
+        self.structures: dict[tuple[int, int | None], Layout | bytes] = {}
+        """What structure numbers mean, for each worker; pickled as long as it could not be unpickled."""
         self._owner = owner
         self._target = target
         self._pool = pool

@@ -20,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import dataloader
 from torch.utils.data._utils import collate as torch_collate
 
-from ._arrivals import Arrival
+from ._arrivals import Arrival, Unreadable
 
 WorkersIterator: Any = dataloader._MultiProcessingDataLoaderIter
 MAP = dataloader._DatasetKind.Map
@@ -223,7 +223,7 @@ def next_is_here(batches: Any) -> bool:
 
 def _is_batch(payload: Any) -> bool:
     """Tell a batch, or an error in its place, from the news that a worker has no more."""
-    return isinstance(_batch_in(payload), Arrival | ExceptionWrapper)
+    return isinstance(_batch_in(payload), Arrival | Unreadable | ExceptionWrapper)
 
 
 def _batch_in(payload: Any) -> Any:
