@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -267,6 +268,10 @@ def class_of_the_workers_own(samples):
 def third_cannot_arrive(samples):
     number = int(samples[0][1])
     return number, CannotArrive() if number == 3 else None
+
+
+def opens_no_more_files(worker):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # those that are open stay
 
 
 def seed_again(worker):

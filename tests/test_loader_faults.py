@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -463,6 +464,26 @@ def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypa
         assert numbers(loader) == list(range(40))
     assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
     assert loader.stats().fallback_batches == 20
+
+
+def test_workers_that_may_open_no_more_files_say_so_and_batches_arrive():
+    loader = make(worker_init_fn=data.opens_no_more_files)
+    with pytest.warns(RuntimeWarning, match=r"without a slab of .*cannot map it: .*Too many open files") as told:
+        assert numbers(loader) == list(range(40))
+    assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
+    assert loader.stats().fallback_batches == 20
+
+
+def test_a_default_timeout_of_sockets_does_no_harm():
+    """Python makes each socket non-blocking then, and so whatever shares its file."""
+    kept = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(1.0)
+    try:
+        loader = make()
+        assert numbers(loader) == list(range(40))
+    finally:
+        socket.setdefaulttimeout(kept)
+    assert loader.stats().fallback_batches == 0
 
 
 def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):

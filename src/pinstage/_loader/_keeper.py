@@ -22,6 +22,7 @@ from .._memory import format_bytes
 from .._pool import Event, Lease, SlabPool, size_class
 from .._staging import Target
 from ._arrivals import KEEPERS
+from ._descriptors import send_descriptor
 
 _POLL_SECONDS = 1e-3
 """How often copies are looked at while a worker waits for a slot. Nobody looks while none waits."""
@@ -224,7 +225,9 @@ class SlotKeeper:
                 if any(slot.worker == worker for slot in self._slots.values()):
                     self._starved[worker] = details[0]
         else:
-            self._drop(details)
+            number, why = details
+            self._warn(self._slots[number].lease.nbytes, why)
+            self._drop([number])
 
     def _answer(self, channel: Connection, worker: int, nbytes: int, wanted: int, dropped: list[int]) -> None:
         self._drop(dropped)
@@ -234,8 +237,7 @@ class SlotKeeper:
                 slot = Slot(next(self._numbers), worker, lease)
                 with self._lock:
                     self._slots[slot.number] = slot
-                path = f"/proc/{self.pid}/fd/{lease.fd}"
-                self._send(channel, _encoded("granted", slot.number, path, lease.nbytes))
+                self._send(channel, _encoded("granted", slot.number, lease.nbytes), lease.fd)
                 return
         self._send(channel, _encoded("refused"))
 
@@ -255,15 +257,15 @@ class SlotKeeper:
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
             return None  # the worker makes do without
         except Exception as error:  # noqa: BLE001 - of the system: as above, but nobody would know why it is slow
-            self._warn(size, error)
+            self._warn(size, repr(error))
             return None
 
-    def _warn(self, nbytes: int, error: Exception) -> None:
+    def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
                 warnings.warn(
-                    f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {error!r}; see "
+                    f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
                     "`pinstage doctor`",
                     RuntimeWarning,
                     stacklevel=1,
@@ -289,13 +291,15 @@ class SlotKeeper:
             self._starved.pop(slot.worker, None)
             self._send(self._channels[slot.worker], slot.free_message)
 
-    def _send(self, channel: Connection, message: bytes) -> None:
+    def _send(self, channel: Connection, message: bytes, fd: int | None = None) -> None:
         # A few bytes, and never more of them unread than a worker has slots: the socket takes them without waiting.
         with self._lock:
             if self._ended:
                 return
             try:
                 channel.send_bytes(message)
+                if fd is not None:  # right behind it: the worker reads no further before it has that
+                    send_descriptor(channel, fd)
             except OSError:
                 return  # the worker ended
 

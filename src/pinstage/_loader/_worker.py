@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from .._memory import SharedMapping, SharedMemory
+from ._descriptors import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
 """How often a waiting worker looks whether the main process is alive, where the kernel cannot tell it by itself."""
@@ -29,6 +30,9 @@ class Terms(NamedTuple):
     main_pid: int
     limit: int
     """Slots that one worker may have."""
+
+
+_CLOSED = "the iterator of this worker was shut down"
 
 
 class ClosedError(RuntimeError):
@@ -155,7 +159,7 @@ class WorkerSlots:
         except (EOFError, OSError):
             kind, details = "closed", []
         if kind == "closed":
-            raise ClosedError("the iterator of this worker was shut down")
+            raise ClosedError(_CLOSED)
         if kind == "free":
             slot = self._slots.get(details[0])
             if slot is not None:
@@ -163,15 +167,17 @@ class WorkerSlots:
         else:
             self._reply = "granted" if kind == "granted" and self._attach(*details) else "refused"
 
-    def _attach(self, number: int, path: str, nbytes: int) -> bool:
+    def _attach(self, number: int, nbytes: int) -> bool:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = receive_descriptor(self._channel)
             try:
                 mapping = SharedMemory.attach(fd, nbytes)
             finally:
                 os.close(fd)
-        except (OSError, ValueError, MemoryError):  # another user's process, a sandbox: the slow way remains
-            self._send(("dropped", number))
+        except EOFError:
+            raise ClosedError(_CLOSED) from None
+        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: the slow way remains
+            self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
         self._slots[number] = WorkerSlot(number, mapping)
         return True
@@ -180,7 +186,7 @@ class WorkerSlots:
         try:
             self._channel.send(message)
         except OSError:
-            raise ClosedError("the iterator of this worker was shut down") from None
+            raise ClosedError(_CLOSED) from None
 
 
 def process_exists(pid: int) -> bool:
