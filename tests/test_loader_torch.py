@@ -19,7 +19,7 @@ from torch.utils.data._utils import collate
 
 import pinstage as ps
 from pinstage._loader import _torch
-from pinstage._loader._torch import IndexQueue, PeekedQueue
+from pinstage._loader._queues import IndexQueue, PeekedQueue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -69,7 +69,7 @@ def test_a_loader_keeps_its_iterator_under_the_name_that_we_know():
 
 def test_torch_reads_its_queue_as_we_do():
     source = inspect.getsource(ITERATOR._try_get_data)
-    assert "self._data_queue.get(timeout=timeout)" in source, "adapt PeekedQueue in pinstage/_loader/_torch.py"
+    assert "self._data_queue.get(timeout=timeout)" in source, "adapt PeekedQueue in pinstage/_loader/_queues.py"
 
 
 def test_torch_does_for_each_batch_what_we_do_in_its_place():
@@ -107,7 +107,7 @@ def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
 
 def test_a_batch_is_seen_only_when_it_is_the_one_that_comes_next():
     source = multiprocessing.Queue()
-    where = "multiprocessing keeps the pipe elsewhere: adapt PeekedQueue in pinstage/_loader/_torch.py"
+    where = "multiprocessing keeps the pipe elsewhere: adapt PeekedQueue in pinstage/_loader/_queues.py"
     assert hasattr(source, "_reader"), where
     peeked = PeekedQueue(source)
     assert not peeked.holds_batch(None)
@@ -149,7 +149,7 @@ def index_queue(behind):
 
 @pytest.mark.parametrize("name", ["_writer", "_notempty", "_buffer", "_sem", "_closed"])
 def test_a_queue_of_multiprocessing_still_has_it(behind, name):
-    assert hasattr(behind, name), "adapt IndexQueue in pinstage/_loader/_torch.py"
+    assert hasattr(behind, name), "adapt IndexQueue in pinstage/_loader/_queues.py"
 
 
 def test_loaders_put_indexes_into_such_a_queue():
