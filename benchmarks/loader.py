@@ -48,7 +48,7 @@ FEWEST = 8
 WARM_UPS = 12
 """Batches of each worker that are not timed: until then ours takes its slabs, torch's its pinned memory."""
 WARM_UP_SECONDS = 4.0
-"""After which timing begins anyway. Page-locking 7.4 GB, 24 slabs of 308 MB, takes 1.3 of it."""
+"""After which timing begins anyway. The largest slabs are 7.4 GB, which takes more than one of these to page-lock."""
 
 Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]

@@ -164,7 +164,7 @@ def main() -> int:
     else:
         print("no GPU: nothing crosses a bus, so pinstage trace has nothing to compare")
     if args.out:
-        settings = {"batch_size": 8, "steps": args.steps, "traced_steps": args.traced_steps, "timed_first": True}
+        settings = {"batch_size": 8, "steps": args.steps, "traced_steps": args.traced_steps}
         record.save(args.out, record.result_of("weather_batch", settings, rows))
     return 0 if equal else 1
 

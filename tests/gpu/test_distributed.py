@@ -165,9 +165,7 @@ def test_fsdp2_trains_for_hundreds_of_steps_beside_a_pool_that_pins_and_frees_no
         for call in ("HostRegister in pinstage", "HostUnregister", "DeviceSynchronize"):
             assert any(call in name for name in report["control"]), (call, report["control"])
         pins = {name: count for name, count in report["with_staging"].items() if "Synchronize" not in name}
-        # torch's own: FSDP2 takes page-locked memory for lists of pointers, more of it the further the host is ahead.
-        torchs = {name for name in pins if "HostAlloc in " in name and not name.endswith(" in pinstage")}
-        assert pins.keys() <= torchs, report
+        assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, report  # torch's own: FSDP2 does so without us, too
         # The profiler itself waits when it ends; more than without staging is ours.
         waits = [sum(n for name, n in report[way].items() if "Synchronize" in name) for way in WAYS]
         assert waits[1] <= waits[0], report

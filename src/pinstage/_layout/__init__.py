@@ -6,6 +6,7 @@ values, so it is computed once for batches that look alike. Knows shapes, counts
 device.
 """
 
+from ._cache import put_bounded
 from ._fragments import Chunk, Piece
 from ._gather import duplicate, flat, gather
 from ._layout import Layout, Slot, put_together, unpack_checked
@@ -38,6 +39,7 @@ __all__ = [
     "load_structure",
     "packable",
     "plan",
+    "put_bounded",
     "put_together",
     "register_node",
     "structure_key",

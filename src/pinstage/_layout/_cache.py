@@ -8,6 +8,7 @@ from typing import TypeVar
 from ._arrange import RunKinds
 from ._table import Columns, Table
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
@@ -49,11 +50,11 @@ class TableCache:
             table = Table(columns, kinds)
         with self._lock:
             if again:
-                _put(self._kept, key, table, kept)
+                put_bounded(self._kept, key, table, kept)
                 self._remembered.pop(key, None)
             else:
-                _put(self._fresh, key, table, fresh)
-                _put(self._remembered, key, None, remembered)
+                put_bounded(self._fresh, key, table, fresh)
+                put_bounded(self._remembered, key, None, remembered)
         return table
 
     def unlock(self) -> None:
@@ -65,7 +66,7 @@ class TableCache:
         return len(self._kept) + len(self._fresh)
 
 
-def _put(entries: dict[int, V], key: int, value: V, capacity: int) -> None:
+def put_bounded(entries: dict[K, V], key: K, value: V, capacity: int) -> None:
     """Add an entry; drop the oldest ones beyond `capacity`."""
     entries[key] = value
     while len(entries) > capacity:

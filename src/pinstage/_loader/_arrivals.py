@@ -106,13 +106,11 @@ def arrive(
     if keeper is None:  # it ended meanwhile
         return None
     try:
-        if number is not None and structure is not None:
+        if structure is not None:
             keeper.structures[worker, number] = structure
-        known = keeper.structures[worker, number] if structure is None else structure
+        known = keeper.structures[worker, number]
         if isinstance(known, bytes):
-            known = load_structure(known)
-            if number is not None:
-                keeper.structures[worker, number] = known
+            known = keeper.structures[worker, number] = load_structure(known)
         rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
     except BaseException as error:
         if slot is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from .._layout import Plan, dump_structure, plan, structure_key
+from .._layout import Plan, dump_structure, plan, put_bounded, structure_key
 from . import _torch
 from ._arrivals import Message
 from ._stacking import Stacks, collate_lazily, pack, stack_privately, stacked
@@ -105,13 +105,6 @@ class SlabCollate:
     def _remember(self, key: Any, number: int | None) -> None:
         """Let a number stand for a structure, which may have stood for the oldest one."""
         if number is not None:
-            _put(self._structures, key, number, STRUCTURES_KNOWN)
+            put_bounded(self._structures, key, number, STRUCTURES_KNOWN)
         else:
-            _put(self._met, hash(key), None, STRUCTURES_MET)
-
-
-def _put(entries: dict[Any, Any], key: Any, value: Any, capacity: int) -> None:
-    """Add an entry, in the place of the oldest one where there are so many."""
-    if len(entries) >= capacity:
-        del entries[next(iter(entries))]
-    entries[key] = value
+            put_bounded(self._met, hash(key), None, STRUCTURES_MET)

@@ -71,9 +71,9 @@ class PeekedQueue:
 class IndexQueue:
     """A queue to a worker of torch's iterator that small messages are written to at once.
 
-    `multiprocessing.Queue` leaves that to a thread: waking it, and the interpreter lock that it takes, were a quarter
-    of the main thread's time for a batch of ten leaves. Messages keep their order: one is written here only while the
-    thread has nothing to write, and waits. Other attributes are the queue's.
+    `multiprocessing.Queue` leaves that to a thread: waking it, and the interpreter lock that it takes, were a tenth or
+    more of the main thread's time for a batch of ten leaves. Messages keep their order: one is written here only while
+    the thread has nothing to write, and waits. Other attributes are the queue's.
 
     Args:
         behind: a `multiprocessing.Queue`.
