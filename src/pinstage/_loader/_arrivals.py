@@ -106,11 +106,13 @@ def arrive(
     if keeper is None:  # it ended meanwhile
         return None
     try:
-        if structure is not None:
-            keeper.structures[worker, number] = structure
-        known = keeper.structures[worker, number]
+        known = keeper.structures[worker, number] if structure is None else structure
+        if number is not None:
+            keeper.structures[worker, number] = known  # also if it cannot be unpickled now
         if isinstance(known, bytes):
-            known = keeper.structures[worker, number] = load_structure(known)
+            known = load_structure(known)
+            if number is not None:
+                keeper.structures[worker, number] = known
         rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
     except BaseException as error:
         if slot is not None:

@@ -75,7 +75,7 @@ class SlotKeeper:
         self.token = next(_tokens)
         self.pid = os.getpid()
         self.structures: dict[tuple[int, int | None], Layout | bytes] = {}
-        """What structure numbers mean, for each worker; None is the last one without. Bytes until they were unpickled."""
+        """What structure numbers mean, for each worker; pickled as long as it could not be unpickled."""
         self._owner = owner
         self._target = target
         self._pool = pool
