@@ -3,23 +3,22 @@
 import ast
 import inspect
 import multiprocessing
-import queue
+import select
 import textwrap
 import threading
-import time
 
 import loader_data as data
 import pytest
 import torch
-from doubles import wait_until
+from doubles import PATIENCE_SECONDS, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, dataloader
-from torch.utils.data._utils import collate
+from torch.utils.data._utils import collate, worker
 
 import pinstage as ps
 from pinstage._loader import _torch
-from pinstage._loader._queues import IndexQueue, PeekedQueue
+from pinstage._loader._queues import IndexQueue
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -40,7 +39,7 @@ ITERATOR = dataloader._MultiProcessingDataLoaderIter
         (collate, "collate_tensor_fn"),
         (collate, "default_collate"),
         (collate, "default_collate_fn_map"),
-        (torch._utils, "ExceptionWrapper"),
+        (worker, "_ResumeIteration"),
     ],
 )
 def test_torch_still_has_it(owner, name):
@@ -53,7 +52,7 @@ ENDING = ["_index_queues", "_worker_result_queue", "_workers_done_event"]
 
 @pytest.mark.parametrize(
     "name",
-    ["_workers", "_persistent_workers", "_data_queue", "_rcvd_idx", "_send_idx", "_task_info", "_in_order", *ENDING],
+    ["_workers", "_persistent_workers", "_data_queue", "_rcvd_idx", "_in_order", *ENDING],
 )
 def test_torchs_iterator_still_has_it(name):
     iterator = iter(DataLoader(data.Mapped(data.scalar, 4), num_workers=1))
@@ -69,7 +68,7 @@ def test_a_loader_keeps_its_iterator_under_the_name_that_we_know():
 
 def test_torch_reads_its_queue_as_we_do():
     source = inspect.getsource(ITERATOR._try_get_data)
-    assert "self._data_queue.get(timeout=timeout)" in source, "adapt PeekedQueue in pinstage/_loader/_queues.py"
+    assert "self._data_queue.get(timeout=timeout)" in source, "adapt SendingQueue in pinstage/_loader/_queues.py"
 
 
 def test_torch_does_for_each_batch_what_we_do_in_its_place():
@@ -105,23 +104,17 @@ def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
     assert not _torch.collates_as_shipped()
 
 
-def test_a_batch_is_seen_only_when_it_is_the_one_that_comes_next():
+def test_the_queue_behind_has_a_file_that_can_be_waited_for():
     source = multiprocessing.Queue()
-    where = "multiprocessing keeps the pipe elsewhere: adapt PeekedQueue in pinstage/_loader/_queues.py"
+    where = "multiprocessing keeps the pipe elsewhere: adapt SendingQueue in pinstage/_loader/_queues.py"
     assert hasattr(source, "_reader"), where
-    peeked = PeekedQueue(source)
-    assert not peeked.holds_batch(None)
-    error = torch._utils.ExceptionWrapper((ValueError, ValueError("no"), None))
-    source.put((3, error))
-    wait_until(lambda: peeked.holds_batch(3))
-    assert peeked.holds_batch(None)
-    assert not peeked.holds_batch(2)
-    source.put((4, "a worker has no more"))
-    wait_until(lambda: not source.empty())
-    assert not peeked.holds_batch(4)
-    assert [peeked.get(timeout=1)[0] for _ in range(2)] == [3, 4]
-    with pytest.raises(queue.Empty):
-        peeked.get(timeout=0)
+    poll = select.poll()
+    poll.register(source._reader, select.POLLIN)
+    assert not poll.poll(0)
+    source.put("a batch")
+    assert poll.poll(PATIENCE_SECONDS * 1e3)
+    assert source.get() == "a batch"
+    assert not poll.poll(0)
     source.close()
     source.join_thread()
 
@@ -233,11 +226,3 @@ def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():
     )
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         list(loader)
-
-
-def test_a_get_waits_as_long_as_it_was_told():
-    peeked = PeekedQueue(multiprocessing.Queue())
-    began = time.monotonic()
-    with pytest.raises(queue.Empty):
-        peeked.get(timeout=0.0501)
-    assert time.monotonic() - began >= 0.05

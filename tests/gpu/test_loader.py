@@ -1,11 +1,12 @@
 """`DataLoader` on the device: what torch's yields, copies beside kernels, no slab written too early, bounded memory."""
 
 import gc
+import multiprocessing
 
 import loader_data as data
 import pytest
 import torch
-from doubles import wait_until
+from doubles import PATIENCE_SECONDS, wait_until
 from latch import Latch
 
 import pinstage as ps
@@ -214,7 +215,7 @@ def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Lat
         iterator, first = held_at_the_first_copy(loader, latch)
         starved = iterator._keeper._starved
         wait_until(lambda: starved)  # the worker has the next batch, and nowhere to put it
-        assert not iterator._data_queue.holds_batch(1)
+        assert 1 not in iterator._data_queue._held
         latch.open()
         assert numbers([first]) == [0, 1]
         assert numbers(iterator) == list(range(2, 12))
@@ -225,7 +226,7 @@ def test_the_same_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_devic
     monkeypatch.setattr(SlotKeeper, "sent", lambda keeper, slot, event: sent(keeper, slot, None))
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
-        wait_until(lambda: iterator._data_queue.holds_batch(1))
+        wait_until(lambda: 1 in iterator._data_queue._held)
         latch.open()
         assert numbers([first]) == [2, 3]
 
@@ -253,3 +254,25 @@ def device_work(work):
     ]
     copies = [event for event in events if event[0].startswith("Memcpy HtoD")]
     return copies, [event for event in events if not event[0].startswith(("Memcpy", "Memset"))]
+
+
+def test_a_graph_can_be_captured_while_batches_are_sent(cuda_device):
+    """In CUDA's default mode a capture fails when any thread asks an event, or allocates, that has not said it may."""
+    gate = multiprocessing.Event()
+
+    def sample(index):
+        assert index < 4 or gate.wait(PATIENCE_SECONDS)
+        return data.large(index)
+
+    loader = make(cuda_device, sample, depth=4, prefetch_factor=4, multiprocessing_context="fork", max_bytes=4 * SLAB)
+    iterator = iter(loader)
+    found = [next(iterator), next(iterator)]
+    values = torch.zeros(4, device=cuda_device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gate.set()
+        wait_until(lambda: loader.stats().batches == 6)
+        values += 1
+    assert numbers([*found, *iterator]) == list(range(40))
+    graph.replay()
+    assert values.tolist() == [1, 1, 1, 1]

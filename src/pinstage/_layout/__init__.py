@@ -9,7 +9,7 @@ device.
 from ._cache import put_bounded
 from ._fragments import Chunk, Piece
 from ._gather import duplicate, flat, gather
-from ._layout import Layout, Slot, put_together, unpack_checked
+from ._layout import Layout, Slot, cut, put_together
 from ._leaves import ALIGNMENT, packable
 from ._moves import Moves
 from ._nodes import StagingNode, register_node
@@ -31,6 +31,7 @@ __all__ = [
     "Slot",
     "StagingNode",
     "Table",
+    "cut",
     "dump_structure",
     "duplicate",
     "flat",
@@ -45,6 +46,5 @@ __all__ = [
     "structure_key",
     "table_of",
     "take_apart",
-    "unpack_checked",
     "with_leaves",
 ]

@@ -134,7 +134,7 @@ class Layout:
                 f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
                 "pass one for each, or None"
             )
-        return unpack_checked(self, src, self._passthrough if passthrough is None else passthrough)
+        return put_together(self, cut(self, src, self._passthrough if passthrough is None else passthrough))
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -259,17 +259,16 @@ class Layout:
         return "\n".join(lines)
 
 
-def unpack_checked(layout: Layout, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> Any:
-    """Do what `Layout.unpack` does, with a slab and tensors that are known to be right."""
+def cut(layout: Layout, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all tensors of a batch, in its order, from a slab and tensors that are known to be right."""
     with step("views"):
-        views = layout._table.views(slab, passthrough)
-    with step("unflatten"):
-        return put_together(layout, views)
+        return layout._table.views(slab, passthrough)
 
 
 def put_together(layout: Layout, tensors: Sequence[torch.Tensor]) -> Any:
-    """Put a batch together from all its tensors, in the order of the batch."""
-    return together(layout._treespec, layout._order, tensors, layout._rest)
+    """Put a batch together from all its tensors, in its order."""
+    with step("unflatten"):
+        return together(layout._treespec, layout._order, tensors, layout._rest)
 
 
 def _restore(

@@ -64,8 +64,8 @@ class Arrival:
         self.drop()
 
 
-class Unreadable:
-    """What came in the place of a batch that could not be unpickled: an error in the queue would end torch's loop."""
+class Failed:
+    """What comes in the place of a batch that could not be unpickled or sent: an error in the queue ends torch's loop."""
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
@@ -89,7 +89,7 @@ def arrive(
     pickled: bytes | None,
     raw: bytearray | None,
     waited: float,
-) -> Arrival | Unreadable | None:
+) -> Arrival | Failed | None:
     """Turn a message into an arrival.
 
     Args:
@@ -118,6 +118,6 @@ def arrive(
         if slot is not None:
             keeper.dropped(slot)
         if isinstance(error, Exception) and not isinstance(error, OSError):  # of which torch knows what to say
-            return Unreadable(error)
+            return Failed(error)
         raise
     return Arrival(keeper, with_leaves(known, rest, others), slot, raw, others, waited)

@@ -1,12 +1,10 @@
-"""One pass over the data: what workers packed, sent to the device, a few batches ahead."""
+"""One pass over the data: what workers packed, on the device."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-import traceback
-from collections import deque
 from typing import Any
 
 import torch
@@ -16,8 +14,9 @@ from .._layout import Layout, Moves, plan
 from .._staging import RunAhead, Stager, Target, Transfer, send_packed
 from .._steps import step
 from . import _torch
-from ._arrivals import Arrival, Unreadable
+from ._arrivals import Arrival, Failed
 from ._keeper import SlotKeeper
+from ._sending import Sender
 from ._stats import Counters
 from ._worker import process_exists
 
@@ -31,20 +30,13 @@ class LoaderIterator:
     Args:
         batches: torch's iterator.
         target: where to.
-        depth: batches sent ahead.
         counters: of the loader.
     """
 
-    def __init__(self, batches: Any, target: Target, depth: int, counters: Counters) -> None:
+    def __init__(self, batches: Any, target: Target, counters: Counters) -> None:
         self._batches = batches
-        self._target = target
-        self._depth = depth
         self._counters = counters
-        self._ahead: deque[tuple[Transfer, Any]] = deque()
         self._run_ahead = RunAhead(target)
-        self._has_state = hasattr(batches, "state_dict")
-        self._failure: Exception | None = None
-        self._state: Any = None
         self._since: float | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -56,30 +48,13 @@ class LoaderIterator:
     def __next__(self) -> Any:
         """Return the next batch, safe to use on the current stream.
 
-        Blocks until the workers have it; those that have arrived behind it are sent ahead. Waits for the device only
-        where that has the work of more than three batches before it.
+        Blocks until it is there. Waits for the device only where that has the work of more than three batches before it.
         """
         began = time.perf_counter()
         try:
             self._run_ahead.bound()
-            if not self._ahead and self._failure is None:
-                self._ahead.append(self._send_next())
-            while len(self._ahead) <= self._depth and self._failure is None and self._is_next_here():
-                try:
-                    self._ahead.append(self._send_next())
-                except Exception as error:  # noqa: BLE001 - raised when its turn comes
-                    self._failure = error
-            if not self._ahead:
-                assert self._failure is not None
-                failure, self._failure = self._failure, None
-                try:
-                    raise failure
-                finally:
-                    del failure  # or this frame and the error's traceback would keep one another, and this iterator
-            transfer, self._state = self._ahead.popleft()
-            return transfer.get()
+            return self._next_batch()
         except StopIteration:
-            self._state = None
             self._end()
             raise
         finally:
@@ -87,20 +62,7 @@ class LoaderIterator:
             self._counters.seconds += now - (began if self._since is None else self._since)
             self._since = now
 
-    def state_dict(self) -> Any:
-        """Return torchdata's state after the batch that was yielded last, whatever was sent ahead."""
-        return self._batches.state_dict() if self._state is None else self._state
-
-    def _is_next_here(self) -> bool:
-        """Whether a batch can be sent ahead without waiting for it."""
-        return False
-
-    def _send_next(self) -> tuple[Transfer, Any]:
-        """Return the next batch on its way, and the state of torch's iterator behind it."""
-        transfer = self._send(self._fetch())
-        return transfer, self._batches.state_dict() if self._has_state else None
-
-    def _send(self, batch: Any) -> Transfer:
+    def _next_batch(self) -> Any:
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -113,14 +75,6 @@ class LoaderIterator:
                 return _torch.next_batch(self._batches)
         finally:
             self._counters.wait_seconds += time.perf_counter() - began
-
-    def _count(self, transfer: Transfer, nbytes: int, *, fallback: bool) -> None:
-        counters = self._counters
-        counters.batches += 1
-        counters.copies += transfer.copies
-        counters.bytes += nbytes
-        counters.fallback_batches += fallback
-        counters.passthrough_leaves += transfer.passthrough
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # not made yet: no recursion
@@ -142,11 +96,13 @@ class InlineIterator(LoaderIterator):
     """
 
     def __init__(self, batches: Any, stager: Stager, target: Target, counters: Counters, owner: object) -> None:
-        super().__init__(batches, target, 0, counters)
+        super().__init__(batches, target, counters)
+        self._target = target
         self._owner = owner
         self._stager = stager
 
-    def _send(self, batch: Any) -> Transfer:
+    def _next_batch(self) -> Any:
+        batch = self._fetch()
         try:
             transfer, fallback = self._stager.stage(batch), False
         except BudgetExceededError:
@@ -154,8 +110,8 @@ class InlineIterator(LoaderIterator):
             host = torch.empty(planned.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             Moves(planned.table, planned.tensors, host).everything()
             transfer, fallback = send_packed(self._target, Layout.of_plan(planned), host, planned.passthrough()), True
-        self._count(transfer, transfer.layout.nbytes, fallback=fallback)
-        return transfer
+        self._counters.count(transfer, fallback=fallback)
+        return transfer.get()
 
 
 class WorkersIterator(LoaderIterator):
@@ -170,10 +126,12 @@ class WorkersIterator(LoaderIterator):
     """
 
     def __init__(self, batches: Any, keeper: SlotKeeper, target: Target, depth: int, counters: Counters) -> None:
-        super().__init__(batches, target, depth, counters)
-        _torch.take_queues(batches)
-        keeper.keep(_torch.what_ends_workers(batches))
+        super().__init__(batches, target, counters)
         self._keeper = keeper
+        self._sender = Sender(target, counters)
+        self._sending = _torch.take_queues(batches, self._sender, depth, keeper.wake)
+        keeper.keep(_torch.what_ends_workers(batches))
+        keeper.serve(self._sending)
         self._closed = False
 
     @property
@@ -198,13 +156,20 @@ class WorkersIterator(LoaderIterator):
         if "_closed" in vars(self) and not sys.is_finalizing():
             self._close()
 
-    def _is_next_here(self) -> bool:
-        return not self.closed and _torch.next_is_here(self._batches)
+    def _next_batch(self) -> Any:
+        transfer = self._fetch()
+        if isinstance(transfer, Failed):
+            transfer.reraise()
+        if isinstance(transfer, Arrival):  # torchdata's iterator read it while it was made
+            transfer = self._sender.send(transfer)
+        assert isinstance(transfer, Transfer)
+        batch = transfer.get()
+        self._sending.advance()  # last: the thread that sends wants the interpreter lock, too
+        return batch
 
     def _fetch(self) -> Any:
         if self.closed:
             raise StopIteration
-        self._keeper.sweep()
         try:
             return super()._fetch()
         except StopIteration:
@@ -216,43 +181,14 @@ class WorkersIterator(LoaderIterator):
                 raise RuntimeError(f"{error}; {text}") from error
             raise
 
-    def _send(self, batch: Any) -> Transfer:
-        if isinstance(batch, Unreadable):
-            batch.reraise()
-        arrival, keeper = batch, self._keeper
-        assert isinstance(arrival, Arrival)
-        self._counters.slot_wait_seconds += arrival.waited
-        slot, arrival.slot = arrival.slot, None
-        if slot is not None:
-            event = None
-            try:
-                transfer = self._send_from(slot, arrival)
-                event = transfer.copy_event
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
-                event = self._target.record_copies()
-                raise
-            finally:
-                keeper.sent(slot, event)
-        else:
-            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
-            transfer = send_packed(self._target, arrival.layout, host, arrival.others)
-        self._count(transfer, arrival.layout.nbytes, fallback=arrival.raw is not None)
-        return transfer
-
-    def _send_from(self, slot: int, arrival: Arrival) -> Transfer:
-        host = self._keeper.arrived(slot, arrival.layout.nbytes)
-        return send_packed(self._target, arrival.layout, host, arrival.others)
-
     def _end(self) -> None:
         if not _torch.are_persistent(self._batches):
             self._close()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin again with the same workers (``persistent_workers``); torch's loader calls it."""
-        self._ahead.clear()
         self._run_ahead.forget()
-        self._failure = self._state = self._since = None
+        self._since = None
         try:
             _torch.begin_again(self._batches, loader, first_iter)
         except BaseException:

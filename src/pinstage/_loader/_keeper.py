@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,10 +25,26 @@ from .._staging import Target
 from ._arrivals import KEEPERS
 from ._descriptors import send_descriptor
 
-_POLL_SECONDS = 1e-3
+_POLL_MS = 1
 """How often copies are looked at while a worker waits for a slot. Nobody looks while none waits."""
 
 _tokens = itertools.count()
+
+
+class Incoming(Protocol):
+    """What the keeper's thread reads besides."""
+
+    def fileno(self) -> int:
+        """Return the file that can be read when there is something."""
+        ...
+
+    def receive(self) -> None:
+        """Take what is there."""
+        ...
+
+    def send(self) -> None:
+        """Send on what may be sent by now. Called whenever the thread was woken."""
+        ...
 
 
 class Slot:
@@ -60,8 +77,8 @@ class Slot:
 class SlotKeeper:
     """Leases slots to the workers of one iterator, and takes them back.
 
-    A thread answers the workers' requests, since the main one may be waiting for just the worker that asks. It is the
-    only one that leases and releases. It starts after the workers, so that they are forked from a process without it,
+    A thread answers the workers' requests, since the main one may be waiting for just the worker that asks, and sends
+    their batches, since the main one may be busy. It is the only one that leases and releases. It starts after the workers, so that they are forked from a process without it,
     except where a loader needs answers before its iterator is there.
 
     Args:
@@ -80,7 +97,7 @@ class SlotKeeper:
         self._target = target
         self._pool = pool
         self._channels = dict(enumerate(channels))
-        self._open = {channel: worker for worker, channel in self._channels.items()}
+        self._open = {channel.fileno(): worker for worker, channel in self._channels.items()}
         self._numbers = itertools.count()
         self._slots: dict[int, Slot] = {}
         self._copying: deque[tuple[int, Event | None]] = deque()
@@ -92,6 +109,7 @@ class SlotKeeper:
         self._closing = self._told = self._finished = self._ended = False
         self._leak = self._has_warned = False
         self._thread: threading.Thread | None = None
+        self._incoming: Incoming | None = None
         self._kept: Sequence[Any] = ()
         KEEPERS[self.token] = self
 
@@ -104,6 +122,11 @@ class SlotKeeper:
         # A daemon, as the workers are: it must not keep the program from ending.
         self._thread = threading.Thread(target=self._serve, name="pinstage-loader", daemon=True)
         self._thread.start()
+
+    def serve(self, incoming: Incoming) -> None:
+        """Send what comes from now on."""
+        self._incoming = incoming
+        self.wake()
 
     def keep(self, objects: Sequence[Any]) -> None:
         """Keep objects alive while workers are answered.
@@ -125,13 +148,7 @@ class SlotKeeper:
                 self._sweep()
             watch = bool(self._starved and self._copying)
         if watch:
-            self._wake()
-
-    def sweep(self) -> None:
-        """Give those slots back whose copies are done."""
-        if self._copying or self._dropped:
-            with self._lock:
-                self._sweep()
+            self.wake()
 
     def dropped(self, slot: int) -> None:
         """Take note that a batch was dropped unused. Finalisers call it: nobody holds its lock for long.
@@ -141,7 +158,14 @@ class SlotKeeper:
         if os.getpid() != self.pid or sys.is_finalizing():
             return
         self._dropped.append(slot)
-        self._wake()
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the thread look at what there is to do."""
+        # Not ended: else the number may be another file's by now. Full: then it wakes anyway.
+        with self._lock, contextlib.suppress(OSError):
+            if not self._ended:
+                os.write(self._wake_write, b"w")
 
     def waiting(self) -> str:
         """Say which workers wait for slabs, and who holds these; empty if none waits."""
@@ -164,7 +188,7 @@ class SlotKeeper:
     def close(self) -> None:
         """Tell workers that wait for slots to stop. Nothing is released yet: they may still write."""
         self._closing = True
-        self._wake()
+        self.wake()
 
     def finish(self, *, leak: bool) -> None:
         """Release everything, now that no worker is left.
@@ -178,7 +202,7 @@ class SlotKeeper:
         if thread is None:
             self._end()
         else:
-            self._wake()
+            self.wake()
             if thread is not threading.current_thread():
                 thread.join(5.0)  # for ever only if a finaliser runs inside the pool, in this very thread
 
@@ -186,7 +210,7 @@ class SlotKeeper:
 
     def _serve(self) -> None:
         try:
-            with self._target.selected():  # events are asked about here
+            with self._target.in_background():
                 self._answer_workers()
         except BaseException:
             self._leak = True  # workers may still write
@@ -195,28 +219,44 @@ class SlotKeeper:
             self._end()
 
     def _answer_workers(self) -> None:
+        poll = select.poll()
+        incoming: Incoming | None = None
+        source = -1
+        for file in (*self._open, self._wake_read):
+            poll.register(file, select.POLLIN)
         while not self._finished:
-            timeout = _POLL_SECONDS if self._starved and self._copying else None
-            for source in wait([*self._open, self._wake_read], timeout):
-                if isinstance(source, Connection):
-                    self._receive(source)
-                else:
-                    os.read(self._wake_read, 4096)
+            if incoming is None and (incoming := self._incoming) is not None:
+                source = incoming.fileno()
+                poll.register(source, select.POLLIN)
+            for file, _ in poll.poll(_POLL_MS if self._starved and self._copying else None):
+                if incoming is not None and file == source:
+                    incoming.receive()
+                elif file == self._wake_read:
+                    os.read(file, 4096)
+                elif not self._receive(self._open[file]):
+                    poll.unregister(file)
             if self._closing and not self._told:
                 self._told = True
-                for channel in list(self._open):
-                    self._send(channel, _encoded("closed"))
-            self.sweep()
+                if incoming is not None:
+                    poll.unregister(source)
+                for worker in self._open.values():
+                    self._send(self._channels[worker], _encoded("closed"))
+            if incoming is not None and not self._closing:
+                incoming.send()
+            if self._copying or self._dropped:
+                with self._lock:
+                    self._sweep()
 
-    def _receive(self, channel: Connection) -> None:
-        worker = self._open[channel]
+    def _receive(self, worker: int) -> bool:
+        """Answer a worker. Says whether more may come."""
+        channel = self._channels[worker]
         try:
             kind, *details = channel.recv()
         except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
-            del self._open[channel]
+            del self._open[channel.fileno()]
             with self._lock:
                 self._starved.pop(worker, None)
-            return
+            return False
         if kind == "ask":
             self._answer(channel, worker, *details)
         elif kind == "starved":
@@ -228,6 +268,7 @@ class SlotKeeper:
             number, why = details
             self._warn(self._slots[number].lease.nbytes, why)
             self._drop([number])
+        return True
 
     def _answer(self, channel: Connection, worker: int, nbytes: int, wanted: int, dropped: list[int]) -> None:
         self._drop(dropped)
@@ -303,18 +344,13 @@ class SlotKeeper:
             except OSError:
                 return  # the worker ended
 
-    def _wake(self) -> None:
-        # Not ended: else the number may be another file's by now. Full: then it wakes anyway.
-        with self._lock, contextlib.suppress(OSError):
-            if not self._ended:
-                os.write(self._wake_write, b"w")
-
     def _end(self) -> None:
         with self._lock:
             if self._ended:
                 return
             self._ended = True
             self._kept = ()
+            self._incoming = None
             events = dict(self._copying)
             slots, self._slots = self._slots, {}
             self._copying.clear()

@@ -60,10 +60,14 @@ class IntoSlabs:
 
     @property
     def _slabs(self) -> Slabs:
-        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own."""
+        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own.
+
+        And counters: a thread that is gone may hold their lock.
+        """
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None or slabs.pid != os.getpid():
             slabs = self._own_slabs = Slabs(self._target, self.max_bytes)
+            self._counters = Counters()
         return slabs
 
     @cached_property

@@ -6,66 +6,143 @@
 from __future__ import annotations
 
 import io
-import math
 import queue
 import select
-from collections import deque
+import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.worker import _ResumeIteration as Resumed
 
-from ._arrivals import Arrival, Unreadable
-
-_LONGEST_POLL = 2**31 - 1
-"""Milliseconds; a C int."""
+from .._staging import Transfer
+from ._arrivals import Arrival, Failed
+from ._sending import Sender
 
 _AT_ONCE = select.PIPE_BUF - 4
 """Bytes that a pipe takes as a whole, or not at all; without the length that `multiprocessing` puts before them."""
 
 
-class PeekedQueue:
-    """The queue of torch's iterator, in which one may look for a batch without waiting for it."""
+class SendingQueue:
+    """What torch's iterator reads in place of its queue: batches come out of it on their way to the device.
 
-    def __init__(self, source: Any) -> None:
+    The keeper's thread reads the queue behind, sends what arrives, and makes the views, while the loop is busy with an
+    earlier batch. Batches are sent in their order, no further ahead of the one that the loop wants than `depth`; those
+    that come too early stay in their slots. So does, in its order, the news that a worker has no more: it must not come
+    before that worker's last batch.
+
+    Args:
+        source: the queue behind.
+        batches: torch's iterator. The reference is weak: the thread must not keep it alive.
+        sender: sends.
+        depth: batches sent ahead.
+        wake: wakes the thread, which calls `send` then.
+    """
+
+    def __init__(self, source: Any, batches: Any, sender: Sender, depth: int, wake: Callable[[], None]) -> None:
         self._source = source
-        self._items: deque[Any] = deque()
-        self.drops = False
-        """Whether the batches of a pass that was left are read, which torch drops. Each gives its slot back at once:
-        torch holds it until it has the next one, for which the worker may need just that slot."""
-        self._poll = select.poll()
-        self._poll.register(source._reader, select.POLLIN)
+        self._batches = weakref.ref(batches)
+        self._in_order: bool = batches._in_order
+        self._sender = sender
+        self._depth = depth
+        self._wake = wake
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # The loop's thread writes `_last`, then looks at `_held`; the other one writes `_held`, then looks at `_last`:
+        # so one of them notices that a batch may be sent.
+        self._held: dict[Any, Any] = {}
+        self._sent = self._resuming = 0
+        self.begin()
+
+    # -- the loop's thread
+
+    def advance(self) -> None:
+        """Take note that the loop has a batch: while it is busy with that, the next ones may be sent."""
+        self._allow(self._wanted() - 1 + self._depth)
 
     def get(self, timeout: float) -> Any:
-        """Return the next message; as the source's own method, which makes a poll object for each.
+        """Return the next message.
 
         Raises:
             queue.Empty: none came in `timeout` seconds.
         """
-        if not self._items and not self._poll.poll(min(math.ceil(timeout * 1e3), _LONGEST_POLL)):
-            raise queue.Empty
-        item = self._items.popleft() if self._items else self._source.get()
+        self._allow(self._wanted())
+        item = self._ready.get(timeout=timeout)
         if isinstance(item, Exception):
             raise item
-        if self.drops and isinstance(batch := _batch_in(item[1]), Arrival):
-            batch.drop()
+        self._taken += isinstance(_batch_in(item[1]), Transfer)
         return item
 
-    def holds_batch(self, number: int | None) -> bool:
-        """Return whether a batch, or any for None, has arrived."""
-        if self._has(number):
-            return True
-        try:
-            while self._poll.poll(0):  # one that finds nothing costs a tenth of a `get` that does
-                self._items.append(self._source.get())  # not `block=False`: that would poll again, in a slow way
-        except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: raised when its turn comes
-            self._items.append(error)
-        return self._has(number)
+    def drop_until_resumed(self, workers: int) -> None:
+        """Send no batch before so many workers have said that they begin again."""
+        self.begin()
+        self._resuming = workers
+        self._wake()
 
-    def _has(self, number: int | None) -> bool:
-        return bool(self._items) and any(
-            not isinstance(item, Exception) and number in (None, item[0]) and is_batch(item[1]) for item in self._items
-        )
+    def begin(self) -> None:
+        """Take note that the loop has no batch yet."""
+        self._taken = 0
+        self._last = self._depth - 1
+
+    def _wanted(self) -> int:
+        """Return what torch wants next: a number, or without order how many there were before."""
+        batches = self._batches() if self._in_order else None
+        return self._taken if batches is None else int(batches._rcvd_idx)
+
+    def _allow(self, last: int) -> None:
+        before = self._last
+        if last <= before:
+            return
+        self._last = last
+        if any(number in self._held for number in range(before + 1, last + 1)) if self._in_order else self._held:
+            self._wake()
+
+    # -- the keeper's thread
+
+    def fileno(self) -> int:
+        """Return the file that can be read when there is a message."""
+        return int(self._source._reader.fileno())
+
+    def receive(self) -> None:
+        """Read a message."""
+        try:
+            number, payload = self._source.get()
+        except Exception as error:  # noqa: BLE001 - it cannot be unpickled: raised by `get`
+            self._ready.put(error)
+            return
+        if self._resuming:
+            self._forget()
+            self._resuming -= isinstance(number, Resumed)
+            if not isinstance(_batch_in(payload), Arrival):
+                self._ready.put((number, payload))
+        else:
+            self._held[number] = payload
+
+    def send(self) -> None:
+        """Send the batches whose turn it is, and pass on what else is between them."""
+        if self._resuming:
+            self._forget()
+        while self._held:
+            number = min(self._held) if self._in_order else next(iter(self._held))
+            if (number if self._in_order else self._sent) > self._last:
+                return
+            self._ready.put((number, self._on_its_way(self._held.pop(number))))
+
+    def _on_its_way(self, payload: Any) -> Any:
+        arrival = _batch_in(payload)
+        if not isinstance(arrival, Arrival):
+            return payload
+        self._sent += 1
+        sent: Transfer | Failed
+        try:
+            sent = self._sender.send(arrival)
+            sent.cut()
+        except Exception as error:  # noqa: BLE001 - raised when its turn comes
+            sent = Failed(error)
+        return (sent, *payload[1:]) if isinstance(payload, tuple) else sent
+
+    def _forget(self) -> None:
+        self._held.clear()  # torch drops them all: their slots are free at once
+        self._sent = 0
 
 
 class IndexQueue:
@@ -116,11 +193,6 @@ class IndexQueue:
         if name == "_behind":  # not made yet: no recursion
             raise AttributeError(name)
         return getattr(self._behind, name)
-
-
-def is_batch(payload: Any) -> bool:
-    """Tell a batch, or an error in its place, from the news that a worker has no more."""
-    return isinstance(_batch_in(payload), Arrival | Unreadable | ExceptionWrapper)
 
 
 def _batch_in(payload: Any) -> Any:

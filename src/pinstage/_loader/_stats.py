@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from .._pool import PoolStats
+from .._staging import Transfer
 
 _NOTICEABLE = 0.1
 """Share of the time from which waiting is called a bottleneck."""
@@ -66,12 +68,24 @@ class LoaderStats:
 
 
 class Counters:
-    """The counters behind `LoaderStats`. Written by whoever iterates."""
+    """The counters behind `LoaderStats`."""
 
     def __init__(self) -> None:
         self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
         self.wait_seconds = self.slot_wait_seconds = self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def count(self, transfer: Transfer, *, fallback: bool, slot_wait_seconds: float = 0.0) -> None:
+        """Count a batch that was sent."""
+        with self._lock:
+            self.batches += 1
+            self.copies += transfer.copies
+            self.bytes += transfer.layout.nbytes
+            self.fallback_batches += fallback
+            self.passthrough_leaves += transfer.passthrough
+            self.slot_wait_seconds += slot_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
         """Return the counters as they are now."""
-        return LoaderStats(num_workers=num_workers, pool=pool, **vars(self))
+        counted = {name: value for name, value in vars(self).items() if name != "_lock"}
+        return LoaderStats(num_workers=num_workers, pool=pool, **counted)

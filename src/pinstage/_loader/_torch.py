@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import dataloader
 from torch.utils.data._utils import collate as torch_collate
 
-from ._queues import IndexQueue, PeekedQueue, is_batch
+from ._queues import IndexQueue, SendingQueue
+from ._sending import Sender
 
 WorkersIterator: Any = dataloader._MultiProcessingDataLoaderIter
 MAP = dataloader._DatasetKind.Map
@@ -74,12 +75,10 @@ def what_ends_workers(batches: Any) -> list[Any]:
 
 def begin_again(batches: Any, loader: Any, first_iter: bool) -> None:
     """Begin another pass with the same workers."""
-    peeked: PeekedQueue = batches._data_queue
-    peeked.drops = True
-    try:
-        batches._reset(loader, first_iter)
-    finally:
-        peeked.drops = False
+    sending: SendingQueue = batches._data_queue
+    sending.drop_until_resumed(len(batches._workers))
+    batches._reset(loader, first_iter)
+    sending.begin()
 
 
 def next_batch(batches: Any) -> Any:
@@ -95,19 +94,11 @@ def next_batch(batches: Any) -> Any:
     return batch
 
 
-def take_queues(batches: Any) -> None:
-    """Put `PeekedQueue` and `IndexQueue` in the place of the queues of torch's iterator, which has workers."""
-    batches._data_queue = PeekedQueue(batches._data_queue)
+def take_queues(batches: Any, sender: Sender, depth: int, wake: Callable[[], None]) -> SendingQueue:
+    """Put `SendingQueue` and `IndexQueue` in the place of the queues of torch's iterator, which has workers."""
+    batches._data_queue = sending = SendingQueue(batches._data_queue, batches, sender, depth, wake)
     batches._index_queues = [
         IndexQueue(behind) if type(behind) is multiprocessing.queues.Queue else behind
         for behind in batches._index_queues
     ]
-
-
-def next_is_here(batches: Any) -> bool:
-    """Return whether ``next(batches)`` would return without waiting for a worker."""
-    number = batches._rcvd_idx
-    early = batches._task_info.get(number)  # (worker,) or, if it came before its turn, (worker, batch)
-    if early is not None and len(early) == 2:
-        return is_batch(early[1])
-    return bool(batches._data_queue.holds_batch(number if batches._in_order else None))
+    return sending

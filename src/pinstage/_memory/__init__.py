@@ -11,6 +11,7 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
+from ._cuda import disregard_captures
 from ._default import default_memory
 from ._host_alloc import HostAllocMemory
 from ._limits import auto_max_bytes, cap_bytes
@@ -31,6 +32,7 @@ __all__ = [
     "auto_max_bytes",
     "cap_bytes",
     "default_memory",
+    "disregard_captures",
     "format_bytes",
     "parse_bytes",
 ]

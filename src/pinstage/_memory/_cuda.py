@@ -125,6 +125,18 @@ def is_usable() -> bool:
     return reason is None
 
 
+def disregard_captures() -> None:
+    """Let this thread do what CUDA forbids to all threads while one of them captures a graph, unless they say this.
+
+    Asking an event is such a thing, and an allocation; either would fail, and spoil the capture. That is meant for a
+    thread that does not know of another's work (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
+    """
+    if why_unusable() is None:
+        assert _bindings is not None
+        driver = _bindings.driver
+        _call(driver, "cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
 def require(kind: str) -> None:
     """Raise a ``RuntimeError`` that says what to use instead, unless memory can be page-locked here."""
     reason = why_unusable()

@@ -296,8 +296,7 @@ class RingTransfer(Transfer):
                 for position, tensor in zip(self._table.columns.passthrough, self._moved, strict=True):
                     leaves.insert(position, tensor)
             if not self._unpacked:
-                with step("unflatten"):
-                    self._batch = put_together(self._layout, leaves)
+                self._batch = put_together(self._layout, leaves)
                 self._unpacked = True
             return self._batch
 

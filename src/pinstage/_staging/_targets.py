@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from .._errors import StagingError
+from .._memory import disregard_captures
 from .._pool import Event
 from ._streams import DeviceEvent, EventCache, ids_of, on_device, on_stream
 
@@ -22,6 +23,10 @@ class Target(Protocol):
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
+        ...
+
+    def in_background(self) -> AbstractContextManager[Any]:
+        """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
         ...
 
     def copying(self) -> AbstractContextManager[Any]:
@@ -84,6 +89,11 @@ class CudaTarget:
         """See `Target`."""
         return on_device(self.device.index)
 
+    def in_background(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        disregard_captures()
+        return self.selected()
+
     def copying(self) -> AbstractContextManager[Any]:
         """See `Target`."""
         return on_stream(self.stream)
@@ -136,6 +146,10 @@ class CpuTarget:
     all_copies: Event | None = None
 
     def selected(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        return nullcontext()
+
+    def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
         return nullcontext()
 

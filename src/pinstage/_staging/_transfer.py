@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout import Layout, unpack_checked
+from .._layout import Layout, cut, put_together
 from .._pool import Event
 from .._steps import step
 from ._targets import Target
@@ -22,7 +22,18 @@ class Transfer:
     threads at the same time.
     """
 
-    __slots__ = ("_batch", "_copies", "_event", "_layout", "_moved", "_moved_event", "_slab", "_target", "_unpacked")
+    __slots__ = (
+        "_batch",
+        "_copies",
+        "_event",
+        "_layout",
+        "_moved",
+        "_moved_event",
+        "_slab",
+        "_target",
+        "_unpacked",
+        "_views",
+    )
 
     def __init__(
         self,
@@ -42,6 +53,7 @@ class Transfer:
         self._moved = moved
         self._moved_event = moved_event
         self._unpacked = False
+        self._views: list[torch.Tensor] = []
         self._batch: Any = None
 
     @property
@@ -95,11 +107,18 @@ class Transfer:
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
             if not self._unpacked:
-                if slab is None:  # nothing was packed but perhaps empty tensors
-                    slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
-                self._batch = unpack_checked(self._layout, slab, self._moved)
+                self.cut()
+                self._batch, self._views = put_together(self._layout, self._views), []
                 self._unpacked = True
             return self._batch
+
+    def cut(self) -> None:
+        """Make the views that `get` puts together, if they are not made yet. Does not block."""
+        if not self._views:
+            slab = self._slab
+            if slab is None:  # nothing was packed but perhaps empty tensors
+                slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
+            self._views = cut(self._layout, slab, self._moved)
 
     def release(self) -> None:
         """Say that the batch is done with: nothing more will be asked of the device with it.

@@ -1,0 +1,48 @@
+"""Batches that arrived, sent to the device."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from .._staging import Target, Transfer, send_packed
+from ._arrivals import Arrival
+from ._stats import Counters
+
+
+class Sender:
+    """Starts the copies of batches that arrived, and gives their slots back behind these. Any thread may.
+
+    Args:
+        target: where to.
+        counters: of the loader.
+    """
+
+    def __init__(self, target: Target, counters: Counters) -> None:
+        self._target = target
+        self._counters = counters
+
+    def send(self, arrival: Arrival) -> Transfer:
+        """Send a batch. Does not block."""
+        slot, arrival.slot = arrival.slot, None
+        if slot is not None:
+            event = None
+            try:
+                transfer = self._send_from(slot, arrival)
+                event = transfer.copy_event
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
+                event = self._target.record_copies()
+                raise
+            finally:
+                arrival.keeper.sent(slot, event)
+        else:
+            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
+            transfer = send_packed(self._target, arrival.layout, host, arrival.others)
+        self._counters.count(transfer, fallback=arrival.raw is not None, slot_wait_seconds=arrival.waited)
+        return transfer
+
+    def _send_from(self, slot: int, arrival: Arrival) -> Transfer:
+        host = arrival.keeper.arrived(slot, arrival.layout.nbytes)
+        return send_packed(self._target, arrival.layout, host, arrival.others)
