@@ -6,6 +6,7 @@ import multiprocessing
 import select
 import textwrap
 import threading
+from collections import deque
 
 import loader_data as data
 import pytest
@@ -131,13 +132,26 @@ def is_waiting(behind):
     return bool(behind._notempty._waiters)
 
 
+class SentAtOnce(IndexQueue):
+    """One whose messages wait for no thread."""
+
+    def __init__(self, behind):
+        super().__init__(behind, deque())
+
+    def put(self, message):
+        super().put(message)
+        while self._outbox:
+            queue, *contents = self._outbox.popleft()
+            queue.send(*contents)
+
+
 @pytest.fixture
 def index_queue(behind):
-    """One whose thread runs, as a loader's does from the first index on."""
+    """One behind which a thread runs, as it does in a loader from the first index on."""
     behind.put("first")
     assert behind.get(timeout=5) == "first"
     wait_until(lambda: is_waiting(behind))
-    return IndexQueue(behind)
+    return SentAtOnce(behind)
 
 
 @pytest.mark.parametrize("name", ["_writer", "_notempty", "_buffer", "_sem", "_closed"])
@@ -151,10 +165,20 @@ def test_loaders_put_indexes_into_such_a_queue():
     assert len(list(iterator)) == 4
 
 
-def test_a_small_message_is_written_by_the_thread_that_puts_it(behind, index_queue):
+def test_a_small_message_is_written_by_the_thread_that_sends_it(behind, index_queue):
     index_queue.put((7, [1, 2]))
     assert behind._reader.poll(0)
     assert behind.get(timeout=5) == (7, [1, 2])
+
+
+def test_a_message_is_kept_for_the_thread_that_sends_it_but_for_the_last(behind):
+    outbox = deque()
+    index_queue = IndexQueue(behind, outbox)
+    index_queue.put((7, [1, 2]))
+    index_queue.put(None)
+    assert behind.get(timeout=5) is None
+    [(of, message, _)] = outbox
+    assert (of, message) == (index_queue, (7, [1, 2]))
 
 
 class SlowToPickle:
@@ -189,7 +213,7 @@ def test_a_full_pipe_blocks_nobody(behind, index_queue):
 @settings(max_examples=30, deadline=None)
 def test_messages_keep_their_order(steps):
     behind = multiprocessing.Queue()
-    index_queue = IndexQueue(behind)
+    index_queue = SentAtOnce(behind)
     sent, received = 0, []
     for nbytes, reads in steps:
         index_queue.put((sent, bytes(nbytes)))
@@ -216,6 +240,15 @@ def test_a_closed_queue_says_so(index_queue):
     index_queue.close()
     with pytest.raises(ValueError, match="closed"):
         index_queue.put(1)
+
+
+def test_a_message_to_a_queue_that_was_closed_meanwhile_is_dropped(behind):
+    outbox = deque()
+    index_queue = IndexQueue(behind, outbox)
+    index_queue.put(1)
+    [(_, *contents)] = outbox
+    index_queue.close()
+    index_queue.send(*contents)
 
 
 def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():

@@ -157,15 +157,16 @@ class WorkersIterator(LoaderIterator):
             self._close()
 
     def _next_batch(self) -> Any:
-        transfer = self._fetch()
-        if isinstance(transfer, Failed):
-            transfer.reraise()
-        if isinstance(transfer, Arrival):  # torchdata's iterator read it while it was made
-            transfer = self._sender.send(transfer)
-        assert isinstance(transfer, Transfer)
-        batch = transfer.get()
-        self._sending.advance()  # last: the thread that sends wants the interpreter lock, too
-        return batch
+        try:
+            transfer = self._fetch()
+            if isinstance(transfer, Failed):
+                transfer.reraise()
+            if isinstance(transfer, Arrival):  # torchdata's iterator read it while it was made
+                transfer = self._sender.send(transfer)
+            assert isinstance(transfer, Transfer)
+            return transfer.get()
+        finally:
+            self._sending.advance()  # last: the thread that it wakes wants the interpreter lock, too
 
     def _fetch(self) -> Any:
         if self.closed:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import queue
 import select
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -21,6 +23,10 @@ from ._sending import Sender
 
 _AT_ONCE = select.PIPE_BUF - 4
 """Bytes that a pipe takes as a whole, or not at all; without the length that `multiprocessing` puts before them."""
+
+
+Outbox = deque[tuple["IndexQueue", Any, bytes]]
+"""Messages to workers, each with how it is encoded."""
 
 
 class SendingQueue:
@@ -46,6 +52,8 @@ class SendingQueue:
         self._sender = sender
         self._depth = depth
         self._wake = wake
+        self.outbox: Outbox = deque()
+        """Messages to workers, which the keeper's thread sends, too."""
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # The loop's thread writes `_last`, then looks at `_held`; the other one writes `_held`, then looks at `_last`:
         # so one of them notices that a batch may be sent.
@@ -56,7 +64,7 @@ class SendingQueue:
     # -- the loop's thread
 
     def advance(self) -> None:
-        """Take note that the loop has a batch: while it is busy with that, the next ones may be sent."""
+        """Take note that the loop has a batch: while it is busy with that, the thread has its turn."""
         self._allow(self._wanted() - 1 + self._depth)
 
     def get(self, timeout: float) -> Any:
@@ -82,6 +90,8 @@ class SendingQueue:
         """Take note that the loop has no batch yet."""
         self._taken = 0
         self._last = self._depth - 1
+        if self.outbox:
+            self._wake()
 
     def _wanted(self) -> int:
         """Return what torch wants next: a number, or without order how many there were before."""
@@ -89,11 +99,10 @@ class SendingQueue:
         return self._taken if batches is None else int(batches._rcvd_idx)
 
     def _allow(self, last: int) -> None:
-        before = self._last
-        if last <= before:
-            return
-        self._last = last
-        if any(number in self._held for number in range(before + 1, last + 1)) if self._in_order else self._held:
+        before, self._last = self._last, max(self._last, last)
+        if self.outbox or (
+            any(number in self._held for number in range(before + 1, last + 1)) if self._in_order else self._held
+        ):
             self._wake()
 
     # -- the keeper's thread
@@ -118,7 +127,10 @@ class SendingQueue:
             self._held[number] = payload
 
     def send(self) -> None:
-        """Send the batches whose turn it is, and pass on what else is between them."""
+        """Send what there is for workers, then the batches whose turn it is; pass on what else is between them."""
+        while self.outbox:
+            index_queue, message, encoded = self.outbox.popleft()
+            index_queue.send(message, encoded)
         if self._resuming:
             self._forget()
         while self._held:
@@ -146,27 +158,42 @@ class SendingQueue:
 
 
 class IndexQueue:
-    """A queue to a worker of torch's iterator that small messages are written to at once.
+    """A queue to a worker of torch's iterator whose messages the keeper's thread writes.
 
-    `multiprocessing.Queue` leaves that to a thread: waking it, and the interpreter lock that it takes, were a tenth or
-    more of the main thread's time for a batch of ten leaves. Messages keep their order: one is written here only while
-    the thread has nothing to write, and waits. Other attributes are the queue's.
+    `multiprocessing.Queue` has a thread of its own for that: waking it, and the interpreter lock that it takes, were a
+    tenth or more of the main thread's time for a batch of ten leaves; waking the worker is as much. Messages keep their
+    order, but for the one that ends a worker. Other attributes are the queue's.
 
     Args:
         behind: a `multiprocessing.Queue`.
+        outbox: where messages wait for that thread, which somebody else wakes.
     """
 
-    def __init__(self, behind: Any) -> None:
+    def __init__(self, behind: Any, outbox: Outbox) -> None:
         self._behind = behind
+        self._outbox = outbox
         self._poll = select.poll()
         self._poll.register(behind._writer, select.POLLOUT)
         self._encoded = io.BytesIO()
         self._pickler = ForkingPickler(self._encoded)  # made once: it copies a table of what it knows to pickle
 
     def put(self, message: Any) -> None:
-        """Send a message. Does not block."""
-        if not self._write(self._encode(message)):
+        """Take a message. Does not block.
+
+        Raises:
+            Exception: it cannot be pickled.
+            ValueError: the queue is closed.
+        """
+        if message is None or self._behind._closed:  # the worker ends, and reads nothing else
             self._behind.put(message)
+        else:
+            self._outbox.append((self, message, self._encode(message)))
+
+    def send(self, message: Any, encoded: bytes) -> None:
+        """Send a message: at once if it is small, and does not have to wait."""
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile: the worker ended
+            if not self._write(encoded):
+                self._behind.put(message)
 
     def _encode(self, message: Any) -> bytes:
         self._encoded.seek(0)

@@ -98,7 +98,7 @@ def take_queues(batches: Any, sender: Sender, depth: int, wake: Callable[[], Non
     """Put `SendingQueue` and `IndexQueue` in the place of the queues of torch's iterator, which has workers."""
     batches._data_queue = sending = SendingQueue(batches._data_queue, batches, sender, depth, wake)
     batches._index_queues = [
-        IndexQueue(behind) if type(behind) is multiprocessing.queues.Queue else behind
+        IndexQueue(behind, sending.outbox) if type(behind) is multiprocessing.queues.Queue else behind
         for behind in batches._index_queues
     ]
     return sending

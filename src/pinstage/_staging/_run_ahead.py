@@ -27,7 +27,7 @@ class RunAhead:
         self._used.append(self._target.record_current())
         if len(self._used) > RUN_AHEAD:
             event = self._used.popleft()
-            if event is not None:
+            if event is not None and not event.query():  # asking lets go of no interpreter lock
                 event.synchronize()
 
     def forget(self) -> None:
