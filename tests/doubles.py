@@ -184,6 +184,9 @@ def record_work(monkeypatch):
     made, waited = [], []
 
     class Work:
+        def query(self):
+            return False
+
         def synchronize(self):
             waited.append(self)
 

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import gc
 import itertools
+import multiprocessing.queues
 import os
 import random
 import resource
@@ -174,6 +176,15 @@ def fails_at_seven(index):
 
 def dies_at_seven(index):
     if index == 7 and get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.full((1000,), index)
+
+
+def dies_in_the_middle_of_a_message(index):
+    if index == 7 and get_worker_info() is not None:
+        for queue in [found for found in gc.get_objects() if type(found) is multiprocessing.queues.Queue]:
+            if not queue._writer.closed:
+                os.write(queue._writer.fileno(), b"\0\0\1\0 these are not the 256 bytes that were promised")
         os.kill(os.getpid(), signal.SIGKILL)
     return torch.full((1000,), index)
 

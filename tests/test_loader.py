@@ -146,6 +146,25 @@ def test_without_workers_the_loop_and_the_dataset_share_the_random_numbers():
     assert same(run(ps.DataLoader(dataset, 2, device="cpu")), run(torch.utils.data.DataLoader(dataset, 2)))
 
 
+class Drawing(torch.utils.data.Sampler):
+    """Draws each index when it is asked for it, from the generator that the loop uses, too."""
+
+    def __iter__(self):
+        for _ in range(24):
+            yield int(torch.randint(24, ()))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_sampler_is_read_when_torch_reads_it(workers, depth):
+    def run(loader):
+        torch.manual_seed(1)
+        return [(batch, torch.rand(1)) for batch in loader]
+
+    kwargs = {"batch_size": 2, "sampler": Drawing(), "num_workers": workers}
+    loader = ps.DataLoader(data.Mapped(data.scalar), depth=depth, device="cpu", **kwargs)
+    assert same(run(loader), run(torch.utils.data.DataLoader(data.Mapped(data.scalar), **kwargs)))
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}])
 def test_an_iterable_dataset_is_read_as_torch_reads_it(options, workers):
     agree(data.Streamed(data.mixed), num_workers=workers, **options)

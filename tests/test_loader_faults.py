@@ -25,6 +25,7 @@ from doubles import PATIENCE_SECONDS, Background, ManualEvent, record_work, wait
 
 import pinstage as ps
 from pinstage._loader._arrivals import Arrival
+from pinstage._loader._keeper import LEAKED
 from pinstage._staging._run_ahead import RUN_AHEAD
 
 pytestmark = [
@@ -322,6 +323,58 @@ def test_a_worker_that_is_killed_loses_nothing(persistent):
         assert_all_back(loader)
     loader.dataset.sample = data.large
     assert numbers(loader) == list(range(40))
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_ends_the_pass():
+    """The thread that reads it would wait for the rest for ever, and keep the slabs."""
+    loader = make(data.dies_in_the_middle_of_a_message, 40, num_workers=1)
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="worker"):
+            list(loader)
+        gc.collect()
+        assert time.monotonic() - began < PATIENCE_SECONDS / 2
+        assert_all_back(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+
+
+def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
+    def no_answer(keeper):
+        raise OSError("the device is gone")
+
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    monkeypatch.setattr("pinstage._loader._keeper.SlotKeeper._sweep", no_answer)
+    with pytest.raises(OSError, match="the device is gone"):
+        list(iterator)
+    with pytest.raises(OSError, match="the device is gone"):
+        next(iterator)
+    monkeypatch.undo()
+    iterator._close()
+    for _, slots in LEAKED:  # the thread could not know that no worker writes any more
+        for slot in slots.values():
+            slot.forget()
+            slot.lease.release()
+    LEAKED.clear()
+
+
+def test_no_thread_is_left_when_the_interpreter_ends():
+    """One that comes back from torch after that aborts the process."""
+    program = """
+        import atexit, threading
+        atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+        import torch, pinstage as ps
+        loader = ps.DataLoader(torch.arange(1000), 2, num_workers=2, device="cpu", depth=100)
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1]
+        assert "pinstage-loader" in [thread.name for thread in threading.enumerate()]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pinstage-loader" not in result.stdout
+    assert "MainThread" in result.stdout
 
 
 def test_persistent_workers_that_end_by_themselves_are_replaced():

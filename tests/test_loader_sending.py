@@ -24,9 +24,6 @@ class Sent(Transfer):
     def __init__(self, arrival):
         self.number = arrival.layout
 
-    def cut(self):
-        """Nothing to do."""
-
 
 class Keeper:
     """Notes which batches were dropped unsent."""
@@ -141,7 +138,7 @@ def test_the_end_of_a_worker_does_not_come_before_its_last_batch(in_order):
 def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     workers = data.draw(st.integers(1, 4))
     counts = [data.draw(st.integers(0, 5)) for _ in range(workers)]
-    # Task by task, worker by worker, as torch gives them out; each worker answers in order, and says when it has no more.
+    # As torch gives tasks out; each worker answers in order, and says when it has no more.
     tasks = [deque((turn * workers + worker) for turn in range(count + 1)) for worker, count in enumerate(counts)]
     last = [numbers[-1] for numbers in tasks]
     loop, found, early, done = Loop(depth, in_order=in_order), [], set(), set()
@@ -197,6 +194,22 @@ def test_what_cannot_be_sent_is_an_error_in_its_place(stateful):
         failed.reraise()
     loop.batches._rcvd_idx = 1
     assert loop.ready() == [1]
+
+
+def test_without_order_a_batch_that_cannot_be_sent_takes_no_other_ones_place():
+    loop = Loop(0, in_order=False)
+    loop.arrive(loop.batch(0, "cannot be sent"), loop.batch(1))
+    assert loop.ready() == [0, 1]
+
+
+def test_when_the_thread_fails_every_further_batch_is_that_error():
+    loop = Loop(1)
+    loop.arrive(loop.batch(0))
+    loop.queue.fail(OSError("out of order"))
+    assert loop.queue.get(timeout=0)[0] == 0
+    for _ in range(2):
+        with pytest.raises(OSError, match="out of order"):
+            loop.queue.get(timeout=0)
 
 
 def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_sent():

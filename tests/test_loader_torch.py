@@ -109,6 +109,7 @@ def test_the_queue_behind_has_a_file_that_can_be_waited_for():
     source = multiprocessing.Queue()
     where = "multiprocessing keeps the pipe elsewhere: adapt SendingQueue in pinstage/_loader/_queues.py"
     assert hasattr(source, "_reader"), where
+    assert hasattr(source, "_writer"), where
     poll = select.poll()
     poll.register(source._reader, select.POLLIN)
     assert not poll.poll(0)

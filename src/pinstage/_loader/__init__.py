@@ -2,10 +2,10 @@
 
 ::
 
-    worker                                        main process
+    worker                                        main process, a thread of its own
     collate, into a slot of shared memory
        |   slot number, layout number, the rest
-       +------------- worker queue -------------> one copy, on a stream of ours -> views of the device slab
+       +------------- worker queue -------------> one copy, on a stream of ours -> views of the device slab -> the loop
        ^                                              |
        +---- the slot is free, by a socket -----------+ when the copy's event is done
 

@@ -65,7 +65,7 @@ class Arrival:
 
 
 class Failed:
-    """What comes in the place of a batch that could not be unpickled or sent: an error in the queue ends torch's loop."""
+    """In place of a batch that could not be unpickled, or sent: an error in the queue would end torch's loop."""
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error

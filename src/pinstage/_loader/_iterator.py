@@ -48,7 +48,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         """Return the next batch, safe to use on the current stream.
 
-        Blocks until it is there. Waits for the device only where that has the work of more than three batches before it.
+        Blocks until it is there. Waits for the device only where that has more to do than the work of three batches.
         """
         began = time.perf_counter()
         try:

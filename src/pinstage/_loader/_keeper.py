@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -46,6 +47,14 @@ class Incoming(Protocol):
         """Send on what may be sent by now. Called whenever the thread was woken."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Take note that the thread ends, by an error."""
+        ...
+
+    def close(self) -> None:
+        """Let nothing wait for what will not come."""
+        ...
+
 
 class Slot:
     """A slab that one worker may write."""
@@ -78,8 +87,9 @@ class SlotKeeper:
     """Leases slots to the workers of one iterator, and takes them back.
 
     A thread answers the workers' requests, since the main one may be waiting for just the worker that asks, and sends
-    their batches, since the main one may be busy. It is the only one that leases and releases. It starts after the workers, so that they are forked from a process without it,
-    except where a loader needs answers before its iterator is there.
+    their batches, since the main one may be busy. It is the only one that leases and releases. It starts after the
+    workers, so that they are forked from a process without it, except where a loader needs answers before its iterator
+    is there.
 
     Args:
         pool: over shared memory.
@@ -198,10 +208,12 @@ class SlotKeeper:
         """
         self._leak = leak
         self._finished = True
-        thread = self._thread
+        thread, incoming = self._thread, self._incoming
         if thread is None:
             self._end()
         else:
+            if incoming is not None:
+                incoming.close()
             self.wake()
             if thread is not threading.current_thread():
                 thread.join(5.0)  # for ever only if a finaliser runs inside the pool, in this very thread
@@ -212,9 +224,12 @@ class SlotKeeper:
         try:
             with self._target.in_background():
                 self._answer_workers()
-        except BaseException:
+        except BaseException as error:
             self._leak = True  # workers may still write
-            raise
+            self._tell_workers()
+            if self._incoming is None:
+                raise
+            self._incoming.fail(error)
         finally:
             self._end()
 
@@ -239,13 +254,17 @@ class SlotKeeper:
                 self._told = True
                 if incoming is not None:
                     poll.unregister(source)
-                for worker in self._open.values():
-                    self._send(self._channels[worker], _encoded("closed"))
+                self._tell_workers()
             if incoming is not None and not self._closing:
                 incoming.send()
             if self._copying or self._dropped:
                 with self._lock:
                     self._sweep()
+
+    def _tell_workers(self) -> None:
+        """Tell those that wait for slots to stop: what ends by a channel's end is kept open by workers forked later."""
+        for worker in self._open.values():
+            self._send(self._channels[worker], _encoded("closed"))
 
     def _receive(self, worker: int) -> bool:
         """Answer a worker. Says whether more may come."""
@@ -374,3 +393,11 @@ def _encoded(*message: Any) -> bytes:
 
 LEAKED: list[Any] = []
 """Slots that a worker may still write which could not be ended. They stay leased until the process ends."""
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads before the interpreter: one that comes back from CUDA or torch later would abort the process."""
+    for keeper in list(KEEPERS.values()):
+        if keeper.pid == os.getpid():
+            keeper.finish(leak=True)  # the workers are still there

@@ -147,8 +147,8 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached; a batch for which there can be no slab travels through the worker queue, more slowly.
-        depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. The sampler is
-            read as much earlier. Without workers there are none ahead.
+        depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. Without workers
+            there are none ahead.
         **kwargs: as torch's.
 
     Raises:

@@ -59,6 +59,7 @@ class SendingQueue:
         # so one of them notices that a batch may be sent.
         self._held: dict[Any, Any] = {}
         self._sent = self._resuming = 0
+        self._end: BaseException | None = None
         self.begin()
 
     # -- the loop's thread
@@ -72,10 +73,13 @@ class SendingQueue:
 
         Raises:
             queue.Empty: none came in `timeout` seconds.
+            BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
         item = self._ready.get(timeout=timeout)
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
+            if item is self._end:
+                self._ready.put(item)  # nothing else will ever come
             raise item
         self._taken += isinstance(_batch_in(item[1]), Transfer)
         return item
@@ -92,6 +96,10 @@ class SendingQueue:
         self._last = self._depth - 1
         if self.outbox:
             self._wake()
+
+    def close(self) -> None:
+        """Put an end to a message that a killed worker began; the others have ended."""
+        self._source._writer.close()
 
     def _wanted(self) -> int:
         """Return what torch wants next: a number, or without order how many there were before."""
@@ -115,7 +123,7 @@ class SendingQueue:
         """Read a message."""
         try:
             number, payload = self._source.get()
-        except Exception as error:  # noqa: BLE001 - it cannot be unpickled: raised by `get`
+        except BaseException as error:  # noqa: BLE001 - it cannot be unpickled: raised by `get`
             self._ready.put(error)
             return
         if self._resuming:
@@ -139,15 +147,19 @@ class SendingQueue:
                 return
             self._ready.put((number, self._on_its_way(self._held.pop(number))))
 
+    def fail(self, error: BaseException) -> None:
+        """Take note that the thread ends, by an error."""
+        self._end = error
+        self._ready.put(error)
+
     def _on_its_way(self, payload: Any) -> Any:
         arrival = _batch_in(payload)
         if not isinstance(arrival, Arrival):
             return payload
-        self._sent += 1
         sent: Transfer | Failed
         try:
             sent = self._sender.send(arrival)
-            sent.cut()
+            self._sent += 1
         except Exception as error:  # noqa: BLE001 - raised when its turn comes
             sent = Failed(error)
         return (sent, *payload[1:]) if isinstance(payload, tuple) else sent

@@ -107,13 +107,13 @@ class Transfer:
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
             if not self._unpacked:
-                self.cut()
+                self._cut()
                 self._batch, self._views = put_together(self._layout, self._views), []
                 self._unpacked = True
             return self._batch
 
-    def cut(self) -> None:
-        """Make the views that `get` puts together, if they are not made yet. Does not block."""
+    def _cut(self) -> None:
+        """Make the views that `get` puts together, if they are not there yet."""
         if not self._views:
             slab = self._slab
             if slab is None:  # nothing was packed but perhaps empty tensors
@@ -168,7 +168,7 @@ def move_others(target: Target, tensors: list[torch.Tensor]) -> tuple[list[torch
 
 
 def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, others: list[torch.Tensor]) -> Transfer:
-    """Start the one copy of a batch that lies packed in host memory already.
+    """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
     Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
 
@@ -189,4 +189,6 @@ def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, other
                 event = target.record_copies()
         copies = 1
     moved, moved_event = move_others(target, others)
-    return Transfer(target, layout, slab, event, copies, moved, moved_event)
+    transfer = Transfer(target, layout, slab, event, copies, moved, moved_event)
+    transfer._cut()
+    return transfer
