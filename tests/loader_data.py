@@ -189,6 +189,11 @@ def dies_in_the_middle_of_a_message(index):
     return torch.full((1000,), index)
 
 
+def collects_garbage(index):
+    gc.collect()
+    return torch.full((100, 1), index)
+
+
 def exits_at_seven(index):
     if index == 7 and get_worker_info() is not None:
         os._exit(0)

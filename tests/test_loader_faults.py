@@ -360,6 +360,33 @@ def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
     LEAKED.clear()
 
 
+class Garbage:
+    """An object that only a garbage collector ends, which it notes in a file."""
+
+    def __init__(self, path):
+        self.path, self.me = path, self
+
+    def __del__(self):
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
+    """A CUDA tensor among it would abort them."""
+    ended, frozen = tmp_path / "ended", gc.get_freeze_count()
+    gc.disable()
+    try:
+        Garbage(ended)
+        loader = make(data.collects_garbage, multiprocessing_context="fork")
+        assert numbers(loader) == list(range(40))
+    finally:
+        gc.enable()
+    assert not ended.exists()
+    assert gc.get_freeze_count() == frozen
+    gc.collect()
+    assert ended.read_text() == f"{os.getpid()}\n"
+
+
 def test_no_thread_is_left_when_the_interpreter_ends():
     """One that comes back from torch after that aborts the process."""
     program = """

@@ -276,3 +276,18 @@ def test_a_graph_can_be_captured_while_batches_are_sent(cuda_device):
     assert numbers([*found, *iterator]) == list(range(40))
     graph.replay()
     assert values.tolist() == [1, 1, 1, 1]
+
+
+def test_workers_leave_the_main_processs_garbage_alone(cuda_device):
+    """A tensor in it that another stream has used would abort them, as it does torch's."""
+    gc.disable()
+    try:
+        tensor = torch.zeros(MIB, device=cuda_device)
+        tensor.record_stream(torch.cuda.Stream(cuda_device))
+        cycle = [tensor]
+        cycle.append(cycle)
+        del tensor, cycle
+        loader = make(cuda_device, data.collects_garbage, multiprocessing_context="fork")
+        assert numbers(loader) == list(range(40))
+    finally:
+        gc.enable()

@@ -17,7 +17,7 @@ from ._iterator import InlineIterator, WorkersIterator, shut_down
 from ._keeper import SlotKeeper
 from ._slabs import Slabs
 from ._stats import Counters, LoaderStats
-from ._worker import Terms
+from ._worker import Terms, starting_workers
 
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
@@ -128,7 +128,8 @@ class IntoSlabs:
         kept = loader.collate_fn, loader.pin_memory
         loader.collate_fn, loader.pin_memory = collate, False
         try:
-            return self._before._get_iterator(self)
+            with starting_workers():
+                return self._before._get_iterator(self)
         finally:
             loader.collate_fn, loader.pin_memory = kept
 

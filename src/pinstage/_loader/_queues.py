@@ -196,16 +196,24 @@ class IndexQueue:
             Exception: it cannot be pickled.
             ValueError: the queue is closed.
         """
-        if message is None or self._behind._closed:  # the worker ends, and reads nothing else
-            self._behind.put(message)
+        if self._behind._closed:
+            self._behind.put(message)  # says so
+        encoded = self._encode(message)
+        if message is None:  # the worker ends, and reads nothing else
+            self.send(message, encoded)
         else:
-            self._outbox.append((self, message, self._encode(message)))
+            self._outbox.append((self, message, encoded))
 
     def send(self, message: Any, encoded: bytes) -> None:
         """Send a message: at once if it is small, and does not have to wait."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile: the worker ended
             if not self._write(encoded):
                 self._behind.put(message)
+
+    def close(self) -> None:
+        """Close the queue, and drop what waits."""
+        self._outbox.clear()  # or it and those that wait in it would keep one another
+        self._behind.close()
 
     def _encode(self, message: Any) -> bytes:
         self._encoded.seek(0)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
+import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +25,35 @@ GROWTH = 1.25
 
 ASK_AGAIN_AFTER = 32
 """Batches after a refusal during which a worker makes do with what it has."""
+
+
+class _Starting(threading.local):
+    workers = False
+
+
+_starting = _Starting()
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Have workers that this thread forks meanwhile leave alone what the main process had.
+
+    Their garbage collector would free what the main one's has not yet. A CUDA tensor among it, that another stream had
+    used, aborts the worker (seen here, and in NVIDIA-NeMo/Automodel#2386 and rwth-i6/returnn#1494).
+    """
+    _starting.workers = True
+    try:
+        yield
+    finally:
+        _starting.workers = False
+
+
+def _freeze() -> None:
+    if _starting.workers:
+        gc.freeze()
+
+
+os.register_at_fork(after_in_child=_freeze)
 
 
 class Terms(NamedTuple):
