@@ -262,7 +262,7 @@ class SlotKeeper:
                     self._sweep()
 
     def _tell_workers(self) -> None:
-        """Tell those that wait for slots to stop. Closing their channels would not: workers forked later have them too."""
+        """Tell those that wait for slots to stop. Closing their channels would not: later workers have them too."""
         for worker in self._open.values():
             self._send(self._channels[worker], _encoded("closed"))
 
