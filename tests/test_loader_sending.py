@@ -35,16 +35,21 @@ class Keeper:
         self.free.append(slot)
 
 
+class Batches:
+    """Torch's iterator, as far as the queue knows it."""
+
+    def __init__(self, in_order):
+        self._rcvd_idx = 0
+        self._in_order = in_order
+
+
 class Loop:
     """A loop of torch's iterator, with both threads in this one."""
 
     def __init__(self, depth, *, in_order=True):
-        self.batches = SimpleNamespace(_rcvd_idx=0, _in_order=in_order)
+        self.batches = Batches(in_order)
         self.arrived, self.keeper, self.sent, self.woken = deque(), Keeper(), [], 0
-        owner = type("Owner", (), {})()  # can be referred to weakly
-        vars(owner).update(vars(self.batches))
-        self.batches = owner
-        self.queue = SendingQueue(SimpleNamespace(get=self.read), owner, self, depth, self.wake)
+        self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self, depth, self.wake)
 
     def send(self, arrival):
         arrival.slot = None
