@@ -382,7 +382,7 @@ def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
     finally:
         gc.enable()
     assert not ended.exists()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # of objects that somebody else froze some may go meanwhile
     gc.collect()
     assert ended.read_text() == f"{os.getpid()}\n"
 
