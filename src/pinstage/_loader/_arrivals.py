@@ -54,14 +54,9 @@ class Arrival:
         self.others = others
         self.waited = waited
 
-    def drop(self) -> None:
-        """Give the slot back: nobody wants the batch."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            self.keeper.dropped(slot)
-
     def __del__(self) -> None:
-        self.drop()
+        if self.slot is not None:
+            self.keeper.dropped(self.slot)
 
 
 class Failed:

@@ -115,7 +115,7 @@ class InlineIterator(LoaderIterator):
 
 
 class WorkersIterator(LoaderIterator):
-    """With workers: sends what they packed.
+    """With workers: yields what the keeper's thread sends of what they packed.
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.

@@ -39,7 +39,7 @@ def starting_workers() -> Iterator[None]:
     """Have workers that this thread forks meanwhile leave alone what the main process had.
 
     Their garbage collector would free what the main one's has not yet. A CUDA tensor among it, that another stream had
-    used, aborts the worker (seen here, and in NVIDIA-NeMo/Automodel#2386 and rwth-i6/returnn#1494).
+    used, aborts the worker (rwth-i6/returnn#1494).
     """
     _starting.workers = True
     try:
