@@ -202,6 +202,7 @@ def test_forgotten_leases_of_many_threads_all_come_back(make_pool, background):
     def forget_at_once():
         for future in [background(forget) for _ in range(8)]:
             outcome(future)
+        pool.stats()
 
     with pytest.warns(UnreleasedLeaseWarning):
         forget_at_once()

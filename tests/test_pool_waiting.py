@@ -170,9 +170,11 @@ def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 1000)
     waiters(full_pool, 1)
+    del lease
+    lease = outcome(waiter)
     with pytest.warns(UnreleasedLeaseWarning):
-        del lease
-    outcome(waiter).release()
+        lease.release()
+        full_pool.stats()
 
 
 @slow_polling

@@ -11,7 +11,7 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
-from ._cuda import disregard_captures
+from ._cuda import as_called_here, disregard_captures
 from ._default import default_memory
 from ._host_alloc import HostAllocMemory
 from ._limits import auto_max_bytes, cap_bytes
@@ -29,6 +29,7 @@ __all__ = [
     "RegisteredMemory",
     "SharedMapping",
     "SharedMemory",
+    "as_called_here",
     "auto_max_bytes",
     "cap_bytes",
     "default_memory",

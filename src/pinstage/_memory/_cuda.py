@@ -8,8 +8,8 @@ before, and release the interpreter lock in every call (cuda-bindings 12.9.1 rel
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +135,23 @@ def disregard_captures() -> None:
         assert _bindings is not None
         driver = _bindings.driver
         _call(driver, "cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
+def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes another thread page-lock and free as this one would.
+
+    There torch's current device is the one that is current here, and nothing spoils a capture.
+    """
+    if not torch.cuda.is_initialized():
+        return nullcontext
+    device = torch.cuda.current_device()
+
+    def surroundings() -> AbstractContextManager[Any]:
+        if _bindings is not None:
+            disregard_captures()
+        return torch.cuda.device(device)
+
+    return surroundings
 
 
 def require(kind: str) -> None:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
 
-from ._stats import Meter
-
-if TYPE_CHECKING:
-    from ._lease import Slab
+from ._slab import Slab
 
 
 class IdleSlabs:
     """Idle slabs by capacity, and by when they were used last. All methods are called under the pool's lock.
 
     Attributes:
-        meter: of free slabs: the idle ones, and those that are being freed right now.
-        bytes: of the idle ones alone.
+        bytes: of all of them.
     """
 
     def __init__(self) -> None:
-        self.meter = Meter()
         self.bytes = 0
         self._stacks: dict[int, deque[Slab]] = {}  # by capacity; most recently used at the right
         self._capacities: list[int] = []  # the keys of _stacks, sorted
@@ -40,41 +34,40 @@ class IdleSlabs:
                 slab = stack.pop()
                 del self._recency[slab]
                 self.bytes -= capacity
-                self.meter.leave(capacity)
                 return slab
         return None
 
     def put(self, slab: Slab) -> None:
-        """Take a slab in. Its capacity is known."""
-        slab.event = None
-        self._stacks[slab.capacity].append(slab)
+        """Take a slab in."""
+        stack = self._stacks.get(slab.capacity)
+        if stack is None:
+            stack = self._stacks[slab.capacity] = deque()
+            insort(self._capacities, slab.capacity)
+        stack.append(slab)
         self._recency[slab] = None
         self.bytes += slab.capacity
-        self.meter.enter(slab.capacity)
 
     def count(self, nbytes: int, bound: int) -> int:
         """Say how many there are of at least `nbytes` and at most `bound`."""
         first = bisect_left(self._capacities, nbytes)
         return sum(len(self._stacks[size]) for size in self._capacities[first:] if size <= bound)
 
-    def pick_victims(self, nbytes: int) -> list[Slab]:
-        """Take out so many bytes, or all, least recently used first. They count as free until `meter.leave`."""
-        victims = []
+    def take_oldest(self, nbytes: int) -> list[Slab]:
+        """Take out so many bytes, or all, least recently used first."""
+        taken = []
         while nbytes > 0 and self._recency:
             slab, _ = self._recency.popitem(last=False)
             self._stacks[slab.capacity].popleft()  # each class is in the same order as _recency
             self.bytes -= slab.capacity
             nbytes -= slab.capacity
-            victims.append(slab)
-        return victims
+            taken.append(slab)
+        return taken
 
-    def learn(self, capacity: int) -> None:
-        """Make a capacity known: the pool holds a slab of it."""
-        if capacity not in self._stacks:
-            self._stacks[capacity] = deque()
-            insort(self._capacities, capacity)
+    def slabs(self) -> list[Slab]:
+        """Return all of them, least recently used first."""
+        return list(self._recency)
 
-    def unlearn(self, capacity: int) -> None:
-        """Forget a capacity: the pool holds no slab of it any more."""
-        del self._stacks[capacity]
-        self._capacities.remove(capacity)
+    def forget(self, capacity: int) -> None:
+        """Forget a capacity of which the pool holds no slab any more."""
+        if self._stacks.pop(capacity, None) is not None:
+            self._capacities.remove(capacity)

@@ -1,9 +1,8 @@
 """The lease: the right to use one slab once, and the views through which it is used.
 
 A slab must not be handed out again while somebody can still read or write it through a view. All views of a lease
-(tensor, array, memoryview) share one *exporter*: an object without copies of its own that exposes the slab's bytes.
-Views keep the exporter alive, the exporter's end says that the last of them has died. Finalisers run at any point of
-any thread, so they take no lock: they leave the slab in a queue that the pool reads at its next step.
+(tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. Its end
+says that the last of them has died.
 """
 
 from __future__ import annotations
@@ -11,63 +10,37 @@ from __future__ import annotations
 import builtins
 import ctypes
 import math
-import sys
-import warnings
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 import torch
 
-from .._errors import LeaseError, UnreleasedLeaseWarning
+from .._errors import LeaseError
+from ._slab import Event, Inbox, Slab
 
 if TYPE_CHECKING:
-    from collections import deque
     from types import TracebackType
 
-    from .._memory import Block
-    from ._pool import SlabPool
 
+class Owner(Protocol):
+    """Whose slab it is; leases and views keep it alive."""
 
-class Event(Protocol):
-    """Work that will be done at some time: all that the pool needs to know of CUDA. `torch.cuda.Event` is one."""
+    inbox: Inbox
+    closed: bool
 
-    def query(self) -> bool:
-        """Say whether the work is done, without waiting."""
+    def check_process(self) -> None:
+        """Raise an error in a forked child."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until the work is done."""
+    def tidy_later(self) -> None:
+        """See that what comes back after the close is freed. One call of C."""
         ...
-
-
-class Slab:
-    """One contiguous host allocation of the pool."""
-
-    __slots__ = ("block", "capacity", "event", "ptr", "requested")
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-        self.ptr = block.ptr
-        self.capacity = block.nbytes
-        self.requested = 0
-        self.event: Event | None = None
-
-
-class _Exporter:
-    """Mixin of the ctypes arrays below: reports its own end."""
-
-    slab: Slab
-    returns: deque[Slab]
-
-    def __del__(self) -> None:
-        self.returns.append(self.slab)
 
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    array = ctypes.c_ubyte * capacity
-    return type("SlabBytes", (_Exporter, array), {})
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {})  # a class of Python's: with a __dict__ and weak references
 
 
 class Lease:
@@ -80,10 +53,10 @@ class Lease:
     not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_pool", "_slab")
+    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_owner", "_slab")
 
-    def __init__(self, pool: SlabPool, slab: Slab, nbytes: int) -> None:
-        self._pool = pool
+    def __init__(self, owner: Owner, slab: Slab, nbytes: int) -> None:
+        self._owner = owner
         self._slab: Slab | None = slab
         self._nbytes = nbytes
         self._capacity = slab.capacity
@@ -190,33 +163,47 @@ class Lease:
             LeaseError: the lease was released before.
             ForkedPoolError: called in a forked child.
         """
-        self._pool._release(self, after)
-
-    def _take_slab(self) -> Slab:
-        """Part from the slab; the pool's lock is held, so of two releases one fails."""
-        slab = self._held("release()")
-        self._slab = None
-        return slab
+        owner = self._owner
+        owner.check_process()
+        notices = owner.inbox.notices
+        # From here to the notice nothing is called but C, so neither another thread nor an interrupt comes between: of
+        # two releases at once one finds no slab, and none is half done.
+        slab, self._slab = self._slab, None
+        if slab is None:
+            self._refuse("release()")
+        notice = slab.holder
+        slab.event = after
+        slab.holder = None
+        self._exporter = None
+        notices.append(notice)
+        if owner.inbox.bells:
+            owner.inbox.ring()
+        if owner.closed:
+            owner.tidy_later()
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
         if slab is None:
-            raise LeaseError(
-                f"lease is already released: {what} on a lease of {self._nbytes} bytes; acquire a new one, and release "
-                "each lease once"
-            )
+            self._refuse(what)
         return slab
 
+    def _refuse(self, what: str) -> NoReturn:
+        raise LeaseError(
+            f"lease is already released: {what} on a lease of {self._nbytes} bytes; acquire a new one, and release "
+            "each lease once"
+        )
+
     def _export(self, what: str) -> Any:
-        self._pool._check_process()  # page-locked pages may be missing in a child: reading them would end it
+        owner = self._owner
+        owner.check_process()  # page-locked pages may be missing in a child: reading them would end it
         slab = self._held(what)
-        exporter = self._exporter
-        if exporter is None:
+        if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
-            exporter.slab = slab
-            exporter.returns = self._pool._returns
-            self._exporter = exporter
-        return exporter
+            exporter.owner = owner
+            notice = owner.inbox.watch(exporter, slab)
+            if self._exporter is None:  # still: of two threads one makes it; no call comes between
+                self._exporter, slab.exporter = exporter, notice
+        return self._exporter
 
     def __enter__(self) -> Lease:
         return self
@@ -227,21 +214,10 @@ class Lease:
         if self._slab is not None:
             self.release()
 
-    def __del__(self) -> None:
-        slab = self._slab
-        if slab is None or self._pool._forked() or sys.is_finalizing():
-            return
-        self._slab = None
-        if self._exporter is None:
-            self._pool._returns.append(slab)
-        else:
-            self._exporter = None
-        warnings.warn(
-            f"lease was never released: {self._nbytes} bytes of {slab.capacity} came back by garbage collection; use "
-            "`with pool.acquire(...)` or call release()",
-            UnreleasedLeaseWarning,
-            stacklevel=2,
-            source=self,
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; acquire another, or copy "
+            "its bytes with lease.tensor().clone()"
         )
 
     def __repr__(self) -> str:

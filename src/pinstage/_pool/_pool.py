@@ -1,32 +1,22 @@
-"""The pool: every decision is taken under the lock, by its `Holdings`; slow work is done outside it, here."""
+"""The pool's public verbs: who waits, and for what. What is decided, and counted, is the `Ledger`'s affair."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from typing import TYPE_CHECKING
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
+from .._errors import UnreleasedLeaseWarning
 from .._memory import MemoryResource, cap_bytes, default_memory, parse_bytes
 from .._steps import step
 from . import _refusals
-from ._holdings import Growth, Holdings
-from ._lease import Event, Lease, Slab
+from ._jobs import Job
+from ._ledger import Ledger
+from ._lease import Lease
 from ._stats import PoolStats
-from ._waiting import WaitingLine
+from ._waiting import Line
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_fork_generation = 0
-
-
-def _count_fork() -> None:
-    global _fork_generation  # noqa: PLW0603 - one number for the process, written by the fork hook alone
-    _fork_generation += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class SlabPool:
@@ -54,11 +44,8 @@ class SlabPool:
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._memory: MemoryResource = default_memory() if memory is None else memory
-        self._generation = _fork_generation
-        self._lock = threading.Lock()
-        self._line = WaitingLine(self._lock)
-        self._holdings = Holdings(cap, reason, self._memory.granularity, self._line)
-        self._returns = self._holdings.returns
+        self._ledger = Ledger(self._memory, cap, reason)
+        self._line = Line(self._ledger.inbox)
 
     # -- the public verbs
 
@@ -70,17 +57,17 @@ class SlabPool:
     @property
     def max_bytes(self) -> int:
         """The cap in bytes."""
-        return self._holdings.max_bytes
+        return self._ledger.max_bytes
 
     @property
     def frozen(self) -> bool:
         """Whether the pool refuses to allocate."""
-        return self._holdings.frozen
+        return self._ledger.frozen
 
     @property
     def closed(self) -> bool:
         """Whether the pool was closed."""
-        return self._holdings.closed
+        return self._ledger.closed
 
     def acquire(self, nbytes: int | str, *, timeout: float | None = None) -> Lease:
         """Lease a slab of at least `nbytes`.
@@ -106,17 +93,16 @@ class SlabPool:
             raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
-        if self._generation != _fork_generation:
-            self._check_process()
+        ledger = self._ledger
+        self._check_entry()
         with step("acquire"):
-            holdings = self._holdings
-            with self._lock:
-                if holdings.closed or nbytes > holdings.largest:
+            with ledger.lock:
+                if ledger.closed or nbytes > ledger.largest:
                     self._check_request(nbytes)
-                found = None if self._line.waiters else holdings.decide(nbytes)
-                if type(found) is Slab:
-                    return Lease(self, found, nbytes)
-            return self._wait_or_grow(nbytes, found, timeout)  # type: ignore[arg-type]
+                ledger.begin()
+                found = None if ledger.inbox.bells else ledger.serve(nbytes)
+                ledger.end()
+            return found if type(found) is Lease else self._wait_or_grow(nbytes, found, timeout)
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -132,25 +118,19 @@ class SlabPool:
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
-        self._check_process()
-        with self._lock:
+        ledger = self._ledger
+        self._check_entry()
+        with ledger.lock:
             self._check_request(nbytes)
-            capacity, missing = self._holdings.plan_reserve(nbytes, count)
-        made: list[Slab] = []
-        try:
-            while len(made) < missing:
-                made.append(Slab(self._memory.allocate(capacity)))
-        except BaseException:
-            try:
-                for slab in made:
-                    self._memory.deallocate(slab.block)
-            finally:
-                with self._lock:  # only now: the cap counts what is not freed yet
-                    self._holdings.unreserve(missing * capacity)
-            raise
-        with self._lock:
-            self._holdings.reserved(made, missing * capacity)
-        self._free_idle_if_closed()
+            ledger.begin()
+            found = ledger.reserve(nbytes, count)
+            ledger.end()
+        if isinstance(found, Exception):
+            raise found
+        if found is not None:
+            self._wait_for(found)
+        if ledger.closed:
+            self.trim()
 
     def trim(self, to_bytes: int | str = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -164,17 +144,23 @@ class SlabPool:
             ForkedPoolError: called in a forked child.
         """
         target = parse_bytes(to_bytes)
-        self._check_process()
-        with self._lock:
-            victims = self._holdings.victims_down_to(target)
-        self._discard(victims)
-        return sum(slab.capacity for slab in victims)
+        ledger = self._ledger
+        self._check_entry()
+        with ledger.lock:
+            ledger.begin()
+            job = ledger.trim(target)
+            ledger.end()
+        self._warn_of_forgotten()
+        if job is None:
+            return 0
+        self._wait_for(job)
+        return sum(slab.capacity for slab in job.victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
-        self._check_process()
-        with self._lock:
-            self._holdings.frozen = True
+        self._check_entry()
+        self._ledger.frozen = True
+        self._line.ring_all()
 
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
@@ -183,134 +169,107 @@ class SlabPool:
         released, or by a later `close` or `stats`: a leak before a dangling pointer. May be called again. In a forked
         child it does nothing.
         """
-        if self._forked():
+        ledger = self._ledger
+        if ledger.is_forked():
             return
-        with self._lock:
-            self._holdings.closed = True
-            self._line.wake_all()
-            self._holdings.settle_returns()
-            pending = self._holdings.pending()
+        ledger.closed = True
+        self._line.ring_all()
+        if ledger.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
+            ledger.tidy_later()
+            return
+        with ledger.lock:
+            ledger.begin()
+            pending = ledger.pending()
+            ledger.end()
         for event in pending:
             event.synchronize()
         self.trim()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters. Does not block; looks at events first."""
-        self._check_process()
-        with self._lock:
-            self._holdings.look()
-            snapshot = self._holdings.snapshot()
-        self._free_idle_if_closed()
+        ledger = self._ledger
+        self._check_entry()
+        with ledger.lock:
+            ledger.begin()
+            ledger.ask_events()
+            snapshot = ledger.snapshot(self._line.waits, self._line.seconds)
+            ledger.end()
+        self._warn_of_forgotten()
+        if ledger.closed and snapshot.free_slabs:
+            self.trim()
         return snapshot
 
-    # -- for leases
+    # -- waiting
 
-    def _release(self, lease: Lease, after: Event | None) -> None:
-        if self._generation != _fork_generation:
-            self._check_process()
-        holdings = self._holdings
-        with self._lock:
-            slab = lease._take_slab()
-            holdings.end_lease(slab)
-            slab.event = after
-            had_views = lease._exporter is not None
-            lease._exporter = None  # the exporter ends here unless a view is alive, and puts the slab into _returns
-            if had_views and self._returns:
-                last = self._returns.pop()
-                if last is slab:
-                    had_views = False
-                else:  # from a finaliser of another thread
-                    self._returns.append(last)
-            if had_views:
-                holdings.wait_for_views(slab)
-            elif after is None:
-                holdings.make_idle(slab)
-            else:
-                holdings.wait_for_event(slab)
-        if holdings.closed:
-            self._free_idle_if_closed()
+    def _wait_or_grow(self, nbytes: int, found: Job | Exception | None, timeout: float | None) -> Lease:
+        ledger = self._ledger
 
-    # -- slow work, outside the lock
+        def attempt(my_turn: bool) -> Lease | Job | Exception | None:
+            with ledger.lock:
+                self._check_open()
+                if not my_turn:
+                    return None
+                ledger.begin()
+                found = ledger.serve(nbytes)
+                ledger.end()
+            return found
 
-    def _wait_or_grow(self, nbytes: int, found: Growth | None, timeout: float | None) -> Lease:
-        served: Lease | Growth | None = found
+        def too_late(others: int) -> Exception:
+            return _refusals.too_late(ledger.figures(), nbytes, timeout, others)
 
-        def attempt(my_turn: bool) -> bool:
-            nonlocal served
+        served: Lease | Job | Exception | None = found
+        while not isinstance(served, Lease):
+            if isinstance(served, Exception):
+                raise served
+            served = self._line.wait(attempt, timeout, too_late) if served is None else self._wait_for(served)
+        if ledger.closed:
+            served.release()
+            self.trim()
             self._check_open()
-            decided = self._holdings.decide(nbytes) if my_turn else None
-            served = Lease(self, decided, nbytes) if isinstance(decided, Slab) else decided
-            return served is not None
+        return served
 
-        def too_late() -> Exception:
-            return _refusals.too_late(self._holdings, nbytes, timeout, len(self._line.waiters) - 1)
-
-        if served is None:
-            self._line.wait(attempt, timeout, too_late)
-        assert served is not None
-        return served if isinstance(served, Lease) else self._grow(nbytes, served)
-
-    def _grow(self, nbytes: int, growth: Growth) -> Lease:
-        outstanding = growth.reserved
-        try:
-            if growth.victims:
-                # The room the victims leave is promised to this allocation before anyone else can see it.
-                outstanding = self._discard(growth.victims, promise=growth.capacity - growth.reserved) + growth.reserved
-            slab = Slab(self._memory.allocate(growth.capacity))
-        except BaseException:
-            with self._lock:
-                self._holdings.unreserve(outstanding)
-            raise
-        with self._lock:
-            self._holdings.grown(slab, outstanding, nbytes)
-            lease = Lease(self, slab, nbytes)
-        if self._holdings.closed:
-            lease.release()
-            self._check_open()
-        return lease
-
-    def _discard(self, victims: list[Slab], *, promise: int = 0) -> int:
-        """Free slabs that are out of the idle ones already; put back what could not be reached because of an error.
-
-        Returns:
-            Bytes added to the reservation: `promise`.
-        """
-        done = 0
-        try:
-            for slab in victims:
-                done += 1  # a slab whose freeing fails is lost, not reused
-                self._memory.deallocate(slab.block)
-        except BaseException:
-            promise = 0
-            raise
-        finally:
-            with self._lock:
-                self._holdings.discarded(victims[:done], victims[done:], promise)
-        return promise
-
-    def _free_idle_if_closed(self) -> None:
-        if self._holdings.closed:
-            with self._lock:
-                victims = self._holdings.all_idle()
-            self._discard(victims)
+    def _wait_for(self, job: Job) -> Lease | None:
+        """Wait for slow work; return the lease that it was for, unless an interrupt of another thread lost that."""
+        job.bell.get()
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.begin()
+            ledger.end()
+        return job.outcome()
 
     # -- checks
 
+    def _check_entry(self) -> None:
+        """Refuse a call in a forked child, or inside another one; tell of forgotten leases."""
+        ledger = self._ledger
+        ledger.check_process()
+        if ledger.is_entered():
+            raise _refusals.entered_again()
+        if ledger.forgotten:
+            self._warn_of_forgotten(stacklevel=4)
+
     def _check_request(self, nbytes: int) -> None:
         self._check_open()
-        if nbytes > self._holdings.largest:
-            raise _refusals.never_fits(self._holdings, nbytes)
+        if nbytes > self._ledger.largest:
+            raise _refusals.never_fits(self._ledger.figures(), nbytes)
 
     def _check_open(self) -> None:
-        if self._holdings.closed:
-            raise _refusals.closed(self._holdings)
+        if self._ledger.closed:
+            raise _refusals.closed(self._ledger.figures())
 
-    def _forked(self) -> bool:
-        return self._generation != _fork_generation
+    def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
+        forgotten = self._ledger.forgotten
+        while forgotten:
+            nbytes, capacity = forgotten.pop()
+            warnings.warn(
+                f"lease was never released: {nbytes} bytes of {capacity} came back by garbage collection; use `with "
+                "pool.acquire(...)` or call release()",
+                UnreleasedLeaseWarning,
+                stacklevel=stacklevel,
+            )
 
-    def _check_process(self) -> None:
-        if self._generation != _fork_generation:
-            raise _refusals.forked()
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this one on")
 
     def __enter__(self) -> SlabPool:
         return self
@@ -320,12 +279,6 @@ class SlabPool:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # Nobody holds the pool or a lease of it any more. What a view still shows is left alone.
-        if not hasattr(self, "_returns") or self._forked() or sys.is_finalizing():
-            return
-        self.close()
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
-        return f"<SlabPool {state} {type(self._memory).__name__} {_refusals.text(self._holdings)}>"
+        return f"<SlabPool {state} {type(self._memory).__name__} {self._ledger.figures()}>"

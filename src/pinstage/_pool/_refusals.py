@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from .._errors import (
     AcquireTimeoutError,
@@ -11,50 +11,64 @@ from .._errors import (
     ForkedPoolError,
     PoolClosedError,
     PoolFrozenError,
+    StagingError,
 )
 from .._memory import format_bytes
 
-if TYPE_CHECKING:
-    from ._holdings import Holdings
+
+class Figures(NamedTuple):
+    """Where a pool's bytes are."""
+
+    held: int
+    leased: int
+    in_flight: int
+    max_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"held {format_bytes(self.held)} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), leased "
+            f"{format_bytes(self.leased)}, in flight {format_bytes(self.in_flight)}"
+        )
 
 
-def closed(holdings: Holdings) -> PoolClosedError:
+def closed(figures: Figures) -> PoolClosedError:
     """Return the error of a request to a closed pool."""
-    return PoolClosedError(f"pool is closed: {text(holdings)}; make a new SlabPool")
+    return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
 
 
-def never_fits(holdings: Holdings, nbytes: int) -> BudgetExceededError:
+def never_fits(figures: Figures, nbytes: int) -> BudgetExceededError:
     """Return the error of a request that is larger than the cap."""
     return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {text(holdings)}; raise max_bytes or ask for less",
-        **_numbers(holdings, nbytes),
+        f"request can never fit: requested {format_bytes(nbytes)}, {figures}; raise max_bytes or ask for less",
+        **_numbers(figures, nbytes),
     )
 
 
-def reserve_does_not_fit(holdings: Holdings, capacity: int, missing: int) -> BudgetExceededError:
+def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
     """Return the error of a reservation for which there is no room now."""
     return BudgetExceededError(
-        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {text(holdings)}; release "
-        "leases, trim() idle slabs, or raise max_bytes",
-        **_numbers(holdings, missing * capacity),
+        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
+        "trim() idle slabs, or raise max_bytes",
+        **_numbers(figures, missing * capacity),
     )
 
 
-def too_late(holdings: Holdings, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
+def too_late(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
     """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
-        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {text(holdings)}, {others} other "
-        "waiters; release leases sooner, wait longer, or raise max_bytes",
-        **_numbers(holdings, nbytes),
+        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
+        "release leases sooner, wait longer, or raise max_bytes",
+        **_numbers(figures, nbytes),
     )
 
 
-def frozen(holdings: Holdings, nbytes: int) -> PoolFrozenError:
+def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
     """Return the error of a request that a frozen pool would have to allocate for."""
     return PoolFrozenError(
         f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest slab "
-        f"{format_bytes(holdings.largest_held)}, {text(holdings)}; reserve() all that is needed before freeze()",
-        **_numbers(holdings, nbytes),
+        f"{format_bytes(largest)}, {figures}; reserve() all that is needed before freeze()",
+        **_numbers(figures, nbytes),
     )
 
 
@@ -66,20 +80,19 @@ def forked() -> ForkedPoolError:
     )
 
 
-def text(holdings: Holdings) -> str:
-    """Say where the bytes are."""
-    return (
-        f"held {format_bytes(holdings.held.bytes)} of max_bytes {format_bytes(holdings.max_bytes)} "
-        f"({holdings.reason}), leased {format_bytes(holdings.leased.bytes)}, in flight "
-        f"{format_bytes(holdings.flying.bytes)}"
+def entered_again() -> StagingError:
+    """Return the error of a call from a finaliser in the middle of another call of the same thread."""
+    return StagingError(
+        "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
+        "again; a finaliser may release() leases and close() the pool, nothing else"
     )
 
 
-def _numbers(holdings: Holdings, nbytes: int) -> dict[str, int]:
+def _numbers(figures: Figures, nbytes: int) -> dict[str, int]:
     return {
         "requested_bytes": nbytes,
-        "held_bytes": holdings.held.bytes,
-        "leased_bytes": holdings.leased.bytes,
-        "in_flight_bytes": holdings.flying.bytes,
-        "max_bytes": holdings.max_bytes,
+        "held_bytes": figures.held,
+        "leased_bytes": figures.leased,
+        "in_flight_bytes": figures.in_flight,
+        "max_bytes": figures.max_bytes,
     }

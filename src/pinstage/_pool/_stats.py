@@ -30,6 +30,10 @@ class Meter:
         self.bytes -= nbytes
         self.slabs -= 1
 
+    def recount(self, sizes: list[int]) -> None:
+        """Set what is in this state now."""
+        self.bytes, self.slabs = sum(sizes), len(sizes)
+
     def figures(self, state: str) -> dict[str, int]:
         """Return all six, named as in `PoolStats`."""
         return {
@@ -98,6 +102,8 @@ class PoolStats:
     """Time spent waiting, summed over all requests."""
     trims: int
     """Idle slabs given back to the system."""
+    recovered: int
+    """Slabs taken back that an interrupt had taken from everybody."""
 
     @property
     def rounding_waste(self) -> float:

@@ -2,77 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
+
+from ._slab import Inbox
+
+T = TypeVar("T")
 
 _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
-view that dies wake nobody (finalisers take no lock), so it looks again by itself."""
+view that dies wake nobody (finalisers do no more than one call of C), so it looks again by itself."""
 
 
-class WaitingLine:
+class Line:
     """Waiters, first come first served.
 
+    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked for ever, and a `SimpleQueue`
+    may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+
     Args:
-        lock: the pool's.
+        inbox: has the bells.
 
     Attributes:
-        waiters: all of them, the one whose turn it is first. Read and changed under the lock.
-        waits: how many there were.
+        waits: how many waited.
         seconds: that they waited in all.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self.waiters: deque[threading.Event] = deque()
+    def __init__(self, inbox: Inbox) -> None:
         self.waits = 0
         self.seconds = 0.0
-        self._lock = lock
+        self._bells = inbox.bells
+        self._inbox = inbox
 
-    def wake_first(self) -> None:
-        """Let the first one look again; under the lock."""
-        if self.waiters:
-            self.waiters[0].set()
+    def ring_all(self) -> None:
+        """Let all look again."""
+        for bell in list(self._bells):
+            with contextlib.suppress(RuntimeError):  # rung already
+                bell.release()
 
-    def wake_all(self) -> None:
-        """Let all look again; under the lock."""
-        for waiter in self.waiters:
-            waiter.set()
-
-    def wait(self, attempt: Callable[[bool], bool], timeout: float | None, too_late: Callable[[], Exception]) -> None:
-        """Wait until an attempt succeeds; blocks without the lock.
+    def wait(
+        self, attempt: Callable[[bool], T | None], timeout: float | None, too_late: Callable[[int], Exception]
+    ) -> T:
+        """Wait until an attempt brings something, and return that. Blocks.
 
         Args:
-            attempt: called under the lock, with whether it is the caller's turn; says whether it succeeded. What it
-                raises ends the wait.
+            attempt: called with whether it is the caller's turn. What it raises ends the wait.
             timeout: seconds; None waits for ever.
-            too_late: returns what is raised then; called under the lock.
+            too_late: returns what is raised then; called with how many others wait.
         """
         start = time.monotonic()
-        waiter = threading.Event()
+        bell = threading.Lock()
+        bell.acquire()
         pause, longest_pause = _POLL_SECONDS
         try:
-            with self._lock:
-                self.waiters.append(waiter)
-                self.waits += 1
+            self._bells.append(bell)
+            self.waits += 1
             while True:
-                with self._lock:
-                    my_turn = self.waiters[0] is waiter
-                    if attempt(my_turn):
-                        return
-                    waiter.clear()
-                    left = None if timeout is None else timeout - (time.monotonic() - start)
-                    if left is not None and left <= 0:
-                        raise too_late()
+                my_turn = self._bells[0] is bell
+                found = attempt(my_turn)
+                if found is not None:
+                    return found
+                left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
+                if left <= 0:
+                    raise too_late(len(self._bells) - 1)
+                bell.acquire(timeout=min(left, pause if my_turn else threading.TIMEOUT_MAX))
                 if my_turn:
-                    waiter.wait(pause if left is None else min(pause, left))
                     pause = min(2 * pause, longest_pause)
-                else:
-                    waiter.wait(left if left is None else min(left, threading.TIMEOUT_MAX))
         finally:
-            with self._lock:
-                if waiter in self.waiters:  # not, if an interrupt came before it was
-                    self.waiters.remove(waiter)
-                self.seconds += time.monotonic() - start
-                self.wake_first()
+            if bell in self._bells:  # not, if an interrupt came before it was; the next line is one call of C
+                self._bells.remove(bell)
+            self._inbox.ring()
+            self.seconds += time.monotonic() - start

@@ -1,0 +1,376 @@
+"""What the pool holds and has promised, and what is decided about it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from .._errors import BudgetExceededError, PoolFrozenError
+from .._memory import MemoryResource
+from .._torch import owns
+from . import _refusals
+from ._classes import reuse_limit, size_class
+from ._idle import IdleSlabs
+from ._jobs import Job, reaper
+from ._lease import Lease
+from ._refusals import Figures
+from ._slab import Event, Inbox, Notice, Slab
+from ._stats import Meter, PoolStats
+
+_fork_generation = 0
+
+
+def _count_fork() -> None:
+    global _fork_generation  # noqa: PLW0603 - one number for the process, written by the fork hook alone
+    _fork_generation += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class Ledger:
+    """The budget and the slabs: idle, leased, in flight.
+
+    All methods but those of the last section are called under `lock`, between `begin` and `end`, and none does slow
+    work: they decide, count, and start a `Job` for what is slow.
+
+    An interrupt may end any of them in the middle. Then `end` is not reached, and the next `begin` finds out anew what
+    is where: each slab says by itself what keeps it busy, and what is being allocated and freed stands in the jobs. All
+    else here can be computed from these.
+
+    Args:
+        memory: where slabs come from.
+        max_bytes: the cap.
+        reason: how it came about.
+
+    Attributes:
+        lock: for all but the inbox. A thread that has it may come again, by a finaliser; see `is_entered`.
+        inbox: what has come back, and who waits.
+        largest: the largest slab that the cap allows.
+        closed: whether the pool was closed. May be set without the lock.
+        frozen: whether it must not allocate.
+        forgotten: leases that nobody released, which nobody was told of yet: bytes asked for, and of the slab.
+    """
+
+    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str) -> None:
+        self.max_bytes = max_bytes
+        self.reason = reason
+        self.closed = False
+        self.frozen = False
+        self.lock = threading.RLock()
+        self.inbox = Inbox()
+        self.forgotten: list[tuple[int, int]] = []
+        self._memory = memory
+        self._generation = _fork_generation
+        self._granularity = memory.granularity
+        self.largest = max_bytes // self._granularity * self._granularity
+
+        self._slabs: dict[Slab, None] = {}  # all of them; jobs write it, too
+        self._jobs: dict[Job, None] = {}  # those that are under way, or not settled
+        self._is_torn = False
+        self._hits = self._misses = self._trims = self._recovered = 0
+        self._total_requested_bytes = 0
+        # What follows can be computed from the slabs and the jobs.
+        self._held, self._leased, self._in_flight, self._free = Meter(), Meter(), Meter(), Meter()
+        self._idle = IdleSlabs()
+        self._pending: dict[Slab, None] = {}  # in flight: without a view, event not seen done
+        self._requested_bytes = 0
+        self._promised_bytes = 0  # to jobs
+        self._slabs_by_capacity: dict[int, int] = {}
+        reaper.watch(self, self._slabs, memory)
+
+    # -- the bounds of each call
+
+    def begin(self) -> None:
+        """Take in what has come back since the last call, and repair what an interrupt left half done."""
+        if self._is_torn:
+            self._repair()
+        self._is_torn = True
+        if self.inbox.notices:
+            self._settle_notices()
+
+    def end(self) -> None:
+        """Say that all is consistent."""
+        self._is_torn = False
+
+    # -- decisions
+
+    def serve(self, nbytes: int) -> Lease | Job | PoolFrozenError | None:
+        """Serve a request from what is there, or begin to grow, or return None: wait.
+
+        The cases, in this order:
+
+        1. an idle slab of which at most 12.5% would be waste, or, from 1 MiB on, of at most twice the class;
+        2. the same, once those events have been asked that slabs in flight wait for;
+        3. there is room under the cap: allocate a slab of the request's class;
+        4. any larger idle slab;
+        5. idle slabs of other classes would make room: free them, least recently used first, and allocate;
+        6. wait.
+
+        A frozen pool leaves out 3 and 5, and refuses at once where it has no slab as large.
+        """
+        capacity = self._capacity_for(nbytes)
+        limit = reuse_limit(nbytes, capacity)
+        slab = self._idle.take(nbytes, limit)
+        if slab is None and self._pending and self.ask_events():
+            slab = self._idle.take(nbytes, limit)
+        if slab is None:
+            shortfall = capacity - self._headroom()
+            if shortfall <= 0 and not self.frozen:
+                return self._start(capacity=capacity, count=1, nbytes=nbytes)
+            slab = self._idle.take(nbytes, self.largest)
+        if slab is not None:
+            self._hits += 1
+            return self._lend(slab, nbytes)
+        if self.frozen:
+            if not any(size >= nbytes for size in self._slabs_by_capacity):
+                return _refusals.frozen(self.figures(), nbytes, max(self._slabs_by_capacity, default=0))
+        elif shortfall <= self._idle.bytes:
+            return self._start(self._idle.take_oldest(shortfall), capacity=capacity, count=1, nbytes=nbytes)
+        return None
+
+    def reserve(self, nbytes: int, count: int) -> Job | PoolFrozenError | BudgetExceededError | None:
+        """Begin to allocate the slabs that are missing for `count` leases at once; None if none is."""
+        self.ask_events()
+        capacity = self._capacity_for(nbytes)
+        missing = max(0, count - self._idle.count(nbytes, reuse_limit(nbytes, capacity)))
+        if not missing:
+            return None
+        if self.frozen:
+            return _refusals.frozen(self.figures(), nbytes, max(self._slabs_by_capacity, default=0))
+        if missing * capacity > self._headroom():
+            return _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
+        return self._start(capacity=capacity, count=missing)
+
+    def trim(self, to_bytes: int) -> Job | None:
+        """Begin to free idle slabs, so that at most `to_bytes` are held; None if there is nothing to free."""
+        self.ask_events()
+        being_freed = self._free.bytes - self._idle.bytes
+        victims = self._idle.take_oldest(self._held.bytes - being_freed - to_bytes)
+        return self._start(victims) if victims else None
+
+    def ask_events(self) -> bool:
+        """Make those slabs idle whose event is done; say whether there were any."""
+        # All are asked before any is moved: a query that raises, as CUDA's does after a failed kernel, changes nothing.
+        done = [slab for slab in self._pending if slab.event is None or slab.event.query()]
+        for slab in done:
+            del self._pending[slab]
+            slab.event = None
+            self._settle(slab)
+        if self.inbox.notices:  # an event may have collected garbage
+            self._settle_notices()
+        return bool(done)
+
+    def _capacity_for(self, nbytes: int) -> int:
+        return min(size_class(nbytes, self._granularity), self.largest)
+
+    def _headroom(self) -> int:
+        return self.max_bytes - self._held.bytes - self._promised_bytes
+
+    def _start(self, victims: Sequence[Slab] = (), *, capacity: int = 0, count: int = 0, nbytes: int = 0) -> Job:
+        """Begin slow work.
+
+        Victims stay counted as held until they are freed, so that the cap holds at every moment; then their room is
+        promised to this job before anyone else can see it.
+        """
+        job = Job(
+            self._memory, self.inbox, self._slabs, self, victims=victims, capacity=capacity, count=count, nbytes=nbytes
+        )
+        self._promised_bytes += job.promised
+        job.start(self._jobs)
+        return job
+
+    # -- from state to state
+
+    def _lend(self, slab: Slab, nbytes: int) -> Lease:
+        lease = Lease(self, slab, nbytes)
+        slab.requested = nbytes
+        slab.event = slab.exporter = None
+        slab.holder = self.inbox.watch(lease, slab)
+        self._enter(slab, self._leased)
+        self._requested_bytes += nbytes
+        self._total_requested_bytes += nbytes
+        return lease
+
+    def _settle_notices(self) -> None:
+        """Bring slabs to the state that they are in now, and take note of what jobs have done."""
+        notices = self.inbox.notices
+        while notices:
+            notice = notices.popleft()
+            if type(notice) is Job:
+                self._settle_job(notice)
+            else:
+                self._settle(notice.slab)
+
+    def _settle(self, slab: Slab) -> None:
+        """Bring a slab that came back to the state that it is in now. A notice may be late, or come twice."""
+        if slab.state is self._leased:
+            if slab.has_lease():
+                return  # another one by now
+            if slab.holder is not None:  # it died unreleased
+                self.forgotten.append((slab.requested, slab.capacity))
+                slab.holder = None
+            self._requested_bytes -= slab.requested
+            slab.requested = 0
+        elif slab.state is not self._in_flight:
+            return  # idle already, or being freed
+        if slab.has_view():
+            self._enter(slab, self._in_flight)
+        elif slab.event is not None:
+            self._enter(slab, self._in_flight)
+            self._pending[slab] = None
+        else:
+            self._make_idle(slab)
+
+    def _settle_job(self, job: Job) -> None:
+        """Take note of what a job has done so far."""
+        if job not in self._jobs:
+            return
+        finished = job.finished
+        while job.settled < job.gone:
+            self._remove(job.victims[job.settled])
+            job.settled += 1
+        self._promised_bytes -= job.promised
+        job.promised = 0 if finished else job.room_needed()
+        self._promised_bytes += job.promised
+        if not finished:
+            return
+        for slab in job.victims[job.gone :]:  # not reached, because of an error
+            self._make_idle(slab)
+        for slab in job.made:
+            self._adopt(slab)
+            if job.nbytes:
+                self._misses += 1
+                job.lease = self._lend(slab, job.nbytes)
+            else:
+                self._make_idle(slab)
+        del self._jobs[job]
+        self.inbox.ring()
+
+    def _make_idle(self, slab: Slab) -> None:
+        self._enter(slab, self._free)
+        self._idle.put(slab)
+
+    def _enter(self, slab: Slab, state: Meter) -> None:
+        if slab.state is not state:
+            if slab.state is not None:
+                slab.state.leave(slab.capacity)
+            slab.state = state
+            state.enter(slab.capacity)
+
+    def _adopt(self, slab: Slab) -> None:
+        capacity = slab.capacity
+        self._held.enter(capacity)
+        self._slabs_by_capacity[capacity] = self._slabs_by_capacity.get(capacity, 0) + 1
+
+    def _remove(self, slab: Slab) -> None:
+        capacity = slab.capacity
+        self._trims += 1
+        self._held.leave(capacity)
+        self._free.leave(capacity)
+        self._slabs_by_capacity[capacity] -= 1
+        if not self._slabs_by_capacity[capacity]:
+            del self._slabs_by_capacity[capacity]
+            self._idle.forget(capacity)
+
+    def _repair(self) -> None:
+        """Find out anew what is where. Each line may be the last one again: then the next call repairs."""
+        for job in [job for job in self._jobs if job.finished]:
+            del self._jobs[job]  # who waits for its lease will find none, and ask again
+        for job in self._jobs:
+            job.settled, job.promised = job.gone, job.room_needed()
+        known = {notice.slab for notice in list(self.inbox.notices) if type(notice) is Notice}
+        known.update(self._idle.slabs(), self._pending)
+        being_freed = {slab for job in self._jobs for slab in job.victims[job.settled :]}
+        coming = {slab for job in self._jobs for slab in list(job.made)}
+        self._idle, self._pending, self._requested_bytes, self._slabs_by_capacity = IdleSlabs(), {}, 0, {}
+        self._promised_bytes = sum(job.promised for job in self._jobs)
+        for slab in list(self._slabs):
+            if slab in coming:
+                continue
+            size = slab.capacity
+            self._slabs_by_capacity[size] = self._slabs_by_capacity.get(size, 0) + 1
+            if slab.has_lease():
+                slab.state = self._leased
+                self._requested_bytes += slab.requested
+                continue
+            lost = slab not in known and slab not in being_freed and not slab.has_view()
+            if slab.holder is not None:
+                slab.holder = None
+                if slab.state is self._leased:
+                    self.forgotten.append((slab.requested, size))
+            elif lost and slab.state is not self._in_flight:
+                self._recovered += 1
+            slab.requested = 0
+            if slab.has_view() or slab.event is not None:
+                slab.state = self._in_flight
+                if not slab.has_view():
+                    self._pending[slab] = None
+            else:
+                slab.state = self._free
+                if slab not in being_freed:
+                    self._idle.put(slab)
+        counted = [slab for slab in self._slabs if slab not in coming]
+        for state in (self._leased, self._in_flight, self._free):
+            state.recount([slab.capacity for slab in counted if slab.state is state])
+        self._held.recount([slab.capacity for slab in counted])
+
+    # -- without the lock, but for `reap` and `snapshot`
+
+    def is_entered(self) -> bool:
+        """Say whether this thread is in the middle of a call, so that it was a finaliser that came again."""
+        return owns(self.lock)
+
+    def check_process(self) -> None:
+        """Raise an error in a forked child.
+
+        Raises:
+            ForkedPoolError: this is one.
+        """
+        if self._generation != _fork_generation:
+            raise _refusals.forked()
+
+    def is_forked(self) -> bool:
+        """Say whether this is a forked child."""
+        return self._generation != _fork_generation
+
+    def tidy_later(self) -> None:
+        """See that what came back after the close is freed."""
+        reaper.tasks.put(self)
+
+    def reap(self) -> bool:
+        """Free what came back to a closed pool; for the reaper. Says whether nothing more will come by itself."""
+        with self.lock:
+            self.begin()
+            self.trim(0)
+            done = not self._pending
+            self.end()
+        return done
+
+    def pending(self) -> list[Event]:
+        """Return the events that slabs in flight wait for; under the lock."""
+        return [slab.event for slab in self._pending if slab.event is not None]
+
+    def figures(self) -> Figures:
+        """Return where the bytes are, for a text."""
+        return Figures(self._held.bytes, self._leased.bytes, self._in_flight.bytes, self.max_bytes, self.reason)
+
+    def snapshot(self, waits: int, wait_seconds: float) -> PoolStats:
+        """Return all counters; under the lock."""
+        return PoolStats(
+            **self._held.figures("held"),
+            **self._leased.figures("leased"),
+            **self._in_flight.figures("in_flight"),
+            **self._free.figures("free"),
+            max_bytes=self.max_bytes,
+            max_bytes_reason=self.reason,
+            requested_bytes=self._requested_bytes,
+            total_requested_bytes=self._total_requested_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            waits=waits,
+            wait_seconds=wait_seconds,
+            trims=self._trims,
+            recovered=self._recovered,
+        )

@@ -1,0 +1,113 @@
+"""A storm of interrupts, in a process of its own: ``python storm.py WHAT COUNT``.
+
+The main thread works without end; each time that it is inside pinstage, a SIGINT comes, as from a stop button that is
+pressed again and again. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import pinstage as ps
+
+INSIDE = os.path.dirname(ps.__file__)  # noqa: PTH120 - compared with the names in code objects
+
+
+class Storm:
+    """Interrupts the main thread wherever it is inside pinstage.
+
+    Args:
+        count: how often.
+    """
+
+    def __init__(self, count):
+        self.left = count
+        self._ready = threading.Semaphore(0)
+        self._work_is_done = False
+
+    def over(self, work):
+        """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        signal.signal(signal.SIGINT, self._interrupt)  # also where the parent ignores it
+        sender = threading.Thread(target=self._send, daemon=True)
+        sender.start()
+        interrupted = 0
+        while self.left > 0:
+            try:
+                work()
+            except KeyboardInterrupt:
+                interrupted += 1
+        self._work_is_done = True
+        sender.join()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return interrupted
+
+    def _send(self):
+        main = threading.main_thread().ident
+        while not self._work_is_done:
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.0003)
+
+    def _interrupt(self, _, frame):
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(INSIDE):
+                self.left -= 1
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+
+def left_in(pool):
+    """Say what is wrong with a pool that nobody uses any more."""
+    wrong = []
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stats = pool.stats()
+        if stats.leased_slabs == stats.in_flight_slabs == 0:
+            break
+        time.sleep(0.01)
+    if stats.leased_slabs or stats.in_flight_slabs or stats.held_bytes != stats.free_bytes or stats.requested_bytes:
+        wrong.append(str(stats))
+    served = threading.Event()
+
+    def use():
+        with pool.acquire(pool.max_bytes, timeout=10):
+            served.set()
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    if not served.wait(20):
+        wrong.append("a lock is held, or bytes of the cap are lost")
+    return wrong
+
+
+def over_pool(storm):
+    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+    numbers = iter(range(10**9))
+
+    def work():
+        number = next(numbers)
+        with pool.acquire(1000 + 997 * (number % 100)) as lease:
+            tensor = lease.tensor()
+            lease.numpy()[0] = 1
+            del tensor
+        leases = [pool.acquire(200_000, timeout=5) for _ in range(4)]
+        for lease in leases:
+            lease.release()
+        if number % 50 == 0:
+            pool.trim()
+            pool.reserve(5000, count=2)
+        pool.stats()
+
+    interrupted = storm.over(work)
+    return interrupted, left_in(pool)
+
+
+if __name__ == "__main__":
+    what, count = sys.argv[1:]
+    torch.set_num_threads(1)
+    interrupted, wrong = globals()[f"over_{what}"](Storm(int(count)))
+    print(json.dumps({"interrupted": interrupted, "wrong": wrong}))
