@@ -138,18 +138,18 @@ def test_wsl_is_known_by_its_kernel(tree):
     [
         (host_checks.python("3.12.3", free_threaded=False, gil=True), "ok", "3.12.3"),
         (host_checks.python("3.14.0", free_threaded=True, gil=False), "warning", "free-threaded, its lock off"),
-        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60 GiB of 64 GiB"),
-        (host_checks.memory(64 * GIB, GIB), "warning", "1 GiB of 64 GiB"),
+        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60.00 GiB of 64.00 GiB"),
+        (host_checks.memory(64 * GIB, GIB), "warning", "1.00 GiB of 64.00 GiB"),
         (host_checks.memory(None, None), "info", "tells nothing"),
         (host_checks.cgroup(None), "ok", "no control group"),
-        (host_checks.cgroup(files.Headroom(8 * GIB, 6 * GIB)), "ok", "6 GiB of 8 GiB left"),
-        (host_checks.cgroup(files.Headroom(8 * GIB, GIB)), "warning", "1 GiB of 8 GiB left"),
-        (host_checks.automatic_cap(GIB, "25% of 4 GiB"), "info", "1 GiB: 25% of 4 GiB"),
+        (host_checks.cgroup(files.Headroom(8 * GIB, 6 * GIB)), "ok", "6.00 GiB of 8.00 GiB left"),
+        (host_checks.cgroup(files.Headroom(8 * GIB, GIB)), "warning", "1.00 GiB of 8.00 GiB left"),
+        (host_checks.automatic_cap(GIB, "25% of 4.00 GiB"), "info", "1.00 GiB: 25% of 4.00 GiB"),
         (host_checks.locked_memory(None), "ok", "unlimited"),
-        (host_checks.locked_memory(64 << 10), "ok", "64 KiB; CUDA's page-locking is not bound"),
+        (host_checks.locked_memory(64 << 10), "ok", "64.00 KiB; CUDA's page-locking is not bound"),
         (host_checks.shared_memory(None), "warning", "not there"),
-        (host_checks.shared_memory(64 * MIB), "warning", "64 MiB"),
-        (host_checks.shared_memory(8 * GIB), "ok", "8 GiB"),
+        (host_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
+        (host_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
         (host_checks.huge_pages("madvise"), "ok", "madvise"),
         (host_checks.huge_pages("always"), "ok", "always"),
         (host_checks.huge_pages("never"), "warning", "never"),
@@ -319,7 +319,7 @@ def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
 def test_a_good_bus_is_ok_in_both_directions():
     checks = transfers.bandwidth(points(), 63e9, host_page_tables=False)
     assert [(check.name, check.status) for check in checks] == [(TO_DEVICE, "ok"), (TO_HOST, "ok")]
-    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256 MiB" in checks[0].found
+    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
 
 
 def test_a_bus_far_below_its_link_is_a_warning():
@@ -336,13 +336,13 @@ def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_
 
 def test_small_copies_show_why_to_pack():
     check = transfers.small_copies(points())
-    assert check.found.startswith("4 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
+    assert check.found.startswith("4.00 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
     assert transfers.small_copies([point for point in points() if point.kind == PAGEABLE]) is None
 
 
 def test_bars_are_as_long_as_the_bandwidth():
     table = transfers.bars(points())
-    assert table.rows[2][:2] == [TO_DEVICE, "256 MiB"]
+    assert table.rows[2][:2] == [TO_DEVICE, "256.00 MiB"]
     assert table.rows[2][4:6] == ["54.9", "#" * 12]
     assert table.rows[2][2:4] == ["9.0", "#" * 2]
     assert table.rows[0][3] == ""
@@ -367,7 +367,7 @@ def test_pinning_is_timed_there_and_back():
     assert set(took) == {PINNED, REGISTERED}
     assert all(take > 0 and give > 0 for take, give in took.values())
     text = transfers.pinning(GIB, {PINNED: (0.342, 0.2), REGISTERED: (0.088, 0.1)}).found
-    assert text == "1 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
+    assert text == "1.00 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
 
 
 def test_the_plot_is_a_png_of_both_directions(tmp_path):
@@ -395,7 +395,7 @@ def test_the_report_has_each_line_and_each_remedy():
     text = as_text(found.blocks())
     for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):
         assert part in text
-    assert "host to device  256 MiB" in text
+    assert "host to device  256.00 MiB" in text
     data = json.loads(json.dumps(found.to_dict()))
     assert data["problem"] is True
     assert data["page_locking"][PINNED] == {"nbytes": GIB, "seconds": 0.3, "seconds_back": 0.2}

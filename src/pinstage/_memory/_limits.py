@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from ._sizes import format_bytes, parse_bytes
+from .._sizes import format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same

@@ -11,8 +11,8 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from .._sizes import format_bytes, round_up
 from ._limits import most_bytes
-from ._sizes import format_bytes, round_up
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20

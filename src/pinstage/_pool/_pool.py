@@ -7,7 +7,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from .._memory import MemoryResource, cap_bytes, default_memory, parse_bytes
+from .._memory import MemoryResource, cap_bytes, default_memory
+from .._sizes import parse_bytes
 from .._steps import step
 from . import _refusals
 from ._holdings import Growth, Holdings

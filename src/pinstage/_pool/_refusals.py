@@ -12,7 +12,7 @@ from .._errors import (
     PoolClosedError,
     PoolFrozenError,
 )
-from .._memory import format_bytes
+from .._sizes import format_bytes
 
 if TYPE_CHECKING:
     from ._holdings import Holdings

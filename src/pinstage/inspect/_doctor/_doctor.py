@@ -18,6 +18,7 @@ import torch
 
 import pinstage as ps
 
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._bandwidth import PAGEABLE, PINNED, REGISTERED, SIZES, TO_DEVICE, TO_HOST, Point, measure, pin_seconds
 from .._errors import InspectError
@@ -220,8 +221,8 @@ def _measure(
     left += [headroom.left] if headroom else []
     least = min((nbytes for nbytes in left if nbytes is not None), default=_SPARE * _PIN_BYTES)
     if least < _SPARE * _PIN_BYTES:
-        need = fmt.size(_SPARE * _PIN_BYTES)
-        return None, [_transfer_checks.not_measured(f"{fmt.size(least)} of memory left, and it takes {need}")]
+        need = format_bytes(_SPARE * _PIN_BYTES)
+        return None, [_transfer_checks.not_measured(f"{format_bytes(least)} of memory left, and it takes {need}")]
     index = torch.cuda.current_device() if device is None else device
     if index >= len(gpus):
         raise InspectError(f"no cuda:{index}: torch sees {fmt.count(len(gpus), 'GPU')}")
