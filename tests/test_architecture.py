@@ -81,6 +81,12 @@ def test_the_arrows_have_no_cycle():
         assert MAY_SEE[room] <= set(rooms[:position]), f"{room} sees a room to its right"
 
 
+@pytest.mark.parametrize("room", sorted(FACTS))
+def test_what_every_room_sees_needs_the_standard_library_alone(room):
+    names = {name.partition(".")[0] for name in imported_names(SRC / f"{room}.py", "pinstage")}
+    assert names <= sys.stdlib_module_names
+
+
 def test_pool_and_layout_do_not_know_each_other():
     assert "_layout" not in MAY_SEE["_pool"]
     assert "_pool" not in MAY_SEE["_layout"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..._host import Headroom, threads_within
 from ..._sizes import format_bytes
 from ._check import Check
-from ._host_files import Headroom
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -104,7 +104,7 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
         limits.append(f"{quota:g} by the control group's quota")
     found = f"{real:g} of {installed}" + (f" ({', '.join(limits)})" if limits else "")
     if quota is not None and quota < usable:
-        threads = max(int(quota), 1)
+        threads = threads_within(usable, quota)
         return Check(
             "cpus",
             "warning",
