@@ -1,4 +1,4 @@
-"""Fixtures of the pool's tests: whatever a test makes through them must be given back by its end."""
+"""Fixtures of many tests. Whatever a test makes through those of the pool must be given back by its end."""
 
 import concurrent.futures
 import contextlib
@@ -19,6 +19,20 @@ def nothing_left_behind():
     live = [memory.live_bytes for memory in CountingMemory.made]
     CountingMemory.made.clear()
     assert not any(live), f"live bytes left behind: {live}"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Write files, ``{path: text}``, below a root that stands for a machine's; return the root."""
+
+    def write(contents):
+        for path, content in contents.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        return tmp_path
+
+    return write
 
 
 @pytest.fixture

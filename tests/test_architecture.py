@@ -14,16 +14,19 @@ SRC = Path(__file__).parents[1] / "src" / "pinstage"
 
 # What each room may import of pinstage. PUBLIC stands for the names of `pinstage` itself.
 PUBLIC = "pinstage"
+FACTS = {"_sizes", "_host"}
 MAY_SEE = {
-    "_errors": set(),
-    "_steps": set(),
-    "_memory": {"_errors"},
-    "_pool": {"_errors", "_steps", "_memory"},
-    "_layout": {"_errors", "_steps"},
-    "_packing": {"_errors", "_layout"},
-    "_staging": {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing"},
-    "_loader": {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing", "_staging"},
-    "inspect": {PUBLIC},
+    "_sizes": set(),
+    "_host": set(),
+    "_errors": FACTS,
+    "_steps": FACTS,
+    "_memory": FACTS | {"_errors"},
+    "_pool": FACTS | {"_errors", "_steps", "_memory"},
+    "_layout": FACTS | {"_errors", "_steps"},
+    "_packing": FACTS | {"_errors", "_layout"},
+    "_staging": FACTS | {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing"},
+    "_loader": FACTS | {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing", "_staging"},
+    "inspect": FACTS | {PUBLIC},
     "integrations": {PUBLIC},
     "_demo": {PUBLIC},
     "_bench": {PUBLIC},
@@ -78,6 +81,12 @@ def test_the_arrows_have_no_cycle():
         assert MAY_SEE[room] <= set(rooms[:position]), f"{room} sees a room to its right"
 
 
+@pytest.mark.parametrize("room", sorted(FACTS))
+def test_what_every_room_sees_needs_the_standard_library_alone(room):
+    names = {name.partition(".")[0] for name in imported_names(SRC / f"{room}.py", "pinstage")}
+    assert names <= sys.stdlib_module_names
+
+
 def test_pool_and_layout_do_not_know_each_other():
     assert "_layout" not in MAY_SEE["_pool"]
     assert "_pool" not in MAY_SEE["_layout"]
@@ -94,9 +103,12 @@ def test_pool_and_layout_do_not_know_each_other():
         ("_memory/__init__", "from .. import _staging", "pinstage._staging"),
         ("_staging", "from pinstage import SlabPool", "pinstage.SlabPool"),
         ("_errors", "import pinstage", "pinstage"),
+        ("_host", "from ._memory import default_memory", "pinstage._memory.default_memory"),
+        ("_sizes", "from . import _host", "pinstage._host"),
         ("inspect/_doctor", "from pinstage._memory import default_memory", "pinstage._memory.default_memory"),
         ("integrations/lightning", "from pinstage import _pool", "pinstage._pool"),
         ("_demo", "from pinstage import _private", "pinstage._private"),
+        ("_demo", "from pinstage._host import usable_cpus", "pinstage._host.usable_cpus"),
         ("_demo", "from pinstage._cli import main", "pinstage._cli.main"),
         ("_bench/rivals", "from pinstage._staging import Stager", "pinstage._staging.Stager"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
@@ -120,6 +132,7 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
         "_staging": "from ._pool import SlabPool\nfrom ._layout import Layout",
         "_cli": "import pinstage as ps\nfrom pinstage import __version__, _demo\nfrom pinstage.inspect import audit",
         "_demo/_train": "from pinstage import Stager\nfrom ._data import hours",
+        "inspect/_doctor": "import pinstage as ps\nfrom .. import _host\nfrom .._sizes import format_bytes",
     }
     for module, lines in right.items():
         path = tmp_path / f"{module}.py"

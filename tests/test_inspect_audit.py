@@ -353,7 +353,7 @@ def test_forty_leaves_are_shown_and_the_rest_counted():
     text = str(found)
     assert "[39]" in text
     assert "[40]" not in text
-    assert "... and 10 more leaves, 10 KiB" in text
+    assert "... and 10 more leaves, 10.00 KiB" in text
     assert len(found.to_dict()["leaves"]) == 50
 
 
@@ -369,7 +369,7 @@ def test_rich_shows_the_same_numbers_on_a_narrow_terminal():
         with screen.capture() as capture:
             screen.print(found)
         shown = capture.get()
-        for number in ("12 KiB", "8 B", "2 copies"):
+        for number in ("12.00 KiB", "8 B", "2 copies"):
             assert number in shown.replace("\n", " ")
         assert max(map(len, shown.splitlines())) <= screen.width
 

@@ -83,7 +83,7 @@ def test_audit_prints_plain_text_into_a_pipe(run, code):
     assert "\x1b" not in out
     assert "['x'][39]" in out
     assert "['x'][40]" not in out
-    assert "50 copies, 50 KiB" in out
+    assert "50 copies, 50.00 KiB" in out
 
 
 def test_audit_shows_all_leaves_when_asked(run, code):

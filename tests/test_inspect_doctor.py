@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 
+from pinstage._host import Headroom
 from pinstage.inspect._bandwidth import (
     MIB,
     PAGEABLE,
@@ -20,7 +21,6 @@ from pinstage.inspect._bandwidth import (
 from pinstage.inspect._doctor import Check, Diagnosis, diagnose, save_plot
 from pinstage.inspect._doctor import _gpu_checks as gpu_checks
 from pinstage.inspect._doctor import _host_checks as host_checks
-from pinstage.inspect._doctor import _host_files as files
 from pinstage.inspect._doctor import _transfer_checks as transfers
 from pinstage.inspect._doctor._doctor import Measured
 from pinstage.inspect._doctor._gpus import Driver, Gpu, Link, describe, find_driver, link_of, pci_address, query
@@ -28,106 +28,6 @@ from pinstage.inspect._report import as_text
 
 GIB = 1 << 30
 H200 = Gpu(0, "NVIDIA H200", "0000:3b:00.0", Link(5, 16, 5, 16), False, 0, frozenset(range(8)))
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """Return a function that writes files below a root and returns the root."""
-
-    def write(**contents):
-        for path, content in contents.items():
-            file = tmp_path / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content)
-        return tmp_path
-
-    return lambda contents: write(**contents)
-
-
-# -- the kernel's files ------------------------------------------------------------------------------------------------
-
-
-def test_memory_and_limits_are_read_in_bytes(tree):
-    root = tree(
-        {
-            "proc/meminfo": "MemTotal:       65843064 kB\nMemAvailable:   64000000 kB\n",
-            "proc/self/limits": "Limit  Soft  Hard  Units\nMax locked memory         8388608    8388608    bytes\n",
-        }
-    )
-    assert files.memory_bytes(root, "MemTotal") == 65843064 * 1024
-    assert files.memory_bytes(root, "MemAvailable") == 64000000 * 1024
-    assert files.locked_limit(root) == 8 * MIB
-
-
-def test_what_is_not_told_is_none(tmp_path):
-    assert files.memory_bytes(tmp_path, "MemTotal") is None
-    assert files.locked_limit(tmp_path) is None
-    assert files.cgroup_memory(tmp_path) is None
-    assert files.cgroup_cpus(tmp_path) is None
-    assert files.number(tmp_path / "x") is None
-    assert not files.is_wsl(tmp_path)
-    assert files.chosen_word("") == ""
-
-
-def test_an_unlimited_lock_is_none(tree):
-    assert files.locked_limit(tree({"proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\n"})) is None
-
-
-def test_the_tightest_group_above_this_process_counts(tree):
-    root = tree(
-        {
-            "proc/self/cgroup": "0::/pod/container\n",
-            "sys/fs/cgroup/pod/container/memory.max": "max\n",
-            "sys/fs/cgroup/pod/container/memory.current": "100\n",
-            "sys/fs/cgroup/pod/memory.max": "1000\n",
-            "sys/fs/cgroup/pod/memory.high": "900\n",
-            "sys/fs/cgroup/pod/memory.current": "700\n",
-            "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 200\n",
-            "sys/fs/cgroup/pod/cpu.max": "250000 100000\n",
-            "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
-        }
-    )
-    assert files.cgroup_memory(root) == (900, 400)
-    assert files.cgroup_cpus(root) == 2.5
-
-
-def test_groups_of_version_1_are_read(tree):
-    root = tree(
-        {
-            "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
-            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        }
-    )
-    assert files.cgroup_memory(root) == (5000, 3000)
-    assert files.cgroup_cpus(root) == 4
-
-
-def test_no_limit_of_version_1_is_none(tree):
-    root = tree(
-        {
-            "proc/self/cgroup": "5:memory:/\n4:cpu:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        }
-    )
-    assert files.cgroup_memory(root) is None
-    assert files.cgroup_cpus(root) is None
-
-
-def test_lists_of_cpus_and_chosen_words_are_read():
-    assert files.cpu_list("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
-    assert files.cpu_list("") == frozenset()
-    assert files.chosen_word("always [madvise] never") == "madvise"
-
-
-def test_wsl_is_known_by_its_kernel(tree):
-    assert files.is_wsl(tree({"proc/sys/kernel/osrelease": "5.15.153.1-microsoft-standard-WSL2\n"}))
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -138,18 +38,18 @@ def test_wsl_is_known_by_its_kernel(tree):
     [
         (host_checks.python("3.12.3", free_threaded=False, gil=True), "ok", "3.12.3"),
         (host_checks.python("3.14.0", free_threaded=True, gil=False), "warning", "free-threaded, its lock off"),
-        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60 GiB of 64 GiB"),
-        (host_checks.memory(64 * GIB, GIB), "warning", "1 GiB of 64 GiB"),
+        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60.00 GiB of 64.00 GiB"),
+        (host_checks.memory(64 * GIB, GIB), "warning", "1.00 GiB of 64.00 GiB"),
         (host_checks.memory(None, None), "info", "tells nothing"),
         (host_checks.cgroup(None), "ok", "no control group"),
-        (host_checks.cgroup(files.Headroom(8 * GIB, 6 * GIB)), "ok", "6 GiB of 8 GiB left"),
-        (host_checks.cgroup(files.Headroom(8 * GIB, GIB)), "warning", "1 GiB of 8 GiB left"),
-        (host_checks.automatic_cap(GIB, "25% of 4 GiB"), "info", "1 GiB: 25% of 4 GiB"),
+        (host_checks.cgroup(Headroom(8 * GIB, 6 * GIB)), "ok", "6.00 GiB of 8.00 GiB left"),
+        (host_checks.cgroup(Headroom(8 * GIB, GIB)), "warning", "1.00 GiB of 8.00 GiB left"),
+        (host_checks.automatic_cap(GIB, "25% of 4.00 GiB"), "info", "1.00 GiB: 25% of 4.00 GiB"),
         (host_checks.locked_memory(None), "ok", "unlimited"),
-        (host_checks.locked_memory(64 << 10), "ok", "64 KiB; CUDA's page-locking is not bound"),
+        (host_checks.locked_memory(64 << 10), "ok", "64.00 KiB; CUDA's page-locking is not bound"),
         (host_checks.shared_memory(None), "warning", "not there"),
-        (host_checks.shared_memory(64 * MIB), "warning", "64 MiB"),
-        (host_checks.shared_memory(8 * GIB), "ok", "8 GiB"),
+        (host_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
+        (host_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
         (host_checks.huge_pages("madvise"), "ok", "madvise"),
         (host_checks.huge_pages("always"), "ok", "always"),
         (host_checks.huge_pages("never"), "warning", "never"),
@@ -211,7 +111,7 @@ OLD = Driver("550.54", "12.4")
         (gpu_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 cpus"),
         (gpu_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 cpus"),
         (gpu_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 cpus are there"),
-        (gpu_checks.numa(Gpu(0, "g", numa_node=-1), {0}, 2), "info", "does not tell at which"),
+        (gpu_checks.numa(Gpu(0, "g"), {0}, 2), "info", "does not tell at which"),
     ],
 )
 def test_a_check_of_a_gpu(check, status, part):
@@ -319,7 +219,7 @@ def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
 def test_a_good_bus_is_ok_in_both_directions():
     checks = transfers.bandwidth(points(), 63e9, host_page_tables=False)
     assert [(check.name, check.status) for check in checks] == [(TO_DEVICE, "ok"), (TO_HOST, "ok")]
-    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256 MiB" in checks[0].found
+    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
 
 
 def test_a_bus_far_below_its_link_is_a_warning():
@@ -336,13 +236,13 @@ def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_
 
 def test_small_copies_show_why_to_pack():
     check = transfers.small_copies(points())
-    assert check.found.startswith("4 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
+    assert check.found.startswith("4.00 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
     assert transfers.small_copies([point for point in points() if point.kind == PAGEABLE]) is None
 
 
 def test_bars_are_as_long_as_the_bandwidth():
     table = transfers.bars(points())
-    assert table.rows[2][:2] == [TO_DEVICE, "256 MiB"]
+    assert table.rows[2][:2] == [TO_DEVICE, "256.00 MiB"]
     assert table.rows[2][4:6] == ["54.9", "#" * 12]
     assert table.rows[2][2:4] == ["9.0", "#" * 2]
     assert table.rows[0][3] == ""
@@ -367,7 +267,7 @@ def test_pinning_is_timed_there_and_back():
     assert set(took) == {PINNED, REGISTERED}
     assert all(take > 0 and give > 0 for take, give in took.values())
     text = transfers.pinning(GIB, {PINNED: (0.342, 0.2), REGISTERED: (0.088, 0.1)}).found
-    assert text == "1 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
+    assert text == "1.00 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
 
 
 def test_the_plot_is_a_png_of_both_directions(tmp_path):
@@ -395,7 +295,7 @@ def test_the_report_has_each_line_and_each_remedy():
     text = as_text(found.blocks())
     for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):
         assert part in text
-    assert "host to device  256 MiB" in text
+    assert "host to device  256.00 MiB" in text
     data = json.loads(json.dumps(found.to_dict()))
     assert data["problem"] is True
     assert data["page_locking"][PINNED] == {"nbytes": GIB, "seconds": 0.3, "seconds_back": 0.2}

@@ -271,7 +271,7 @@ def test_a_stalled_loop_is_told_so_and_what_to_win(report):
     worst = report(naive_loop(leaves=700)).worst
     assert worst.verdict == (
         "The GPU stands still for 87% of a step (14.0 ms of 16.0 ms) while the host stages: 700 host-to-device copies "
-        "a step (100% below 64 KiB, 100% of the bytes from pageable memory). One slab would take about 872 us to "
+        "a step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 872 us to "
         "stage, where this takes 14.0 ms, and save about 13.1 ms: 5.57 times as fast."
     )
 

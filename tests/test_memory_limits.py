@@ -66,34 +66,6 @@ def test_a_parent_cgroup_with_less_headroom_decides(tree):
     assert auto_max_bytes(root=root)[0] == GIB // 2
 
 
-def test_memory_high_is_a_limit_too(tree):
-    root = tree(proc__self__cgroup="0::/job\n")
-    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high=8 * GIB, memory__current=4 * GIB)
-    assert auto_max_bytes(root=root)[0] == GIB
-
-
-def test_cached_file_pages_count_as_headroom(tree):
-    root = tree(proc__self__cgroup="0::/job\n")
-    stat = f"anon {GIB}\nfile {15 * GIB}\ninactive_file {12 * GIB}\n"
-    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__current=16 * GIB, memory__stat=stat)
-    assert auto_max_bytes(root=root)[0] == 3 * GIB
-
-
-def test_the_container_root_is_read_when_the_path_is_not_visible(tree):
-    for path in ("/docker/abc", "/../../elsewhere", "/"):
-        root = tree(proc__self__cgroup=f"0::{path}\n")
-        put(root, "sys/fs/cgroup", memory__max=16 * GIB, memory__current=8 * GIB)
-        assert auto_max_bytes(root=root)[0] == 2 * GIB
-
-
-def test_a_version_1_cgroup_limits_as_well(tree):
-    root = tree(proc__self__cgroup="9:name=systemd:/\n4:cpu,memory:/job\n0::/\n")
-    files = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 6 * GIB}
-    put(root, "sys/fs/cgroup/memory/job", **files, memory__stat=f"total_inactive_file {2 * GIB}\n")
-    put(root, "sys/fs/cgroup/memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=20 * GIB)
-    assert auto_max_bytes(root=root) == (GIB, "25% of 4.00 GiB available (cgroup headroom)")
-
-
 def test_a_full_cgroup_leaves_the_least_useful_cap_and_says_so(tree):
     root = tree(proc__self__cgroup="0::/job\n")
     put(root, "sys/fs/cgroup/job", memory__max=GIB, memory__current=GIB + 4096)

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from pinstage import _host
 from pinstage._memory import RegisteredMemory, _cuda, _numa
 from pinstage._memory import _pages as pages
 
@@ -105,7 +106,7 @@ def test_the_system_is_asked_for_pages_of_the_node(monkeypatch):
 def test_this_kernel_takes_the_call_or_forbids_it():
     address = pages.map_anonymous(mmap.PAGESIZE)
     try:
-        node = min(_numa.online_nodes(), default=0)
+        node = min(_host.numa_nodes(), default=0)
         if not _numa.prefer(address, mmap.PAGESIZE, node):
             assert ctypes.get_errno() in (1, 38), os.strerror(ctypes.get_errno())  # EPERM, ENOSYS: a sandbox
         pages.populate(address, mmap.PAGESIZE)

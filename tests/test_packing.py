@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import itertools
-import os
 import sys
 import threading
 import weakref
@@ -12,6 +11,7 @@ import torch
 from doubles import PATIENCE_SECONDS, outcome, wait_until
 from strategies import bits, tensor_of
 
+from pinstage._host import usable_cpus
 from pinstage._layout import Moves, Table, plan
 from pinstage._layout._fragments import (
     CHUNK_BYTES,
@@ -23,7 +23,7 @@ from pinstage._layout._fragments import (
     Fragments,
     Part,
 )
-from pinstage._packing import MAX_THREADS, PARALLEL_FROM_BYTES, Packer, threads_for, usable_cpus
+from pinstage._packing import MAX_THREADS, PARALLEL_FROM_BYTES, Packer, threads_for
 
 BATCHES = {
     "nothing": [],
@@ -502,27 +502,6 @@ def test_less_than_one_thread_is_refused(threads):
 
 
 # -- how many threads --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("quota", "cpus"),
-    [
-        ("100000 100000\n", 1),
-        ("50000 100000\n", 1),
-        ("1000000 10000\n", 100),
-        ("max 100000\n", None),
-        ("nonsense\n", None),
-        ("1 2 3\n", None),
-        ("", None),
-        (None, None),
-    ],
-)
-def test_usable_cpus_are_those_of_the_affinity_and_the_quota_of_the_cgroup(tmp_path, quota, cpus):
-    if quota is not None:
-        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota)
-    affinity = len(os.sched_getaffinity(0))
-    assert usable_cpus(tmp_path) == (affinity if cpus is None else min(cpus, affinity))
 
 
 def test_by_default_a_packer_takes_the_usable_cpus_but_not_too_many():

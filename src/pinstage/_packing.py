@@ -12,15 +12,14 @@ them: 8 ms for each leaf on the reference machine with half of its cpus busy, 85
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from ._host import usable_cpus
 from ._layout import Chunk, Moves, Table
 
 MAX_THREADS = 12
@@ -37,18 +36,6 @@ def threads_for(nbytes: int) -> int:
     to 12, 300 took 9.3 ms with 5 and 7.5 with 8 to 12.
     """
     return min(1 + nbytes // PARALLEL_FROM_BYTES, 4 + nbytes // (32 * 1024 * 1024))
-
-
-def usable_cpus(root: Path = Path("/")) -> int:
-    """Return how many cpus this process may use: its affinity, and its cgroup's quota where there is one."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here, or no quota
-    return cpus
 
 
 class Packer:

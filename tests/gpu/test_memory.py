@@ -25,9 +25,9 @@ from pinstage._memory import (
     _cuda,
     _resource,
     default_memory,
-    format_bytes,
 )
 from pinstage._memory import _pages as pages
+from pinstage._sizes import format_bytes
 
 pytestmark = pytest.mark.gpu
 

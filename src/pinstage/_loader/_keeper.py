@@ -20,8 +20,8 @@ import torch
 
 from .._errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
 from .._layout import Layout
-from .._memory import format_bytes
 from .._pool import Event, Lease, SlabPool, size_class
+from .._sizes import format_bytes
 from .._staging import Target
 from ._arrivals import KEEPERS
 from ._descriptors import send_descriptor

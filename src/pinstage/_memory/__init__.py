@@ -19,7 +19,6 @@ from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory
-from ._sizes import format_bytes, parse_bytes
 
 __all__ = [
     "Block",
@@ -34,6 +33,4 @@ __all__ = [
     "cap_bytes",
     "default_memory",
     "disregard_captures",
-    "format_bytes",
-    "parse_bytes",
 ]

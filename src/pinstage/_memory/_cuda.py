@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._sizes import format_bytes
+from .._sizes import format_bytes
 
 Device = int | str | torch.device | None
 

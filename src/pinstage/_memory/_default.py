@@ -1,8 +1,8 @@
 """Which memory to use when nobody says."""
 
+from .. import _host
 from . import _cuda
 from ._host_alloc import HostAllocMemory
-from ._limits import is_wsl
 from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import MemoryResource
@@ -27,6 +27,6 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     """
     if _cuda.is_not_cuda(device) or not _cuda.is_usable():
         return PageableMemory()
-    if is_wsl() or not _cuda.registers_well(_cuda.device_index(device)):
+    if _host.is_wsl() or not _cuda.registers_well(_cuda.device_index(device)):
         return HostAllocMemory(device)
     return RegisteredMemory(device)

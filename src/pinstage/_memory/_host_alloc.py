@@ -1,9 +1,9 @@
 """Page-locked memory from the CUDA driver."""
 
+from .._sizes import round_up
 from . import _cuda
 from ._pages import HUGE_PAGE_BYTES, PAGE_BYTES
 from ._resource import Block, Resource, leak
-from ._sizes import round_up
 
 
 class HostAllocMemory(Resource):

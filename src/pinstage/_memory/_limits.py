@@ -1,14 +1,10 @@
-"""How much memory a process may page-lock without hurting its host.
-
-Read from the kernel's files under ``root``, which a test replaces by a tree of its own. What is read is a snapshot: a
-virtual machine whose memory grows on demand reports only what it has now, and no attempt is made to guess the rest.
-"""
+"""How much memory a process may page-lock without hurting its host: which share of what `_host` tells, and why."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ._sizes import format_bytes, parse_bytes
+from .. import _host
+from .._sizes import format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same
@@ -24,8 +20,6 @@ _PER_NODE = "/node"
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
-Limit = tuple[int, str]
-
 
 def auto_max_bytes(
     *, local_world_size: int | None = None, locked_limit_binds: bool = False, root: Path = Path("/")
@@ -33,9 +27,8 @@ def auto_max_bytes(
     """Choose a cap on page-locked bytes, and say why.
 
     A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available; what each cgroup
-    above this process has left (version 2: ``memory.max`` and ``memory.high``; version 1: ``memory.limit_in_bytes``;
-    cached file pages that the kernel would drop first count as left, as they do for Kubernetes); the limit of WSL2;
-    and, where it binds, the locked-memory limit. Divided among the ranks on this host.
+    above this process has left (`_host.cgroup_memory`); the limit of WSL2; and, where it binds, the locked-memory
+    limit. Divided among the ranks on this host.
 
     Args:
         local_world_size: ranks on this host; by default ``LOCAL_WORLD_SIZE``, as torchrun sets it, else 1.
@@ -52,10 +45,12 @@ def auto_max_bytes(
         ValueError: ``LOCAL_WORLD_SIZE`` or ``local_world_size`` is not a positive number.
     """
     ranks = _ranks(local_world_size)
-    limits = [*_available(root), *((left, "cgroup headroom") for _, left in _cgroups(root))]
-    if locked_limit_binds:
-        limits += _locked(root)
-    if is_wsl(root):
+    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
+    if (available := _host.meminfo("MemAvailable", root)) is not None:
+        limits.append((available, "memory available on this machine"))
+    if locked_limit_binds and (locked := _host.locked_limit(root)) is not None:
+        limits.append((locked, "locked-memory limit"))
+    if _host.is_wsl(root):
         limits.append((WSL_PINNED_BYTES, "limit of WSL2"))
     least, which = min(limits, default=(UNKNOWN_BYTES, "assumed: no limit can be read here"))
     reason = f"{SHARE_PERCENT}% of {format_bytes(max(least, 0))} available ({which})"
@@ -96,19 +91,15 @@ def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
     return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
 
 
-def most_bytes(root: Path = Path("/")) -> Limit:
+def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """What exists in all, used or not, and whose limit that is: more than this can never be page-locked.
 
     Touching more than this does not fail, it ends the process; so it is worth a question before.
     """
-    limits = [(nbytes, "memory of this machine") for nbytes in _meminfo(root, "MemTotal")]
-    limits += [(limit, "limit of this cgroup") for limit, _ in _cgroups(root)]
+    limits = [(group.limit, "limit of this cgroup") for group in _host.cgroup_memory(root)]
+    if (total := _host.meminfo("MemTotal", root)) is not None:
+        limits.append((total, "memory of this machine"))
     return min(limits, default=(1 << 63, "no limit can be read here"))
-
-
-def is_wsl(root: Path = Path("/")) -> bool:
-    """Whether this is Linux under Windows, as its kernel's name tells."""
-    return "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower()
 
 
 def _ranks(local_world_size: int | None) -> int:
@@ -119,70 +110,3 @@ def _ranks(local_world_size: int | None) -> int:
             "does"
         )
     return int(told)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None  # "max" in version 2
-
-
-def _meminfo(root: Path, key: str) -> Iterator[int]:
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            yield int(value.split()[0]) * 1024
-
-
-def _available(root: Path) -> Iterator[Limit]:
-    for nbytes in _meminfo(root, "MemAvailable"):
-        yield nbytes, "memory available on this machine"
-
-
-def _locked(root: Path) -> Iterator[Limit]:
-    for line in _text(root / "proc/self/limits").splitlines():
-        if line.startswith("Max locked memory"):
-            soft = line.split()[3]
-            if soft.isdecimal():  # else "unlimited"
-                yield int(soft), "locked-memory limit"
-
-
-def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and headroom of each limited cgroup above this process, its own first."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
-            limits, usage, cached = ["memory.max", "memory.high"], "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mounts = ["sys/fs/cgroup/memory"]
-            limits, usage, cached = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        # Inside a container the path may be the host's, which is not visible here: then only the mount's own directory
-        # is found, and that is the container's cgroup.
-        own = PurePosixPath(path.lstrip("/"))
-        for mount in mounts:
-            for group in [own, *own.parents]:
-                if ".." in group.parts:
-                    continue
-                directory = root / mount / group
-                found = [limit for name in limits if (limit := _number(directory / name)) is not None]
-                used = _number(directory / usage)
-                if found and used is not None and min(found) < 1 << 62:  # version 1 writes "no limit" as a huge number
-                    yield min(found), min(found) - max(used - _stat(directory, cached), 0)
-
-
-def _stat(directory: Path, key: str) -> int:
-    for line in _text(directory / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0

@@ -4,18 +4,17 @@ A host with several sockets has several nodes, and a GPU hangs on one of them: c
 the link between the sockets. Pages come to a node in two ways, both used: a policy for the mapping (``mbind``), and
 threads of that node that touch it first, which is all that is left where a container forbids the first. The policy is
 "preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
-
-Read from sysfs under ``root``, which a test replaces by a tree of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+from .. import _host
 
 Asked = int | Literal["auto"] | None
 
@@ -64,11 +63,11 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
     """
     if asked is None:
         return ANYWHERE
-    nodes = online_nodes(root)
+    nodes = _host.numa_nodes(root)
     if len(nodes) < 2:
         return Placement(None, frozenset(), f"numa_node={asked!r}: this host has one NUMA node, nothing to do")
     if asked == "auto":
-        node = _node_of(pci_address, root)
+        node = _host.pci_node(pci_address, root)
         if node is None:
             return Placement(None, frozenset(), f"numa_node='auto': the system does not tell the node of {pci_address}")
         reason = f"node {node}, that of {pci_address}"
@@ -78,13 +77,8 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
         raise ValueError(
             f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass one of these"
         )
-    cpus = _cpus_of(node, root) & os.sched_getaffinity(0)
-    return Placement(node, frozenset(cpus), reason if cpus else f"{reason} (this process may use none of its cpus)")
-
-
-def online_nodes(root: Path = Path("/")) -> set[int]:
-    """Return the nodes of this host; empty where the kernel knows of none."""
-    return _numbers(root / "sys/devices/system/node/online")
+    cpus = _host.node_cpus(node, root) & _host.affinity()
+    return Placement(node, cpus, reason if cpus else f"{reason} (this process may use none of its cpus)")
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
@@ -106,28 +100,3 @@ def _syscall() -> ctypes._NamedFuncPointer:
     function.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     function.argtypes += [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint]
     return function
-
-
-def _node_of(pci_address: str, root: Path) -> int | None:
-    try:
-        node = int((root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None  # -1: the firmware does not say
-
-
-def _cpus_of(node: int, root: Path) -> set[int]:
-    return _numbers(root / f"sys/devices/system/node/node{node}/cpulist")
-
-
-def _numbers(path: Path) -> set[int]:
-    """Read a list such as ``0-3,8,10-11``."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return set()
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return numbers

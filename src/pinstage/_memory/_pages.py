@@ -11,8 +11,9 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from .._host import usable_cpus
+from .._sizes import format_bytes, round_up
 from ._limits import most_bytes
-from ._sizes import format_bytes, round_up
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
@@ -112,7 +113,7 @@ def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: fro
     Args:
         address: start of the mapping, page-aligned.
         nbytes: its length.
-        threads: how many touch; by default ``POPULATE_THREADS``, or the CPUs of this process where they are fewer.
+        threads: how many touch; by default ``POPULATE_THREADS``, or the usable cpus where they are fewer.
         cpus: where they run; anywhere if empty.
 
     Raises:
@@ -151,7 +152,7 @@ def _run_on(cpus: frozenset[int]) -> None:
 
 def default_threads() -> int:
     """How many threads touch a mapping when nobody says."""
-    return min(POPULATE_THREADS, len(os.sched_getaffinity(0)))
+    return min(POPULATE_THREADS, usable_cpus())
 
 
 def _populate_piece(address: int, nbytes: int) -> None:

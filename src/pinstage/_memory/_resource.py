@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from .._sizes import format_bytes, parse_bytes, round_up
 from . import _cuda
 from ._pages import PAGE_BYTES
-from ._sizes import format_bytes, parse_bytes, round_up
 
 LEAKED: "list[Block]" = []
 """Blocks that CUDA would not give up: still mapped, on purpose, until the process ends."""

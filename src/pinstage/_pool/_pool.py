@@ -6,7 +6,8 @@ import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from .._errors import UnreleasedLeaseWarning
-from .._memory import MemoryResource, cap_bytes, default_memory, parse_bytes
+from .._memory import MemoryResource, cap_bytes, default_memory
+from .._sizes import parse_bytes
 from .._steps import step
 from . import _refusals
 from ._jobs import Job

@@ -13,7 +13,7 @@ from .._errors import (
     PoolFrozenError,
     StagingError,
 )
-from .._memory import format_bytes
+from .._sizes import format_bytes
 
 
 class Figures(NamedTuple):

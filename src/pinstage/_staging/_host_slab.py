@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .._errors import AcquireTimeoutError
-from .._memory import format_bytes
 from .._pool import Lease, SlabPool
+from .._sizes import format_bytes
 
 
 def acquire(pool: SlabPool, nbytes: int, timeout: float | None, call: str) -> Lease:

@@ -29,8 +29,8 @@ import torch
 
 from .._errors import RingError
 from .._layout import Layout, Plan, Table, put_together
-from .._memory import format_bytes
 from .._pool import Event
+from .._sizes import format_bytes
 from .._steps import step
 from ._streams import ALONE
 from ._targets import Target

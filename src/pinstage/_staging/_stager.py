@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._layout import Layout, Plan, plan
-from .._memory import default_memory, parse_bytes
+from .._memory import default_memory
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
+from .._sizes import parse_bytes
 from .._steps import step
 from ._host_slab import acquire
 from ._ring import Overflow, Place, Ring, RingTransfer

@@ -1,18 +1,6 @@
-"""Numbers as people read them."""
+"""Times, rates and shares as people read them; sizes are `_sizes.format_bytes`."""
 
 from __future__ import annotations
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(nbytes: float) -> str:
-    """Write bytes with a binary unit and three digits or more: ``512 B``, ``1.50 KiB``, ``128 MiB``."""
-    value, unit = float(nbytes), 0
-    while abs(value) >= 1023.5 and unit < len(_BINARY) - 1:
-        value, unit = value / 1024, unit + 1
-    if unit == 0 or value == int(value):
-        return f"{value:.0f} {_BINARY[unit]}"
-    return f"{value:.{_digits(value)}f} {_BINARY[unit]}"
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._bus import Bus
 from .._report import Block, Line, Table, as_rich, as_text
@@ -120,7 +121,7 @@ class Audit:
         blocks: list[Block] = [_table(shown)]
         if len(shown) < len(self.leaves):
             rest = self.leaves[len(shown) :]
-            nbytes = fmt.size(sum(leaf.nbytes for leaf in rest))
+            nbytes = format_bytes(sum(leaf.nbytes for leaf in rest))
             blocks.append(Line(f"... and {fmt.count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
         return [*blocks, *self._totals(), *self._pinning_lines(), *self._cost_lines()]
 
@@ -135,7 +136,7 @@ class Audit:
         on_host = sum(leaf.device == "cpu" for leaf in self.leaves)
         parts = [
             fmt.count(len(self.leaves), "leaf", "leaves"),
-            fmt.size(self.nbytes),
+            format_bytes(self.nbytes),
             f"{pinned:,} pinned, {on_host - pinned:,} pageable, {len(self.leaves) - on_host:,} on a device",
         ]
         for number, what in (
@@ -154,12 +155,12 @@ class Audit:
         left = self.left_pageable
         if not left:
             return [Line(f"pin_memory=True would pin {of} and leave none pageable", "ok")]
-        size = fmt.size(sum(leaf.nbytes for leaf in left))
+        size = format_bytes(sum(leaf.nbytes for leaf in left))
         lines: list[Block] = [
             Line(f"pin_memory=True would pin {of}, and silently leave {len(left):,} pageable ({size}):", "warning")
         ]
         for name, leaves in self._by_stop().items():
-            size = fmt.size(sum(leaf.nbytes for leaf in leaves))
+            size = format_bytes(sum(leaf.nbytes for leaf in leaves))
             example = leaves[0].path or "the batch itself"
             lines.append(
                 Line(f"  {name} stops it: {fmt.count(len(leaves), 'leaf', 'leaves')}, {size}, such as {example}")
@@ -168,11 +169,11 @@ class Audit:
 
     def _cost_lines(self) -> list[Block]:
         each, slab = self.each, self.slab
-        one_by_one = f".to() on each leaf: {fmt.count(each.copies, 'copy', 'copies')}, {fmt.size(each.nbytes)}"
+        one_by_one = f".to() on each leaf: {fmt.count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
         if each.seconds is not None and each.seconds_pinned is not None:
             one_by_one += f", {fmt.duration(each.seconds)} as it is; {fmt.duration(each.seconds_pinned)} if every leaf "
             one_by_one += "were pinned, not counting the pinning"
-        padding = f"{fmt.size(slab.nbytes)}, {fmt.share(slab.padding_bytes, slab.nbytes)} of it padding"
+        padding = f"{format_bytes(slab.nbytes)}, {fmt.share(slab.padding_bytes, slab.nbytes)} of it padding"
         as_slab = f"one slab: {fmt.count(slab.copies, 'copy', 'copies')}, {padding}"
         if slab.pack_seconds is not None:
             as_slab += f"; packing takes {fmt.duration(slab.pack_seconds)} here, by one thread"
@@ -280,7 +281,7 @@ def _table(leaves: Sequence[LeafReport]) -> Table:
         (
             leaf.path or "(batch)",
             f"{leaf.dtype} {list(leaf.shape)}",
-            fmt.size(leaf.nbytes),
+            format_bytes(leaf.nbytes),
             "pinned" if leaf.pinned else "pageable" if leaf.device == "cpu" else leaf.device,
             leaf.contiguous,
             "pins" if leaf.loader_pins else f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-",

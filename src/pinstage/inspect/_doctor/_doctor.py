@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch
 
 import pinstage as ps
 
+from ... import _host
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._bandwidth import PAGEABLE, PINNED, REGISTERED, SIZES, TO_DEVICE, TO_HOST, Point, measure, pin_seconds
 from .._errors import InspectError
 from .._report import Block, Line, Table
 from . import _gpu_checks, _host_checks, _transfer_checks
-from . import _host_files as files
 from ._check import Check, Status
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
 
@@ -144,8 +144,7 @@ def diagnose(
     driver = find_driver(root, smi)
     reason = why_not_page_locked()
     gpus = _find(root, smi, busy=available and measuring)
-    affinity = os.sched_getaffinity(0)
-    nodes = len(files.cpu_list(files.text(root / "sys/devices/system/node/online")))
+    affinity, nodes = _host.affinity(), len(_host.numa_nodes(root))
     checks = [
         _gpu_checks.cuda(torch.version.cuda, available, gpus, driver),
         _gpu_checks.versions(driver, torch.version.cuda, bindings_version()),
@@ -162,21 +161,21 @@ def diagnose(
     return Diagnosis((*checks, *more), measured)
 
 
-def host_checks(root: Path, affinity: set[int]) -> list[Check]:
+def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything that is no GPU."""
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     gil = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
     cap = ps.SlabPool(ps.PageableMemory()).stats()
     return [
         _host_checks.python(platform.python_version(), free_threaded=free_threaded, gil=gil),
-        _host_checks.cpus(len(affinity), files.cgroup_cpus(root), os.cpu_count() or len(affinity)),
-        _host_checks.memory(files.memory_bytes(root, "MemTotal"), files.memory_bytes(root, "MemAvailable")),
-        _host_checks.cgroup(files.cgroup_memory(root)),
+        _host_checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
+        _host_checks.memory(_host.meminfo("MemTotal", root), _host.meminfo("MemAvailable", root)),
+        _host_checks.cgroup(min(_host.cgroup_memory(root), key=lambda group: group.left, default=None)),
         _host_checks.automatic_cap(cap.max_bytes, cap.max_bytes_reason),
-        _host_checks.locked_memory(files.locked_limit(root)),
-        _host_checks.shared_memory(_size_of(root / "dev/shm")),
-        _host_checks.huge_pages(files.chosen_word(files.text(root / "sys/kernel/mm/transparent_hugepage/enabled"))),
-        _host_checks.wsl(files.is_wsl(root)),
+        _host_checks.locked_memory(_host.locked_limit(root)),
+        _host_checks.shared_memory(_host.shm_bytes(root)),
+        _host_checks.huge_pages(_host.huge_pages(root)),
+        _host_checks.wsl(_host.is_wsl(root)),
     ]
 
 
@@ -215,13 +214,11 @@ def _measure(
         return None, [_transfer_checks.not_measured("no GPU")]
     if not measuring:
         return None, [_transfer_checks.not_measured("as asked")]
-    left = [files.memory_bytes(root, "MemAvailable")]
-    headroom = files.cgroup_memory(root)
-    left += [headroom.left] if headroom else []
+    left = [_host.meminfo("MemAvailable", root), *(group.left for group in _host.cgroup_memory(root))]
     least = min((nbytes for nbytes in left if nbytes is not None), default=_SPARE * _PIN_BYTES)
     if least < _SPARE * _PIN_BYTES:
-        need = fmt.size(_SPARE * _PIN_BYTES)
-        return None, [_transfer_checks.not_measured(f"{fmt.size(least)} of memory left, and it takes {need}")]
+        need = format_bytes(_SPARE * _PIN_BYTES)
+        return None, [_transfer_checks.not_measured(f"{format_bytes(least)} of memory left, and it takes {need}")]
     index = torch.cuda.current_device() if device is None else device
     if index >= len(gpus):
         raise InspectError(f"no cuda:{index}: torch sees {fmt.count(len(gpus), 'GPU')}")
@@ -241,11 +238,3 @@ def _measure(
     else:
         checks.append(_transfer_checks.not_measured("page-locked memory: see the line on page-locking"))
     return Measured(gpu, tuple(points), took, _PIN_BYTES), checks
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks

@@ -129,7 +129,7 @@ def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
     name = f"NUMA cuda:{gpu.index}"
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
-    if gpu.numa_node is None or gpu.numa_node < 0 or not gpu.local_cpus:
+    if gpu.numa_node is None or not gpu.local_cpus:
         return Check(name, "info", f"{nodes} nodes, and the kernel does not tell at which one the GPU is")
     local = len(affinity & gpu.local_cpus)
     found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} cpus are there"

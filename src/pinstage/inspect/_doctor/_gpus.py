@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import _host_files as files
+from ... import _host
 
 _FIELDS = (
     "uuid", "pci.bus_id", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "pcie.link.gen.max",
@@ -54,7 +54,7 @@ class Gpu:
         pci: its address, as the kernel writes it; None if it is not known.
         link: its PCIe link; None if nobody tells.
         host_page_tables: whether it uses the host's page tables (Grace); None if nobody tells.
-        numa_node: that it is at; -1 or None: not told.
+        numa_node: that it is at; None if nobody tells.
         local_cpus: that are at the same node.
     """
 
@@ -96,7 +96,7 @@ def nvidia_smi(arguments: Sequence[str]) -> str:
 
 def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
     """Find the driver, whether torch can use it or not, and the toolkit."""
-    module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", files.text(root / "proc/driver/nvidia/version"))
+    module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _host.text(root / "proc/driver/nvidia/version"))
     printed = smi([])
     version = re.search(r"Driver Version: ([\d.]+)", printed) or module
     cuda = re.search(r"CUDA Version: (\d+\.\d+)", printed)
@@ -105,10 +105,10 @@ def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
 
 def _toolkit(folder: Path) -> str | None:
     """Read a toolkit's version from the file for it; slim installations have the compiler's headers only."""
-    told = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', files.text(folder / "version.json"))
+    told = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', _host.text(folder / "version.json"))
     if told:
         return told[1]
-    defined = re.search(r"#define CUDA_VERSION (\d+)", files.text(folder / "include/cuda.h"))
+    defined = re.search(r"#define CUDA_VERSION (\d+)", _host.text(folder / "include/cuda.h"))
     number = int(defined[1]) if defined else 0  # 1000 * major + 10 * minor
     return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
@@ -140,17 +140,17 @@ def describe(index: int, name: str, told: Mapping[str, str], addressing_mode: st
         root: where ``sys`` is.
     """
     pci = pci_address(told.get("pci.bus_id", ""))
-    device = root / "sys/bus/pci/devices" / (pci or "none")
+    device = pci or "none"
     names_of_grace = re.search(r"\bG[HB]\d+", name)
     uses_host = addressing_mode == "ATS" if addressing_mode in ("ATS", "HMM", "None") else None
     return Gpu(
         index,
         name,
         pci,
-        link_of(told, device),
+        link_of(told, _host.pci_device(device, root)),
         True if names_of_grace else uses_host,
-        files.number(device / "numa_node"),
-        files.cpu_list(files.text(device / "local_cpulist")),
+        _host.pci_node(device, root),
+        _host.pci_cpus(device, root),
     )
 
 
@@ -174,8 +174,8 @@ def link_of(told: Mapping[str, str], device: Path) -> Link | None:
         return Link(*map(int, values))
     read: list[Any] = []
     for when in ("current", "max"):
-        speed = files.text(device / f"{when}_link_speed").partition(" ")[0]
-        read += [_GENERATION_OF_SPEED.get(speed), files.number(device / f"{when}_link_width")]
+        speed = _host.text(device / f"{when}_link_speed").partition(" ")[0]
+        read += [_GENERATION_OF_SPEED.get(speed), _host.number(device / f"{when}_link_width")]
     return Link(*read) if all(read) else None
 
 

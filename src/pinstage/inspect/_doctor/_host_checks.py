@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import _format as fmt
+from ..._host import Headroom, threads_within
+from ..._sizes import format_bytes
 from ._check import Check
-from ._host_files import Headroom
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -32,7 +32,7 @@ def memory(total: int | None, available: int | None) -> Check:
     """Look at the memory of the machine."""
     if total is None or available is None:
         return Check("memory", "info", "/proc/meminfo tells nothing")
-    found = f"{fmt.size(available)} of {fmt.size(total)} available"
+    found = f"{format_bytes(available)} of {format_bytes(total)} available"
     if available < LITTLE_BYTES:
         return Check("memory", "warning", found, "end other programs, or give the pool a small max_bytes")
     return Check("memory", "ok", found)
@@ -42,7 +42,7 @@ def cgroup(headroom: Headroom | None) -> Check:
     """Look at the container's limit."""
     if headroom is None:
         return Check("cgroup limit", "ok", "no control group limits memory")
-    found = f"{fmt.size(headroom.left)} of {fmt.size(headroom.limit)} left; page-locked memory counts"
+    found = f"{format_bytes(headroom.left)} of {format_bytes(headroom.limit)} left; page-locked memory counts"
     if headroom.left < LITTLE_BYTES:
         return Check(
             "cgroup limit", "warning", found, "raise the container's memory limit, or give the pool a small max_bytes"
@@ -52,14 +52,14 @@ def cgroup(headroom: Headroom | None) -> Check:
 
 def automatic_cap(max_bytes: int, reason: str) -> Check:
     """Say what ``max_bytes="auto"`` would be."""
-    return Check('max_bytes="auto"', "info", f"{fmt.size(max_bytes)}: {reason}")
+    return Check('max_bytes="auto"', "info", f"{format_bytes(max_bytes)}: {reason}")
 
 
 def locked_memory(soft_limit: int | None) -> Check:
     """Look at ``ulimit -l``, which many blame, and which does not bind."""
     if soft_limit is None:
         return Check("locked-memory limit", "ok", "unlimited")
-    return Check("locked-memory limit", "ok", f"{fmt.size(soft_limit)}; CUDA's page-locking is not bound by it")
+    return Check("locked-memory limit", "ok", f"{format_bytes(soft_limit)}; CUDA's page-locking is not bound by it")
 
 
 def shared_memory(total: int | None) -> Check:
@@ -70,10 +70,10 @@ def shared_memory(total: int | None) -> Check:
         return Check(
             "/dev/shm",
             "warning",
-            f"{fmt.size(total)}: workers of torch's DataLoader may die of a bus error",
+            f"{format_bytes(total)}: workers of torch's DataLoader may die of a bus error",
             "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory",
         )
-    return Check("/dev/shm", "ok", fmt.size(total))
+    return Check("/dev/shm", "ok", format_bytes(total))
 
 
 def huge_pages(enabled: str) -> Check:
@@ -104,7 +104,7 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
         limits.append(f"{quota:g} by the control group's quota")
     found = f"{real:g} of {installed}" + (f" ({', '.join(limits)})" if limits else "")
     if quota is not None and quota < usable:
-        threads = max(int(quota), 1)
+        threads = threads_within(usable, quota)
         return Check(
             "cpus",
             "warning",

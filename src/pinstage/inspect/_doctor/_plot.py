@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import _format as fmt
+from ..._sizes import format_bytes
 from .._bandwidth import PAGEABLE, PINNED, REGISTERED, Point
 
 _COLORS = {PAGEABLE: "#e07b39", PINNED: "#3b7dd8", REGISTERED: "#2f9e6e"}
@@ -45,7 +45,7 @@ def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rat
         if link_rate is not None:
             axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
         axis.set_xscale("log", base=2)
-        axis.set_xticks(sizes, [fmt.size(nbytes) for nbytes in sizes], rotation=45, ha="right")
+        axis.set_xticks(sizes, [format_bytes(nbytes) for nbytes in sizes], rotation=45, ha="right")
         axis.minorticks_off()
         axis.set_title(direction)
         axis.set_xlabel("bytes in one copy")

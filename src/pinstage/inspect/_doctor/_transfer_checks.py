@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._bandwidth import PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
 from .._report import Table
@@ -32,7 +33,7 @@ def bandwidth(points: Sequence[Point], link_rate: float | None, *, host_page_tab
             for point in points
             if (point.direction, point.nbytes) == (direction, largest)
         }
-        found = ", ".join(f"{kind} {fmt.rate(rate)}" for kind, rate in rates.items()) + f", {fmt.size(largest)}"
+        found = ", ".join(f"{kind} {fmt.rate(rate)}" for kind, rate in rates.items()) + f", {format_bytes(largest)}"
         checks.append(_judge(direction, found, rates, None if host_page_tables else link_rate, host_page_tables))
     return checks
 
@@ -67,7 +68,7 @@ def small_copies(points: Sequence[Point]) -> Check | None:
     return Check(
         "small copies",
         "info",
-        f"{fmt.size(small.nbytes)} takes {fmt.duration(small.seconds)}: {fmt.rate(small.bytes_per_second)}, "
+        f"{format_bytes(small.nbytes)} takes {fmt.duration(small.seconds)}: {fmt.rate(small.bytes_per_second)}, "
         f"{fmt.share(small.bytes_per_second, large.bytes_per_second)} of what the bus gives; pack them",
     )
 
@@ -79,7 +80,7 @@ def pinning(nbytes: int, took: Mapping[str, tuple[float, float]]) -> Check:
         f"{names.get(kind, kind)} {fmt.duration(take)} (back: {fmt.duration(give)})"
         for kind, (take, give) in took.items()
     ]
-    return Check("page-locking time", "info", f"{fmt.size(nbytes)}: {', '.join(parts)}")
+    return Check("page-locking time", "info", f"{format_bytes(nbytes)}: {', '.join(parts)}")
 
 
 def not_measured(reason: str) -> Check:
@@ -94,7 +95,7 @@ def bars(points: Sequence[Point]) -> Table:
     fastest = max(by_key.values())
     rows = []
     for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points):
-        row = [direction, fmt.size(nbytes)]
+        row = [direction, format_bytes(nbytes)]
         for kind in kinds:
             rate = by_key.get((direction, nbytes, kind), 0.0)
             row += [f"{rate / 1e9:.1f}", "#" * round(_BAR * rate / fastest)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._report import Block, Line, Table
 from ._analysis import Analysis, Step
@@ -60,7 +61,7 @@ def ranks_table(report: TraceReport) -> Table:
                 str(len(rank.analysis.steps)),
                 fmt.duration(of("seconds")),
                 f"{of('copies'):,.0f}",
-                fmt.size(of("nbytes")),
+                format_bytes(of("nbytes")),
                 fmt.share(of("kernel_seconds"), of("seconds")),
                 fmt.duration(of("staging_seconds")),
                 fmt.share(of("stall_seconds"), of("seconds")),
@@ -79,8 +80,8 @@ def copies_table(analysis: Analysis, bus: float) -> Table:
             group.direction,
             group.kind,
             f"{group.copies:,}",
-            fmt.size(group.nbytes),
-            fmt.size(group.median_bytes),
+            format_bytes(group.nbytes),
+            format_bytes(group.median_bytes),
             fmt.duration(group.seconds),
             fmt.rate(group.bytes_per_second),
             fmt.share(group.bytes_per_second, bus) if group.direction in _WAYS else "-",
@@ -103,7 +104,7 @@ def sizes_table(analysis: Analysis) -> Table:
             bucket.label,
             f"{bucket.copies:,}",
             fmt.share(bucket.copies, whole[bucket.direction]),
-            fmt.size(bucket.nbytes),
+            format_bytes(bucket.nbytes),
             fmt.rate(bucket.bytes_per_second),
             "#" * math.ceil(20 * bucket.copies / whole[bucket.direction]),
         )
@@ -129,7 +130,7 @@ def steps_table(steps: Sequence[Step], limit: int | None, *, annotated: bool) ->
             str(step.number) if annotated else "whole",
             fmt.duration(step.seconds),
             f"{step.copies:,}",
-            fmt.size(step.nbytes),
+            format_bytes(step.nbytes),
             fmt.duration(step.copy_seconds),
             fmt.duration(step.kernel_seconds),
             fmt.duration(step.staging_seconds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._sizes import format_bytes
 from .. import _format as fmt
 from ._analysis import SMALL_BYTES, Analysis
 from ._events import TO_DEVICE
@@ -54,7 +55,7 @@ def _nature(analysis: Analysis) -> str:
         group.nbytes for group in analysis.groups if group.direction == TO_DEVICE and group.kind == "pageable"
     )
     return (
-        f"{fmt.share(small, copies)} below {fmt.size(SMALL_BYTES)}, "
+        f"{fmt.share(small, copies)} below {format_bytes(SMALL_BYTES)}, "
         f"{fmt.share(pageable, nbytes)} of the bytes from pageable memory"
     )
 

@@ -48,11 +48,11 @@ def parse_bytes(size: SupportsIndex | str) -> int:
     return nbytes
 
 
-def format_bytes(nbytes: int) -> str:
+def format_bytes(nbytes: float) -> str:
     """Write a size for people: two decimals and a binary unit, ``"1.50 GiB"``; below 1 KiB, ``"512 B"``.
 
     Args:
-        nbytes: bytes; may be negative, as a difference is.
+        nbytes: bytes; may be negative, as a difference is, or a fraction, as a median is.
 
     Returns:
         The text. It is rounded, so ``parse_bytes`` does not bring every number back.
@@ -61,7 +61,7 @@ def format_bytes(nbytes: int) -> str:
     while round(value, 2) >= 1024 and unit < len(_BINARY) - 1:
         value, unit = value / 1024, unit + 1
     sign = "-" if nbytes < 0 else ""
-    return f"{sign}{value:.2f} {_BINARY[unit]}" if unit else f"{nbytes} B"
+    return f"{sign}{value:.{2 if unit else 0}f} {_BINARY[unit]}"
 
 
 def round_up(nbytes: int, unit: int) -> int:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinstage._memory import format_bytes, parse_bytes
+from pinstage._sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ def test_what_is_neither_int_nor_text_is_a_type_error(size):
         (5 << 60, "5120.00 PiB"),
         (-(3 << 29), "-1.50 GiB"),
         (-5, "-5 B"),
+        (1536.5, "1.50 KiB"),
+        (192.0, "192 B"),
     ],
 )
 def test_sizes_are_printed_with_two_decimals_and_a_binary_unit(nbytes, text):

@@ -1,0 +1,210 @@
+"""What this host has: cpus, memory, control groups, NUMA nodes, limits.
+
+The one reader of the kernel's files for such facts. The pool, the threads and the doctor ask here, so that all go by
+the same figures; what to make of a figure is theirs to decide.
+
+Files are read below ``root``, which a test replaces by a tree of its own. What the kernel does not tell is None or
+empty, and no error. Each answer is a snapshot: a virtual machine whose memory grows on demand tells what it has now.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+_UNLIMITED_BYTES = 1 << 62
+"""Version 1 of control groups writes "no limit" as a number larger than this."""
+
+
+class Headroom(NamedTuple):
+    """A control group's memory, in bytes."""
+
+    limit: int
+    """How much its processes may have."""
+    left: int
+    """How much of that they do not have yet; negative where they have more, as ``memory.high`` lets them."""
+
+
+# -- cpus --------------------------------------------------------------------------------------------------------------
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Return how many threads are worth starting here: by the affinity, and by the quota (`threads_within`)."""
+    return threads_within(len(affinity()), cpu_quota(root))
+
+
+def threads_within(cpus: int, quota: float | None) -> int:
+    """Return how many threads can run at once on some cpus under a quota.
+
+    A quota of 2.5 gives 2. With a third thread the group would use up its quota before the period ends, and then the
+    kernel stops all of its threads until the next one, tens of milliseconds later.
+
+    Args:
+        cpus: that the threads may run on.
+        quota: how many of them at once, as `cpu_quota` returns it.
+
+    Returns:
+        The number, at least 1.
+    """
+    return cpus if quota is None else max(1, min(cpus, int(quota)))
+
+
+def affinity() -> frozenset[int]:
+    """Return the cpus that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(installed_cpus()))
+
+
+def installed_cpus() -> int:
+    """Return how many cpus the machine has."""
+    return os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many cpus the control groups above this process let it use at once; None if they do not limit it."""
+    found = []
+    for group, version in _groups("cpu", root):
+        if version == 2:
+            quota, _, period = text(group / "cpu.max").partition(" ")
+        else:
+            quota, period = text(group / "cpu.cfs_quota_us"), text(group / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max", -1: no limit
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def meminfo(key: str, root: Path = Path("/")) -> int | None:
+    """Return a line of ``/proc/meminfo``, such as ``MemTotal`` or ``MemAvailable``, in bytes."""
+    match = re.search(rf"^{key}:\s+(\d+)", text(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
+    """Return the memory of each limited control group above this process, its own first.
+
+    Version 2: the smaller of ``memory.max`` and ``memory.high``; version 1: ``memory.limit_in_bytes``. Pages of files
+    that the kernel would drop first count as left, as they do for Kubernetes.
+    """
+    found = []
+    for group, version in _groups("memory", root):
+        if version == 2:
+            limits = [number(group / "memory.max"), number(group / "memory.high")]
+            used, dropped = number(group / "memory.current"), "inactive_file"
+        else:
+            limits = [number(group / "memory.limit_in_bytes")]
+            used, dropped = number(group / "memory.usage_in_bytes"), "total_inactive_file"
+        known = [limit for limit in limits if limit is not None and 0 <= limit < _UNLIMITED_BYTES]
+        if known and used is not None:
+            match = re.search(rf"^{dropped} (\d+)$", text(group / "memory.stat"), re.MULTILINE)
+            cached = int(match[1]) if match else 0
+            found.append(Headroom(min(known), min(known) - max(used - cached, 0)))
+    return found
+
+
+def locked_limit(root: Path = Path("/")) -> int | None:
+    """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited or not told."""
+    match = re.search(r"^Max locked memory\s+(\d+)", text(root / "proc/self/limits"), re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def shm_bytes(root: Path = Path("/")) -> int | None:
+    """Return the size of ``/dev/shm``; None if there is none."""
+    try:
+        found = os.statvfs(root / "dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
+def huge_pages(root: Path = Path("/")) -> str:
+    """Return who gets transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not told."""
+    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return match[1] if match else ""
+
+
+# -- nodes and devices -------------------------------------------------------------------------------------------------
+
+
+def numa_nodes(root: Path = Path("/")) -> frozenset[int]:
+    """Return the NUMA nodes; empty where the kernel knows of none."""
+    return _numbers(root / "sys/devices/system/node/online")
+
+
+def node_cpus(node: int, root: Path = Path("/")) -> frozenset[int]:
+    """Return the cpus of a NUMA node, whether this process may use them or not."""
+    return _numbers(root / f"sys/devices/system/node/node{node}/cpulist")
+
+
+def pci_device(address: str, root: Path = Path("/")) -> Path:
+    """Return the folder that tells of a PCI device, by its address, as in ``"0000:1b:00.0"``."""
+    return root / "sys/bus/pci/devices" / address.lower()
+
+
+def pci_node(address: str, root: Path = Path("/")) -> int | None:
+    """Return the NUMA node of a PCI device; None if the firmware does not tell."""
+    node = number(pci_device(address, root) / "numa_node")
+    return None if node is None or node < 0 else node
+
+
+def pci_cpus(address: str, root: Path = Path("/")) -> frozenset[int]:
+    """Return the cpus that are nearest to a PCI device; empty if it is not told."""
+    return _numbers(pci_device(address, root) / "local_cpulist")
+
+
+# -- the system, and its files -----------------------------------------------------------------------------------------
+
+
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Whether this is Linux under Windows, as its kernel's name tells."""
+    return "microsoft" in text(root / "proc/sys/kernel/osrelease").lower()
+
+
+def text(path: Path) -> str:
+    """Return a file's text without the space around it; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def number(path: Path) -> int | None:
+    """Return the whole number that a file consists of; None if it is something else."""
+    found = text(path)
+    return int(found) if re.fullmatch(r"-?\d+", found) else None
+
+
+def _numbers(path: Path) -> frozenset[int]:
+    """Read a list such as ``0-3,8,10-11``."""
+    numbers: set[int] = set()
+    for part in filter(None, text(path).split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the control groups above this process, its own first, and the version of each."""
+    # A sandbox may have the groups and not say in which of them the process is: then it is in the top one.
+    for line in text(root / "proc/self/cgroup").splitlines() or ["0::/"]:
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            mounts, version = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], 2
+        elif controller in controllers.split(","):
+            mounts, version = [f"sys/fs/cgroup/{controller}", f"sys/fs/cgroup/{controllers}"], 1
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not visible here: then only the mount's own folder
+        # is found, and that is the container's group.
+        own = PurePosixPath(path.lstrip("/"))
+        for mount in dict.fromkeys(mounts):  # a controller that is alone gives the same twice
+            for group in (own, *own.parents):
+                if ".." not in group.parts and (root / mount / group).is_dir():
+                    yield root / mount / group, version
