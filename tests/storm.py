@@ -106,6 +106,53 @@ def over_pool(storm):
     return interrupted, left_in(pool)
 
 
+def batch():
+    return {"x": torch.ones(300, 7), "y": [torch.zeros(5), torch.ones(2, 3)], "n": 3}
+
+
+def over_stager(storm):
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+
+    def work():
+        stager.to_device(batch())
+        list(stager.prefetch([batch()] * 5, depth=2))
+        with stager.stage(batch()) as staged:
+            staged["x"].add_(1)
+        stager.stats()
+
+    interrupted = storm.over(work)
+    return interrupted, left_in(stager.pool)
+
+
+def over_ring(storm):
+    stager = ps.Stager("cpu", max_bytes="1MiB", ring=4, timeout=5)
+
+    def work():
+        for _ in range(5):
+            stager.to_device(batch())
+        list(stager.prefetch([batch()] * 5, depth=2))
+        with stager.stage(batch()) as staged:
+            staged["x"].add_(1)
+
+    interrupted = storm.over(work)
+    staged = [stager.to_device(batch()) for _ in range(4)]
+    wrong = [] if all(torch.equal(one["x"], batch()["x"]) for one in staged) else ["bytes are wrong"]
+    return interrupted, wrong + left_in(stager.pool)
+
+
+def over_to_host(storm):
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+    there = batch()
+
+    def work():
+        stager.to_host(there).result()
+        stager.to_host(there, copy=True).result()
+        stager.to_host(there)
+
+    interrupted = storm.over(work)
+    return interrupted, left_in(stager.pool)
+
+
 if __name__ == "__main__":
     what, count = sys.argv[1:]
     torch.set_num_threads(1)

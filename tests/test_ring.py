@@ -54,15 +54,55 @@ def test_batches_come_to_the_slabs_in_turn_and_arrive_as_they_were(make_stager):
     assert len({places[0] for places in met}) == 3
 
 
-def test_the_same_layout_in_the_same_slab_gives_the_same_tensors_in_new_containers(make_stager):
+def test_the_same_layout_in_the_same_slab_gives_new_tensors_at_the_same_addresses(make_stager):
     stager = make_stager(ring=1)
     with stager.stage(batch(0)) as first:
         pass
     with stager.stage(batch(1)) as second:
-        assert second is not first
-        assert second["y"] is not first["y"]
-        assert all(a is b for a, b in ((first["x"], second["x"]), (first["y"][0], second["y"][0])))
+        assert second["x"] is not first["x"]
+        assert addresses(second) == addresses(first)
         assert second["seed"] == 1
+
+
+def swap(tensor):
+    torch.utils.swap_tensors(tensor, torch.zeros(4, 5))
+
+
+def set_an_attribute(tensor):
+    tensor.weight = 3
+
+
+CHANGES = {
+    "data": lambda x: setattr(x, "data", torch.zeros(4, 5)),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "t_": lambda x: x.t_(),
+    "set_": lambda x: x.set_(torch.zeros(4, 5)),
+    "resize_": lambda x: x.resize_(2, 2),
+    "swap_tensors": swap,
+    "an attribute": set_an_attribute,
+    "a gradient": lambda x: setattr(x, "grad", torch.ones(4, 5)),
+    "requires_grad_": lambda x: x.requires_grad_(),
+    "a hook": lambda x: x.requires_grad_().register_hook(lambda grad: grad * 0),
+    "values": lambda x: x.zero_(),
+    "its class": lambda x: setattr(x, "__class__", torch.nn.Parameter),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_whatever_was_done_to_a_tensor_the_next_batch_is_as_it_should_be(make_stager, change, keep):
+    stager = make_stager(ring=1)
+    place, kept = None, []
+    for seed in range(3):
+        with stager.stage(batch(seed)) as staged:
+            assert_same(batch(seed), staged, "cpu")
+            leaf = staged["x"]
+            assert (type(leaf), vars(leaf), leaf._version, leaf.grad) == (torch.Tensor, {}, 0, None)
+            assert place in (None, leaf.data_ptr())
+            place = leaf.data_ptr()
+            change(leaf)
+            kept += [leaf] * keep
+            del staged, leaf
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +213,11 @@ def test_the_error_names_the_leaf_that_is_held(make_stager):
     leaf = stager.to_device(batch())["y"][1]
     with pytest.raises(RingError, match=r"batch\['y'\]\[1\] is still referred to"):
         stager.stage(batch())
-    part = leaf.detach()
+    storage = leaf.untyped_storage()
     del leaf
     with pytest.raises(RingError, match="a tensor or array made from one of its leaves"):
         stager.stage(batch())
-    assert part.numel() == 3
+    assert storage.nbytes() > 0
 
 
 def test_the_name_of_a_held_leaf_is_found_out_for_an_error_alone(make_stager):
@@ -231,7 +271,7 @@ def test_after_release_the_slab_is_used_again_though_its_tensors_live_on(make_st
     transfer.release()
     for seed in range(1, 5):
         with stager.stage(batch(seed)) as staged:
-            assert staged["x"] is static["x"]
+            assert addresses(staged) == addresses(static)
             assert torch.equal(bits(static["x"]), bits(batch(seed)["x"]))
 
 
@@ -259,7 +299,7 @@ def test_the_end_of_a_with_block_releases_also_by_an_exception(make_stager):
     with pytest.raises(KeyError), stager.stage(batch()) as kept:
         raise KeyError
     with stager.stage(batch(1)) as staged:
-        assert staged["x"] is kept["x"]
+        assert addresses(staged) == addresses(kept)
 
 
 def test_without_a_ring_release_does_nothing():

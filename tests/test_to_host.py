@@ -357,7 +357,8 @@ def test_a_closed_or_frozen_pool_is_an_error(make_stager):
 
 
 def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
-    def fail(*_):
+    def fail(*pieces):
+        del pieces  # frames that are not pinstage's keep what they have
         raise RuntimeError("out of device memory")
 
     monkeypatch.setattr(_sources.CpuSource, "fetch", fail)

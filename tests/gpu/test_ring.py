@@ -98,7 +98,7 @@ def test_a_batch_that_autograd_still_needs_is_reported(cuda_device):
     weight = torch.ones(1024, device=cuda_device, requires_grad=True)
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=1) as stager:
         loss = (stager.to_device([torch.full((1024,), 3.0)])[0] * weight).sum()
-        with pytest.raises(ps.RingError, match="is still referred to"):
+        with pytest.raises(ps.RingError, match="what autograd saved"):
             stager.stage([torch.zeros(1024)])
         loss.backward()
         assert bool((weight.grad == 3).all())
@@ -162,7 +162,7 @@ def test_a_captured_inference_step_sees_each_new_batch(cuda_device):
                 total = sum(static)
         for value in range(1, 20):
             with stager.stage(numbered(value)) as staged:
-                assert staged[0] is static[0]
+                assert staged[0].data_ptr() == static[0].data_ptr()
                 graph.replay()
                 result = total.clone()
             assert bool((result == 8 * value).all())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-
 import torch
 
+from .._errors import clear_own_frames
 from .._staging import Target, Transfer, send_packed
 from ._arrivals import Arrival
 from ._stats import Counters
@@ -32,7 +31,7 @@ class Sender:
                 transfer = self._send_from(slot, arrival)
                 event = transfer.copy_event
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
+                clear_own_frames(error)  # who keeps the error must not keep views of the slab
                 event = self._target.record_copies()
                 raise
             finally:

@@ -2,68 +2,41 @@
 
 ::
 
-              take()             get(stream)             nobody holds it, or release()
+              take()             get(stream)             nobody uses it, or release()
     free  ------------>  taken  ------------>  handed out  ------------->  free, with an event for each
      ^                                                                     stream that was given the batch
      |          the copy stream waits for these events, the host never          |
      +--------------------------------------------------------------------------+
 
-Views of a slab are made once for each layout and handed out again, so who still holds a batch cannot be told by the
-death of a tensor. It is told by counting: every leaf that somebody holds, Python or autograd, counts as a reference of
-the tensor beyond our own, and every tensor made from one (a slice, a ``detach()``, an array) as another user of the
-slab's storage. When nobody holds anything, no more work on the batch can be begun, so an event recorded then on the
-consumer's stream is behind all of it.
+The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any way
+(``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's storage:
+every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on the batch
+can be begun, so an event recorded then on the consumer's stream is behind all of it.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
-from collections import OrderedDict
+from collections import deque
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 
 from .._errors import RingError
-from .._layout import Layout, Plan, Table, put_together
+from .._layout import Layout
 from .._pool import Event
 from .._sizes import format_bytes
 from .._steps import step
-from ._streams import ALONE
+from .._torch import StorageUsers, check_storages_can_be_counted, owns
 from ._targets import Target
-from ._transfer import Transfer, memory_of
-
-LAYOUTS_KEPT = 8
-"""Layouts whose views a slab keeps. Batches of fixed shapes have a few: training, validation, the last one."""
+from ._transfer import Transfer
 
 Overflow = Literal["error", "fresh"]
 
-_requires_grad, _number = attrgetter("requires_grad"), attrgetter("number")
-
-
-class _Views:
-    """The tensors of one layout in one slab."""
-
-    def __init__(self, table: Table, slab: torch.Tensor) -> None:
-        others = [None] * len(table.columns.passthrough)
-        # Kept for batches that are staged in other modes than this one.
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            leaves = table.views(slab, others)
-        self.packed: list[torch.Tensor] = [leaf for leaf in leaves if leaf is not None]  # the only list that has them
-        bases = [base for leaf in self.packed if (base := leaf._base) is not None and base is not slab]
-        self.storage_users = len(set(map(id, [*self.packed, *bases])))
-        self._references = ALONE * len(self.packed)
-
-    def are_held(self) -> bool:
-        """Say whether somebody else holds one of them."""
-        return sum(map(sys.getrefcount, self.packed)) > self._references
-
-    def first_held(self) -> int:
-        """Return which one somebody else holds, the first of those."""
-        return next((index for index, count in enumerate(map(sys.getrefcount, self.packed)) if count > ALONE), 0)
+_number = attrgetter("number")
 
 
 class Place:
@@ -72,106 +45,114 @@ class Place:
     The slab holds no reference to it. So a stage that ends anywhere, by an interrupt say, gives the slab back.
     """
 
-    __slots__ = ("__weakref__", "slab")
+    __slots__ = ("__weakref__", "layout", "slab")
 
     def __init__(self, slab: RingSlab) -> None:
         self.slab = slab
+        self.layout: Layout | None = None
+        """What the batch is, once it is packed."""
 
 
 class RingSlab:
-    """One device slab of a ring. Its methods are called with the ring's lock held, but for `carry` and `ready`."""
+    """One device slab of a ring.
+
+    Attributes:
+        number: of the batch in it.
+        consumers: streams that were given this batch.
+    """
 
     def __init__(self, target: Target, nbytes: int) -> None:
         self._target = target
         with target.copying(), torch.inference_mode(mode=False):
             self._slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
         self._nbytes = nbytes
-        self._storage = self._slab.untyped_storage()
-        self._storage_references = sys.getrefcount(self._storage)
-        self._views: OrderedDict[Table, _Views] = OrderedDict()
+        self._users = StorageUsers(self._slab)
         self._all_consumers: list[Any] = []
-        self.number = 0  # of the batch in it
-        self._in_use: Table | None = None
+        self._in_use = False
         self._place: weakref.ref[Place] | None = None
         self._layout: Layout | None = None
-        self._consumers: list[Any] = []
         self._events: list[Event] = []
+        self.number = 0
+        self.consumers: list[Any] = []
 
-    def take(self, table: Table, number: int) -> Place:
+    # -- for who has the place
+
+    def ready(self, nbytes: int) -> torch.Tensor:
+        """Return the slab, with the copy stream ordered behind those who used it last."""
+        for event in self._events:
+            self._target.wait_before_copies(event)
+        self._events = []
+        return self._slab if nbytes == self._nbytes else self._slab[:nbytes]
+
+    def carry(self, layout: Layout) -> None:
+        """Take note that the batch is packed, and what it is."""
+        self._layout = layout
+
+    def hand_out(self, consumer: Any) -> list[torch.Tensor]:
+        """Take note that a stream is given the batch; return the slab if it is for the first time in its life."""
+        if consumer not in self.consumers:  # lists: to hash a stream takes longer than to compare it with a few
+            self.consumers.append(consumer)
+        if consumer in self._all_consumers:
+            return []
+        self._all_consumers.append(consumer)
+        return [self._slab]
+
+    # -- for the ring, which holds its lock
+
+    def take(self, number: int) -> Place:
         """Give the slab to a batch."""
         place = Place(self)
         self._place, self._layout = weakref.ref(place), None
-        self._in_use, self.number = table, number
+        self._in_use, self.number = True, number
         return place
 
     def is_of(self, place: Place) -> bool:
         """Say whether a place in it still holds."""
         return self._place is not None and self._place() is place
 
-    def carry(self, layout: Layout) -> None:
-        """Take note that the batch is packed, and what it is; called by whoever has the place."""
-        self._layout = layout
-
-    def ready(self, nbytes: int) -> torch.Tensor:
-        """Return the slab, with the copy stream ordered behind those who used it last; called as `carry` is."""
-        for event in self._events:
-            self._target.wait_before_copies(event)
-        self._events = []
-        return self._slab if nbytes == self._nbytes else self._slab[:nbytes]
-
-    def hand_out(self, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the packed leaves, and the memory that a stream is given for the first time."""
-        if consumer not in self._consumers:  # lists: to hash a stream takes longer than to compare it with a few
-            self._consumers.append(consumer)
-        new = []
-        if consumer not in self._all_consumers:
-            self._all_consumers.append(consumer)
-            new = [self._slab]
-        views = self._views.get(table)
-        if views is None or any(map(_requires_grad, views.packed)):  # it was made a part of an autograd graph
-            views = self._views[table] = _Views(table, self._slab)
-            if len(self._views) > LAYOUTS_KEPT:
-                self._views.popitem(last=False)
-        self._views.move_to_end(table)
-        return views.packed, new
-
-    def free(self) -> None:
-        """Take the slab back: whoever was given the batch has been told all that shall be done with it."""
-        self._events += [event for stream in self._consumers if (event := self._target.record_on(stream)) is not None]
-        self._consumers = []
-        self._in_use = self._place = self._layout = None
+    def free(self, events: list[Event]) -> None:
+        """Take the slab back, behind events: whoever was given the batch has been told all that shall be done."""
+        self._events += events
+        self.consumers = []
+        self._place = self._layout = None
+        self._in_use = False
 
     def is_free(self) -> bool:
-        """Say whether the slab can be taken, after looking whether somebody still holds the batch in it."""
-        if self._in_use is None:
-            return True
-        views = self._views_out()
-        if self._has_place() or (views is not None and (views.are_held() or self._is_used_otherwise())):
-            return False
-        self.free()
+        """Say whether the slab can be taken, after looking whether somebody still uses the batch in it."""
+        if self._in_use:
+            if self._has_place() or self._users.are_there():
+                return False
+            self.free(record_on_all(self._target, self.consumers))
         return True
 
     def holder(self) -> str:
-        """Say in words who holds the batch."""
+        """Say in words who uses the batch."""
         if self._has_place():
             return "it is being packed" if self._layout is None else "its transfer is alive and was not released"
-        views = self._views_out()
-        if views is not None and views.are_held() and self._layout is not None:
-            return f"batch{self._layout.slots[views.first_held()].path} is still referred to"
-        return "a tensor or array made from one of its leaves (a slice, a detach()) is alive"
+        path = None if self._layout is None else _path_of_a_leaf_over(self._slab, self._layout)
+        if path is not None:
+            return f"batch{path} is still referred to"
+        return "a tensor or array made from one of its leaves (a slice, a detach(), what autograd saved) is alive"
 
     def _has_place(self) -> bool:
         return self._place is not None and self._place() is not None
 
-    def _views_out(self) -> _Views | None:
-        """Return the leaves of the batch, if they were handed out."""
-        return self._views.get(self._in_use) if self._consumers and self._in_use is not None else None
 
-    def _is_used_otherwise(self) -> bool:
-        """Say whether anything that is none of the views shows the slab."""
-        known = 2 + sum(views.storage_users for views in self._views.values())  # the slab, and its storage's wrapper
-        users = torch._C._storage_Use_Count(self._storage._cdata)
-        return users > known or sys.getrefcount(self._storage) > self._storage_references
+def record_on_all(target: Target, streams: list[Any]) -> list[Event]:
+    """Mark this point of some streams."""
+    return [event for stream in streams if (event := target.record_on(stream)) is not None]
+
+
+def _path_of_a_leaf_over(slab: torch.Tensor, layout: Layout) -> str | None:
+    """Return where in the batch a leaf is that is alive as a tensor of Python's. Takes long; for an error."""
+    start = slab.data_ptr()
+    paths = {(start + slot.offset, slot.dtype, slot.shape): slot.path for slot in layout.slots}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor and thing.device == slab.device and thing.layout is torch.strided:
+            path = paths.get((thing.data_ptr(), thing.dtype, tuple(thing.shape)))
+            if path is not None and thing is not slab:
+                return path
+    return None
 
 
 class Ring:
@@ -185,6 +166,7 @@ class Ring:
 
     Raises:
         ValueError: `count` or `nbytes` is less than 1, or no such `overflow`.
+        StagingError: this torch does not tell who uses a storage.
     """
 
     def __init__(self, target: Target, count: int, nbytes: int | None, overflow: Overflow) -> None:
@@ -194,6 +176,7 @@ class Ring:
             raise ValueError(f"ring_bytes must be positive: {nbytes}; it is the size of each device slab")
         if overflow not in ("error", "fresh"):
             raise ValueError(f"ring_overflow must be 'error' or 'fresh': {overflow!r}")
+        check_storages_can_be_counted()
         self.count = count
         self.overflow = overflow
         self.overflows = 0
@@ -202,57 +185,68 @@ class Ring:
         self._target = target
         self._slabs: list[RingSlab] = []
         self._taken = 0
-        self._lock = threading.Lock()
+        self._released: deque[tuple[Place, list[Event]]] = deque()  # written without the lock: see `release`
+        self._lock = threading.RLock()
 
-    def take(self, table: Table) -> Place | None:
+    def take(self, nbytes: int) -> Place | None:
         """Take the free slab that was used longest ago.
 
         Returns:
             A place in it, or None where the batch shall have one of its own.
 
         Raises:
-            RingError: the batch is larger than the slabs, or none is free.
+            RingError: the batch is larger than the slabs, or none is free, or a finaliser asks in the middle of a call.
         """
-        with self._lock:
-            if not self._slabs:
-                self._nbytes = table.nbytes if self._nbytes is None else self._nbytes
-                self._slabs = [RingSlab(self._target, self._nbytes) for _ in range(self.count)]
-            assert self._nbytes is not None
-            slab = None
-            if table.nbytes <= self._nbytes:
-                slab = self._free_slab()
-                if slab is None and self.overflow == "error":
-                    gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
-                    slab = self._free_slab()
-            if slab is None and self.overflow == "error":
-                raise self._error(table)
-            self._taken += 1
-            if slab is not None:
-                return slab.take(table, self._taken)
+        if owns(self._lock):
+            raise RingError(
+                "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, asked "
+                "for a place; a finaliser may release() transfers, nothing else"
+            )
+        place = self._try_to_take(nbytes)
+        if place is None and self.overflow == "error":
+            if self._fits(nbytes):
+                gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
+                place = self._try_to_take(nbytes)
+            if place is None:
+                raise self._error(nbytes)
+        elif place is None:
             self.overflows += 1
-            return None
+        return place
 
     def release(self, place: Place) -> None:
-        """Take a slab back: its batch could not be sent, or its holder says so, whatever is still referred to."""
+        """Take a slab back: its batch could not be sent, or its holder says so, whatever is still referred to.
+
+        A finaliser may call this in the middle of `take`. So it takes no lock: whoever has it next looks here.
+        """
+        self._released.append((place, record_on_all(self._target, place.slab.consumers)))
+
+    def _try_to_take(self, nbytes: int) -> Place | None:
         with self._lock:
-            if place.slab.is_of(place):
-                place.slab.free()
+            while self._released:
+                place, events = self._released[0]
+                if place.slab.is_of(place):
+                    place.slab.free(events)
+                self._released.popleft()  # last: an interrupt would lose it
+            if not self._slabs:
+                self._nbytes = nbytes if self._nbytes is None else self._nbytes
+                self._slabs = [RingSlab(self._target, self._nbytes) for _ in range(self.count)]
+            if not self._fits(nbytes):
+                return None
+            free = [slab for slab in self._slabs if slab.is_free()]  # all are looked at, so that each is free early
+            if not free:
+                return None
+            self._taken += 1
+            return min(free, key=_number).take(self._taken)
 
-    def hand_out(self, place: Place, table: Table, consumer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """See `RingSlab.hand_out`."""
-        with self._lock:
-            return place.slab.hand_out(table, consumer)
+    def _fits(self, nbytes: int) -> bool:
+        return self._nbytes is None or nbytes <= self._nbytes
 
-    def _free_slab(self) -> RingSlab | None:
-        free = [slab for slab in self._slabs if slab.is_free()]  # all are looked at, so that each is free early
-        return min(free, key=_number, default=None)
-
-    def _error(self, table: Table) -> RingError:
+    def _error(self, nbytes: int) -> RingError:
         assert self._nbytes is not None
-        if table.nbytes > self._nbytes:
+        if nbytes > self._nbytes:
             origin = "as ring_bytes says" if self._given else "the size of the first batch"
             return RingError(
-                f"batch does not fit the ring: it needs {format_bytes(table.nbytes)}, each of the {self.count} device "
+                f"batch does not fit the ring: it needs {format_bytes(nbytes)}, each of the {self.count} device "
                 f"slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes= as large as the largest batch, or "
                 "ring_overflow='fresh'"
             )
@@ -267,41 +261,31 @@ class Ring:
 class RingTransfer(Transfer):
     """A transfer into a slab of a ring."""
 
-    __slots__ = ("_parts", "_place", "_ring", "_table")
+    __slots__ = ("_place", "_ring")
 
-    def __init__(self, ring: Ring, place: Place, planned: Plan, *args: Any) -> None:
+    def __init__(self, ring: Ring, place: Place, *args: Any) -> None:
         super().__init__(*args)
         self._ring = ring
         self._place: Place | None = place
-        self._table = planned.table
         place.slab.carry(self.layout)
 
     def get(self, stream: torch.cuda.Stream | None = None) -> Any:
         """See `Transfer.get`."""
-        with step("get"):
-            place = self._place
-            if place is None:
-                raise RingError(
-                    "transfer was released: its device slab may hold another batch by now; get() the batch before "
-                    "release()"
-                )
-            with step("views"):
-                consumer = self._target.consumer(stream)
-                leaves, new = self._ring.hand_out(place, self._table, consumer)
-            self._target.hand_over(self._event, new, consumer)
-            if self._moved:
-                memory = [part for tensor in self._moved for part in memory_of(tensor)]
-                self._target.hand_over(self._moved_event, memory, consumer)
-                leaves = list(leaves)
-                for position, tensor in zip(self._table.columns.passthrough, self._moved, strict=True):
-                    leaves.insert(position, tensor)
-            if not self._unpacked:
-                self._batch = put_together(self._layout, leaves)
-                self._unpacked = True
-            return self._batch
+        if self._place is None:
+            raise RingError(
+                "transfer was released: its device slab may hold another batch by now; get() the batch before release()"
+            )
+        return super().get(stream)
+
+    def _hand_over_slab(self, slab: torch.Tensor, stream: Any) -> None:
+        assert self._place is not None
+        consumer = self._target.consumer(stream)
+        self._target.hand_over(self._event, self._place.slab.hand_out(consumer), consumer)
 
     def release(self) -> None:
         """See `Transfer.release`."""
         if self._place is not None:
             self._ring.release(self._place)
-        self._place = self._batch = self._slab = None  # a tensor of the slab would count as somebody who uses it
+        # The slab of the batch, and its views, would count as somebody who uses it.
+        self._place = self._batch = self._slab = None
+        self._views = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._errors import clear_own_frames
 from .._layout import Layout, Plan, plan
 from .._memory import default_memory
 from .._packing import Packer
@@ -156,7 +156,7 @@ class Stager:
         """
         with step("stage"):
             planned = plan(batch)
-            place = self._ring.take(planned.table) if self._ring is not None and planned.table.nbytes else None
+            place = self._ring.take(planned.table.nbytes) if self._ring is not None and planned.table.nbytes else None
             try:
                 return self._stage(planned, place)
             except BaseException:
@@ -170,7 +170,7 @@ class Stager:
         self._count(planned, copies)
         carried = self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event
         if self._ring is not None and place is not None:
-            return RingTransfer(self._ring, place, planned, *carried)
+            return RingTransfer(self._ring, place, *carried)
         return Transfer(*carried)
 
     def to_device(self, batch: Any) -> Any:
@@ -244,6 +244,7 @@ class Stager:
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
+        pool = self._pool.stats()  # not with the lock: it may free slabs
         with self._lock:
             return StagerStats(
                 batches=self._batches,
@@ -256,7 +257,7 @@ class Stager:
                 fetches=self._fetches,
                 fetch_copies=self._fetch_copies,
                 fetched_bytes=self._fetched_bytes,
-                pool=self._pool.stats(),
+                pool=pool,
             )
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class Stager:
             try:
                 device, copies = self._pack_and_copy(planned, lease, place)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
+                clear_own_frames(error)  # who keeps the error must not keep views of the slab
                 raise
             finally:
                 event = self._target.record_copies()

@@ -13,12 +13,12 @@ copies are done and the last view has died.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .._errors import clear_own_frames
 from .._layout import Parts, Table, duplicate, flat, gather, table_of, take_apart
 from .._pool import Event, SlabPool
 from .._steps import step
@@ -162,7 +162,7 @@ def to_host(
             events, copies = _fetch(shares, host, sources)
             after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # who keeps the error must not keep views of the slab
+            clear_own_frames(error)  # who keeps the error must not keep views of the slab
             host = None
             raise
         finally:

@@ -101,9 +101,8 @@ class Transfer:
             one device slab, which lives as long as any of them.
         """
         with step("get"):
-            slab = self._slab
-            if slab is not None:
-                self._target.hand_over(self._event, [slab], stream)
+            if self._slab is not None:
+                self._hand_over_slab(self._slab, stream)
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
             if not self._unpacked:
@@ -111,6 +110,9 @@ class Transfer:
                 self._batch, self._views = put_together(self._layout, self._views), []
                 self._unpacked = True
             return self._batch
+
+    def _hand_over_slab(self, slab: torch.Tensor, stream: Any) -> None:
+        self._target.hand_over(self._event, [slab], stream)
 
     def _cut(self) -> None:
         """Make the views that `get` puts together, if they are not there yet."""
