@@ -4,8 +4,10 @@ The main thread works without end; each time that it is inside pinstage, a SIGIN
 pressed again and again. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
 """
 
+import gc
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -25,8 +27,9 @@ class Storm:
         count: how often.
     """
 
-    def __init__(self, count):
+    def __init__(self, count, pause=0.0003):
         self.left = count
+        self._pause = pause
         self._ready = threading.Semaphore(0)
         self._work_is_done = False
 
@@ -50,7 +53,7 @@ class Storm:
         main = threading.main_thread().ident
         while not self._work_is_done:
             signal.pthread_kill(main, signal.SIGINT)
-            time.sleep(0.0003)
+            time.sleep(random.expovariate(1 / self._pause))
 
     def _interrupt(self, _, frame):
         while frame is not None:
@@ -62,6 +65,7 @@ class Storm:
 
 def left_in(pool):
     """Say what is wrong with a pool that nobody uses any more."""
+    gc.collect()  # an interrupt keeps frames, and what they have, in a cycle
     wrong = []
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -151,6 +155,29 @@ def over_to_host(storm):
 
     interrupted = storm.over(work)
     return interrupted, left_in(stager.pool)
+
+
+def over_loader(storm):
+    numbers = torch.arange(4000.0).reshape(40, 100)
+    loaders = [
+        ps.DataLoader(torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more)
+        for workers, more in ((1, {"persistent_workers": True}), (0, {}), (1, {}))
+    ]
+    turns = iter(range(10**9))
+
+    def work():
+        found = [x[0, 0].item() for [x] in loaders[next(turns) % len(loaders)]]
+        assert found == list(range(0, 4000, 200))
+
+    interrupted = storm.over(work)
+    wrong = []
+    for loader in loaders:
+        if [x[0, 0].item() for [x] in loader] != list(range(0, 4000, 200)):
+            wrong.append("batches are wrong")
+        loader._iterator = None
+    for slabs in [loader._slabs for loader in loaders]:
+        wrong += left_in(slabs.pool)
+    return interrupted, wrong
 
 
 if __name__ == "__main__":

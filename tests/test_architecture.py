@@ -15,17 +15,20 @@ SRC = Path(__file__).parents[1] / "src" / "pinstage"
 # What each room may import of pinstage. PUBLIC stands for the names of `pinstage` itself.
 PUBLIC = "pinstage"
 FACTS = {"_sizes", "_host"}
+COMMON = FACTS | {"_errors", "_torch", "_steps"}
 MAY_SEE = {
     "_sizes": set(),
     "_host": set(),
     "_errors": FACTS,
-    "_steps": FACTS,
-    "_memory": FACTS | {"_errors"},
-    "_pool": FACTS | {"_errors", "_steps", "_memory"},
-    "_layout": FACTS | {"_errors", "_steps"},
-    "_packing": FACTS | {"_errors", "_layout"},
-    "_staging": FACTS | {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing"},
-    "_loader": FACTS | {"_errors", "_steps", "_memory", "_pool", "_layout", "_packing", "_staging"},
+    "_torch": FACTS | {"_errors"},
+    "_steps": FACTS | {"_torch"},
+    "_memory": COMMON,
+    "_reaper": COMMON | {"_memory"},
+    "_pool": COMMON | {"_memory", "_reaper"},
+    "_layout": COMMON,
+    "_packing": COMMON | {"_layout"},
+    "_staging": COMMON | {"_memory", "_pool", "_layout", "_packing"},
+    "_loader": COMMON | {"_memory", "_reaper", "_pool", "_layout", "_packing", "_staging"},
     "inspect": FACTS | {PUBLIC},
     "integrations": {PUBLIC},
     "_demo": {PUBLIC},

@@ -361,7 +361,7 @@ def test_structures_that_come_again_are_known_by_number_and_others_are_not_kept(
     iterator = iter(loader)
     for index, batch in enumerate(iterator):
         assert same(batch, dataset[index])
-        known = len(iterator._keeper.structures)
+        known = len(iterator._server.structures)
         assert known <= min(STRUCTURES_KNOWN, max(0, index + 1 + 4 - kinds))  # some have arrived that come later
         if index >= 2 * kinds + 4:
             assert known == min(kinds, STRUCTURES_KNOWN)

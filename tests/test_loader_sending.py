@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _ResumeIteration
 
 from pinstage._loader._arrivals import Arrival, Failed
-from pinstage._loader._queues import SendingQueue
+from pinstage._loader._sending_queue import SendingQueue
 from pinstage._staging import Transfer
 
 pytestmark = pytest.mark.timeout(30)
@@ -25,14 +25,18 @@ class Sent(Transfer):
         self.number = arrival.layout
 
 
-class Keeper:
-    """Notes which batches were dropped unsent."""
+class Server:
+    """Tells which batches were dropped unsent."""
 
     def __init__(self):
-        self.free = []
+        self.arrivals = {}
 
-    def dropped(self, slot):
-        self.free.append(slot)
+    def arrived(self, number, arrival):
+        self.arrivals[number] = weakref.ref(arrival)
+
+    @property
+    def free(self):
+        return [number for number, arrival in self.arrivals.items() if arrival() is None]
 
 
 class Batches:
@@ -48,11 +52,11 @@ class Loop:
 
     def __init__(self, depth, *, in_order=True):
         self.batches = Batches(in_order)
-        self.arrived, self.keeper, self.sent, self.woken = deque(), Keeper(), [], 0
+        self.arrived, self.server, self.sent, self.woken = deque(), Server(), [], 0
         self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self, depth, self.wake)
 
     def send(self, arrival):
-        arrival.slot = None
+        self.server.arrivals.pop(arrival.number)
         if arrival.layout == "cannot be sent":
             raise ValueError("no")
         self.sent.append(arrival.layout)
@@ -69,14 +73,14 @@ class Loop:
         return item
 
     def arrive(self, *items):
-        """Let the keeper's thread find messages."""
+        """Let the server's thread find messages."""
         for item in items:
             self.arrived.append(item)
             self.queue.receive()
             self.queue.send()
 
     def batch(self, number, layout=None):
-        return number, Arrival(self.keeper, number if layout is None else layout, number, None, [], 0.0)
+        return number, Arrival(self.server, number if layout is None else layout, number, None, [], 0.0)
 
     def ready(self):
         """Take what is there."""
@@ -112,7 +116,7 @@ def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
 def test_a_batch_that_comes_before_its_turn_waits_in_its_slot():
     loop = Loop(0)
     loop.arrive(loop.batch(1), loop.batch(2))
-    assert (loop.ready(), loop.keeper.free) == ([], [])
+    assert (loop.ready(), loop.server.free) == ([], [])
     loop.arrive(loop.batch(0))
     assert loop.ready() == [0]
 
@@ -221,9 +225,9 @@ def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_s
     loop = Loop(0)
     loop.arrive(loop.batch(3), loop.batch(4))
     loop.queue.drop_until_resumed(2)
-    assert sorted(loop.keeper.free) == [3, 4]
+    assert sorted(loop.server.free) == [3, 4]
     loop.arrive(loop.batch(5), (_ResumeIteration(), None), loop.batch(6))
-    assert sorted(loop.keeper.free) == [3, 4, 5, 6]
+    assert sorted(loop.server.free) == [3, 4, 5, 6]
     loop.arrive((_ResumeIteration(), None))
     loop.queue.begin()
     loop.arrive(loop.batch(0))

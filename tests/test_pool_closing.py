@@ -210,7 +210,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
     pool.reserve(100, count=2)
     lost = memory.live_blocks[0]
     memory.fail_deallocate(RuntimeError("device is gone"))
-    with pytest.warns(RuntimeWarning, match=r"memory of a pool .* is leaked: .*device is gone") as told:
+    with pytest.warns(RuntimeWarning, match=r"a pool .* held could not be given back: .*device is gone") as told:
         del pool
         wait_until(lambda: len(told) > 0)
     assert memory.live_blocks == [lost]

@@ -166,6 +166,17 @@ def is_wsl(root: Path = Path("/")) -> bool:
     return "microsoft" in text(root / "proc/sys/kernel/osrelease").lower()
 
 
+def process_exists(pid: int) -> bool:
+    """Return whether there is such a process, ended ones included that nobody has waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def text(path: Path) -> str:
     """Return a file's text without the space around it; empty if it cannot be read."""
     try:

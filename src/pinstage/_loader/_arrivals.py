@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import pickle
-import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from .._layout import Layout, load_structure, with_leaves
 
 if TYPE_CHECKING:
     import torch
 
-    from ._keeper import SlotKeeper
 
-KEEPERS: weakref.WeakValueDictionary[int, SlotKeeper] = weakref.WeakValueDictionary()
-"""The keepers of this process, by the number that their workers' messages carry."""
+class Receiver(Protocol):
+    """Whose messages they are: the `SlabServer`."""
+
+    structures: dict[tuple[int, int | None], Layout | bytes]
+    """What structure numbers mean, for each worker; pickled as long as it could not be unpickled."""
+
+    def arrived(self, number: int, arrival: Arrival | None) -> None:
+        """Take note that a slab holds a batch that arrived; None: one that was lost on the way."""
+        ...
+
+
+RECEIVERS: dict[int, Receiver] = {}
+"""The receivers of this process, by the number that their workers' messages carry, until their end."""
 
 
 class Message:
     """A batch as a worker sends it. What comes out at the other end is an `Arrival`.
 
     That happens in unpickling, in whatever part of torch's loader reads the queue: so also a batch that torch drops
-    there (a reset of persistent workers) gives its slot back, and no definition of a layout is missed.
+    there (a reset of persistent workers) gives its slab back, and no definition of a layout is missed.
     """
 
     __slots__ = ("contents",)
@@ -34,29 +43,28 @@ class Message:
 
 
 class Arrival:
-    """A packed batch in the main process. One that is dropped gives its slot back."""
+    """A packed batch in the main process. When one dies that was not sent, its slab is free again."""
 
-    __slots__ = ("keeper", "layout", "others", "raw", "slot", "waited")
+    __slots__ = ("__weakref__", "layout", "number", "others", "raw", "receiver", "waited")
 
     def __init__(
         self,
-        keeper: SlotKeeper,
+        receiver: Any,
         layout: Layout,
-        slot: int | None,
+        number: int | None,
         raw: bytearray | None,
         others: list[torch.Tensor],
         waited: float,
     ) -> None:
-        self.keeper = keeper
+        self.receiver = receiver
         self.layout = layout
-        self.slot = slot
+        self.number = number
+        """Of the slab; None if the bytes are in `raw`, or there are none."""
         self.raw = raw
         self.others = others
         self.waited = waited
-
-    def __del__(self) -> None:
-        if self.slot is not None:
-            self.keeper.dropped(self.slot)
+        if number is not None:
+            receiver.arrived(number, self)
 
 
 class Failed:
@@ -78,7 +86,7 @@ class Failed:
 def arrive(
     token: int,
     worker: int,
-    slot: int | None,
+    slab: int | None,
     number: int | None,
     structure: bytes | None,
     pickled: bytes | None,
@@ -90,29 +98,29 @@ def arrive(
     Args:
         token: whose message it is.
         worker: who sent it.
-        slot: where the bytes are; None if they are in `raw`, or there are none.
+        slab: where the bytes are; None if they are in `raw`, or there are none.
         number: of the structure, for this worker; None if it has none.
         structure: the structure, for which the number stands from now on; None if it does already.
         pickled: the leaves that are not packed, and the tensors that cannot be.
-        raw: the bytes of a batch for which there was no slot.
-        waited: seconds that the worker waited for slots.
+        raw: the bytes of a batch for which there was no slab.
+        waited: seconds that the worker waited for slabs.
     """
-    keeper = KEEPERS.get(token)
-    if keeper is None:  # it ended meanwhile
+    receiver = RECEIVERS.get(token)
+    if receiver is None:  # it ended meanwhile
         return None
     try:
-        known = keeper.structures[worker, number] if structure is None else structure
+        known = receiver.structures[worker, number] if structure is None else structure
         if number is not None:
-            keeper.structures[worker, number] = known  # also if it cannot be unpickled now
+            receiver.structures[worker, number] = known  # also if it cannot be unpickled now
         if isinstance(known, bytes):
             known = load_structure(known)
             if number is not None:
-                keeper.structures[worker, number] = known
+                receiver.structures[worker, number] = known
         rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
     except BaseException as error:
-        if slot is not None:
-            keeper.dropped(slot)
+        if slab is not None:
+            receiver.arrived(slab, None)
         if isinstance(error, Exception) and not isinstance(error, OSError):  # of which torch knows what to say
             return Failed(error)
         raise
-    return Arrival(keeper, with_leaves(known, rest, others), slot, raw, others, waited)
+    return Arrival(receiver, with_leaves(known, rest, others), slab, raw, others, waited)

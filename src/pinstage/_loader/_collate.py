@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from .. import _torch
 from .._layout import Plan, dump_structure, plan, put_bounded, structure_key
-from . import _torch
 from ._arrivals import Message
 from ._stacking import Stacks, collate_lazily, pack, stack_privately, stacked
 from ._worker import Terms, WorkerSlots
@@ -51,7 +51,7 @@ class SlabCollate:
         slots = self._slots if self._slots is not None else self._begin()
         slots.waited_seconds = 0.0
         stacks: Stacks = {}
-        lazily = self._collate is _torch.default_collate
+        lazily = _torch.is_default_collate(self._collate)
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
         planned = plan(batch)
         others = [stacked(tensor, stacks) for tensor in planned.passthrough()]
@@ -85,7 +85,7 @@ class SlabCollate:
         for worker, channel in enumerate(self._channels):
             if worker != info.id:
                 channel.close()
-        if _torch.stacking() is _torch.stack_tensors:  # also for a collate_fn that calls torch's
+        if _torch.stacking() is not None and _torch.stacking() is _torch.shipped_stacking():  # also for a collate_fn that calls torch's
             _torch.set_stacking(stack_privately)
         self._slots = WorkerSlots(self._channels[info.id], self._terms)
         return self._slots

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Any
 
@@ -11,17 +9,16 @@ import torch
 
 from .._errors import BudgetExceededError
 from .._layout import Layout, Moves, plan
+from .._reaper import reaper
 from .._staging import RunAhead, Stager, Target, Transfer, send_packed
 from .._steps import step
-from . import _torch
+from .._torch import next_batch
 from ._arrivals import Arrival, Failed
-from ._keeper import SlotKeeper
+from ._ending import Ending
 from ._sending import Sender
+from ._sending_queue import IndexQueue, SendingQueue
+from ._server import SlabServer
 from ._stats import Counters
-from ._worker import process_exists
-
-_KILL_SECONDS = 5.0
-"""How long a killed worker may take to end."""
 
 
 class LoaderIterator:
@@ -72,7 +69,7 @@ class LoaderIterator:
         began = time.perf_counter()
         try:
             with step("loader.wait"):
-                return _torch.next_batch(self._batches)
+                return next_batch(self._batches)
         finally:
             self._counters.wait_seconds += time.perf_counter() - began
 
@@ -115,46 +112,43 @@ class InlineIterator(LoaderIterator):
 
 
 class WorkersIterator(LoaderIterator):
-    """With workers: yields what the keeper's thread sends of what they packed.
+    """With workers: yields what the server's thread sends of what they packed.
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.
-        keeper: of their slots; started.
+        server: of their slabs; started.
+        ending: of the workers.
         target: where to.
         depth: batches sent ahead.
         counters: of the loader.
     """
 
-    def __init__(self, batches: Any, keeper: SlotKeeper, target: Target, depth: int, counters: Counters) -> None:
+    def __init__(
+        self, batches: Any, server: SlabServer, ending: Ending, target: Target, depth: int, counters: Counters
+    ) -> None:
         super().__init__(batches, target, counters)
-        self._keeper = keeper
+        self._server = server
+        self._ending = ending
         self._sender = Sender(target, counters)
-        self._sending = _torch.take_queues(batches, self._sender, depth, keeper.wake)
-        keeper.keep(_torch.what_ends_workers(batches))
-        keeper.serve(self._sending)
-        self._closed = False
+        self._sending = SendingQueue(batches._data_queue, batches, self._sender, depth, server.wake)
+        batches._data_queue = self._sending
+        batches._index_queues = [IndexQueue(queue) for queue in batches._index_queues]
+        reaper.watch(self, ending.reap)
+        server.serve(self._sending)
 
     @property
     def closed(self) -> bool:
         """Whether the workers were ended and the slabs given back."""
-        return self._closed
+        return self._ending.begun
 
     def close_if_a_worker_is_lost(self) -> None:
         """Give everything back if a worker was killed, or ended when it should not: torch cannot go on without it."""
-        codes = [worker.exitcode for worker in _torch.workers_of(self._batches)]
-        if any(codes) or (_torch.are_persistent(self._batches) and 0 in codes):
+        codes = [worker.exitcode for worker in self._ending.workers.processes]
+        if any(codes) or (self._ending.workers.persistent and 0 in codes):
             self._close()
 
     def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            shut_down(self._batches, self._keeper)
-
-    def __del__(self) -> None:
-        # No weakref.finalize: that would keep torch's iterator, and so a collate function whose object has the loader.
-        # At exit the workers are ended anyway, and the memory goes.
-        if "_closed" in vars(self) and not sys.is_finalizing():
-            self._close()
+        self._ending.wait()
 
     def _next_batch(self) -> Any:
         try:
@@ -176,14 +170,14 @@ class WorkersIterator(LoaderIterator):
         except StopIteration:
             raise
         except Exception as error:
-            text = self._keeper.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
+            text = self._server.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
             self.close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
             raise
 
     def _end(self) -> None:
-        if not _torch.are_persistent(self._batches):
+        if not self._ending.workers.persistent:
             self._close()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -191,28 +185,9 @@ class WorkersIterator(LoaderIterator):
         self._run_ahead.forget()
         self._since = None
         try:
-            _torch.begin_again(self._batches, loader, first_iter)
+            self._sending.drop_until_resumed(len(self._ending.workers.processes))
+            self._batches._reset(loader, first_iter)
+            self._sending.begin()
         except BaseException:
             self._close()  # an interrupt, say: the workers' answers would come in the middle of a later pass
             raise
-
-
-def shut_down(batches: Any, keeper: SlotKeeper) -> None:
-    """End the workers, then give all slots back. Runs once, however the iterator ends."""
-    if os.getpid() != keeper.pid:  # a forked child's copy
-        return
-    try:  # an interrupt may come anywhere
-        try:
-            keeper.close()
-        finally:
-            _torch.end_workers(batches)
-    finally:
-        keeper.finish(leak=not all(_ended(worker) for worker in _torch.workers_of(batches)))
-
-
-def _ended(worker: Any) -> bool:
-    if worker.is_alive():  # torch has asked it, and sent it SIGTERM
-        worker.kill()
-        worker.join(_KILL_SECONDS)
-    # One that another thread has just waited for, by starting a process say, counts as alive until that thread goes on.
-    return not worker.is_alive() or not process_exists(worker.pid)

@@ -11,13 +11,17 @@ import torch
 import torch.utils.data
 
 from .._memory import cap_bytes
+from .._reaper import reaper
 from .._staging import Target, target_for
+from .._torch import tell_once, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
-from ._iterator import InlineIterator, WorkersIterator, shut_down
-from ._keeper import SlotKeeper
+from ._ending import Ending
+from ._iterator import InlineIterator, WorkersIterator
+from ._server import SlabServer
 from ._slabs import Slabs
+from ._starting import start_workers
 from ._stats import Counters, LoaderStats
-from ._worker import Terms, starting_workers
+from ._worker import Terms
 
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
@@ -87,51 +91,63 @@ class IntoSlabs:
         if isinstance(kept, WorkersIterator):
             kept.close_if_a_worker_is_lost()
             if kept.closed:
+                reaper.bury(vars(self).pop("_iterator"))
                 vars(self)["_iterator"] = None  # new workers
         return self._before.__iter__(self)
 
     def _get_iterator(self) -> Any:
         with self._slabs.starting:
-            return self._new_iterator()
+            if self.num_workers == 0:  # type: ignore[attr-defined]
+                return self._inline_iterator()
+            return start_workers(self._workers_iterator)
 
-    def _new_iterator(self) -> Any:
+    def _inline_iterator(self) -> InlineIterator:
         loader: Any = self
-        if loader.num_workers == 0:
-            batches = self._iterator_of_torch(loader.collate_fn)
-            return InlineIterator(batches, self._slabs.stager(), self._target, self._counters, self._slabs)
+        batches = self._iterator_of_torch(loader.collate_fn)
+        return InlineIterator(batches, self._slabs.stager(), self._target, self._counters, self._slabs)
+
+    def _workers_iterator(self) -> InlineIterator | WorkersIterator:
+        loader: Any = self
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
-        keeper = SlotKeeper(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs)
+        server = SlabServer(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs)
         try:
-            terms = Terms(keeper.pid, (loader.prefetch_factor or 0) + 1)
-            collate = SlabCollate(loader.collate_fn, keeper.token, [there for _, there in pairs], terms)
+            terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
+            collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
             if hasattr(
                 self, "load_state_dict"
             ):  # it may read batches, to go on where it was, before its iterator is there
-                keeper.start()
+                server.start()
             batches = self._iterator_of_torch(collate)
         except BaseException:
-            keeper.finish(leak=False)
+            server.finish(leak=False)
             raise
         finally:
             for _, there in pairs:
                 there.close()
+        reason = why_loader_cannot_be_taken_over(batches)
+        if reason is not None:
+            server.finish(leak=False)
+            batches._shutdown_workers()
+            tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}; see `pinstage doctor`")
+            return self._inline_iterator()
+        ending = Ending(batches, server)
         try:
-            keeper.start()
-            return WorkersIterator(batches, keeper, self._target, self.depth, self._counters)
+            server.start()
+            return WorkersIterator(batches, server, ending, self._target, self.depth, self._counters)
         except BaseException:
-            shut_down(batches, keeper)
+            ending.wait()
             raise
 
     def _iterator_of_torch(self, collate: Any) -> Any:
         """Return the iterator that there would be without us, but for the collate function."""
-        loader: Any = self
-        kept = loader.collate_fn, loader.pin_memory
-        loader.collate_fn, loader.pin_memory = collate, False
+        # One call of C changes the loader back: an interrupt cannot leave it changed.
+        state = vars(self)
+        kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
-            with starting_workers():
-                return self._before._get_iterator(self)
+            state.update(collate_fn=collate, pin_memory=False)
+            return self._before._get_iterator(self)
         finally:
-            loader.collate_fn, loader.pin_memory = kept
+            state.update(kept)
 
 
 class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):

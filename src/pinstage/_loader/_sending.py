@@ -11,7 +11,7 @@ from ._stats import Counters
 
 
 class Sender:
-    """Starts the copies of batches that arrived, and gives their slots back behind these. Any thread may.
+    """Starts the copies of batches that arrived, and gives their slabs back behind these. Any thread may.
 
     Args:
         target: where to.
@@ -24,24 +24,24 @@ class Sender:
 
     def send(self, arrival: Arrival) -> Transfer:
         """Send a batch. Does not block."""
-        slot, arrival.slot = arrival.slot, None
-        if slot is not None:
+        number = arrival.number
+        if number is not None:
             event = None
             try:
-                transfer = self._send_from(slot, arrival)
+                transfer = self._send_from(number, arrival)
                 event = transfer.copy_event
             except BaseException as error:
                 clear_own_frames(error)  # who keeps the error must not keep views of the slab
                 event = self._target.record_copies()
                 raise
             finally:
-                arrival.keeper.sent(slot, event)
+                arrival.receiver.sent(number, event)
         else:
             host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
             transfer = send_packed(self._target, arrival.layout, host, arrival.others)
         self._counters.count(transfer, fallback=arrival.raw is not None, slot_wait_seconds=arrival.waited)
         return transfer
 
-    def _send_from(self, slot: int, arrival: Arrival) -> Transfer:
-        host = arrival.keeper.arrived(slot, arrival.layout.nbytes)
+    def _send_from(self, number: int, arrival: Arrival) -> Transfer:
+        host = arrival.receiver.bytes_of(number, arrival.layout.nbytes)
         return send_packed(self._target, arrival.layout, host, arrival.others)

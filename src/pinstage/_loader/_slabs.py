@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from collections.abc import Callable
 
 from .._memory import SharedMemory
 from .._pool import SlabPool
@@ -38,7 +36,6 @@ class Slabs:
                 is_cuda = self._target.device.type == "cuda"
                 memory = SharedMemory(self._target.device) if is_cuda else SharedMemory(register=False)
                 self.pool = SlabPool(memory, max_bytes=self._max_bytes)
-                self._close_with_me(self.pool.close)
             return self.pool
 
     def stager(self) -> Stager:
@@ -47,13 +44,4 @@ class Slabs:
             if self._stager is None:
                 self._stager = Stager(self._target.device, max_bytes=self._max_bytes)
                 self.pool = self._stager.pool
-                self._close_with_me(self._stager.close)
             return self._stager
-
-    def _close_with_me(self, close: Callable[[], None]) -> None:
-        weakref.finalize(self, _close, self.pid, close).atexit = False
-
-
-def _close(pid: int, close: Callable[[], None]) -> None:
-    if os.getpid() == pid:  # else it is a forked child's copy
-        close()

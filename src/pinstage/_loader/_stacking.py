@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import _torch
 from .._layout import Moves, Table, guards_of, put_bounded
 from .._layout import packable as is_packable
-from . import _torch
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are: known at once to be no containers."""
@@ -47,9 +47,9 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
     Its memory is never touched, so it costs nothing but its making. `stacks` gets the samples, by its id. Only where no
     code of the user's would see it: that could compute with it.
     """
-    is_torchs = _torch.stacking() in (_torch.stack_tensors, stack_privately)
+    is_torchs = _torch.stacking() in (_torch.shipped_stacking(), stack_privately)
     if not (is_torchs and _torch.collates_as_shipped() and _in_plain_containers(samples[0])):
-        return _torch.default_collate(samples)
+        return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
         if not _stacks_plainly(batch):  # torch knows what to do, or what to say
@@ -79,7 +79,8 @@ def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if _stacks_plainly(batch):
         # Into memory of the usual strides, as torch does there: alone it would take some samples for channels last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
-    return _torch.stack_tensors(batch, collate_fn_map=collate_fn_map)
+    shipped: Any = _torch.shipped_stacking()
+    return shipped(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def _stacks_plainly(batch: Any) -> bool:

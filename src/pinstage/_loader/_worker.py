@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import os
-import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from .._host import process_exists
 from .._memory import SharedMapping, SharedMemory
 from ._descriptors import receive_descriptor
 
@@ -25,35 +22,6 @@ GROWTH = 1.25
 
 ASK_AGAIN_AFTER = 32
 """Batches after a refusal during which a worker makes do with what it has."""
-
-
-class _Starting(threading.local):
-    workers = False
-
-
-_starting = _Starting()
-
-
-@contextlib.contextmanager
-def starting_workers() -> Iterator[None]:
-    """Have workers that this thread forks meanwhile leave alone what the main process had.
-
-    Their garbage collector would free what the main one's has not yet. A CUDA tensor among it, that another stream had
-    used, aborts the worker (rwth-i6/returnn#1494).
-    """
-    _starting.workers = True
-    try:
-        yield
-    finally:
-        _starting.workers = False
-
-
-def _freeze() -> None:
-    if _starting.workers:
-        gc.freeze()
-
-
-os.register_at_fork(after_in_child=_freeze)
 
 
 class Terms(NamedTuple):
@@ -219,16 +187,6 @@ class WorkerSlots:
             self._channel.send(message)
         except OSError:
             raise ClosedError(_CLOSED) from None
-
-
-def process_exists(pid: int) -> bool:
-    """Return whether there is such a process, ended ones included that nobody has waited for."""
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
 
 
 def _exit() -> NoReturn:

@@ -8,25 +8,14 @@ never lost between the call and the line that takes note of it, as it would be b
 from __future__ import annotations
 
 import _thread
-import atexit
-import contextlib
-import os
-import time
-import warnings
-import weakref
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from .._memory import MemoryResource, as_called_here
+from .._reaper import reaper, running
 from ._lease import Lease
 from ._slab import Inbox, Slab
-
-_EXIT_SECONDS = 10.0
-"""How long the end of the program waits for slow work: a thread that comes back from CUDA later would abort it."""
-
-_REAPER_POLL_SECONDS = 0.02
-"""How often the reaper looks whether what a dead pool had in flight is done. Nobody looks while there is none."""
 
 
 class Job:
@@ -156,116 +145,20 @@ class Job:
                 pass
 
 
-class Death(weakref.ref[Any]):
-    """A weak reference that the reaper gets when the object has died that had all of a pool: nobody has a lease or view.
+def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
+    """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
 
-    Attributes:
-        slabs: what is to be freed.
-        memory: frees it.
+    Raises:
+        Exception: of the first slab that could not be freed; the others are.
     """
-
-    __slots__ = ("memory", "slabs")
-
-    slabs: dict[Slab, None]
-    memory: MemoryResource
-
-    def reap(self) -> bool:
-        """Free what nothing reads or writes any more; say whether that was all."""
-        errors = []
-        for slab in list(self.slabs):
-            try:
-                if slab.event is None or slab.event.query():
-                    del self.slabs[slab]
-                    self.memory.deallocate(slab.block)
-            except Exception as error:  # noqa: BLE001 - raised below, when the others are free
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return not self.slabs
-
-
-class Reaper:
-    """Frees what dropped pools held, and what came back to closed ones, in a thread of its own.
-
-    Finalisers and releases hand over to it by one call of C: ``tasks.put``.
-
-    Attributes:
-        tasks: what has a method `reap`, which says whether all is done; if not, it is called again later.
-    """
-
-    def __init__(self) -> None:
-        self.tasks: SimpleQueue[Any] = SimpleQueue()
-        self._deaths: set[Death] = set()
-        self._is_running = False
-
-    def watch(self, thing: Any, slabs: dict[Slab, None], memory: MemoryResource) -> None:
-        """Free slabs when an object has died."""
-        death = Death(thing, self.tasks.put)
-        death.slabs, death.memory = slabs, memory
-        self._deaths.add(death)
-
-    def start(self) -> None:
-        """See that the thread is there.
-
-        Raises:
-            RuntimeError: the interpreter is about to end.
-        """
-        if not self._is_running:
-            _thread.start_new_thread(self._serve, ())
-            self._is_running = True  # twice at the worst, of two threads at once; the tasks are shared then
-
-    def _serve(self) -> None:
-        unfinished: list[Any] = []
-        while True:
-            if unfinished:
-                time.sleep(_REAPER_POLL_SECONDS)
-            tasks, unfinished = unfinished, []
-            if not tasks or not self.tasks.empty():
-                tasks.append(self.tasks.get())
-            while tasks:
-                running[self] = None
-                if not self._is_done(tasks[0]):
-                    unfinished.append(tasks[0])
-                del tasks[0]  # the last reference to it, perhaps
-                del running[self]
-
-    def _is_done(self, task: Any) -> bool:
-        """Do what is to be done for a task now; say whether that was all."""
-        self._deaths.discard(task)
+    errors = []
+    for slab in list(slabs):
         try:
-            with as_called_here()():
-                return bool(task.reap())
-        except Exception as error:  # noqa: BLE001 - nobody waits for it
-            _tell(error)
-            return True
-
-
-def _tell(error: Exception) -> None:
-    with contextlib.suppress(RuntimeWarning):  # made an error: not here
-        warnings.warn(
-            f"memory of a pool that nobody has any more is leaked: {error!r}; close() pools before the device fails",
-            RuntimeWarning,
-            stacklevel=1,
-        )
-
-
-running: dict[Any, None] = {}
-"""What works right now in a thread of ours."""
-
-reaper = Reaper()
-
-
-def _forget() -> None:
-    """In a forked child: the threads are not there, and what they had to do is the parent's affair."""
-    running.clear()
-    reaper.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-@atexit.register
-def _wait_for_the_last() -> None:
-    deadline = time.monotonic() + _EXIT_SECONDS
-    while running and time.monotonic() < deadline:
-        time.sleep(0.001)
+            if slab.event is None or slab.event.query():
+                del slabs[slab]
+                memory.deallocate(slab.block)
+        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return not slabs

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from .._errors import BudgetExceededError, PoolFrozenError
 from .._memory import MemoryResource
+from .._reaper import reaper
 from .._torch import owns
 from . import _refusals
 from ._classes import reuse_limit, size_class
 from ._idle import IdleSlabs
-from ._jobs import Job, reaper
+from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
 from ._slab import Event, Inbox, Notice, Slab
@@ -78,7 +80,7 @@ class Ledger:
         self._requested_bytes = 0
         self._promised_bytes = 0  # to jobs
         self._slabs_by_capacity: dict[int, int] = {}
-        reaper.watch(self, self._slabs, memory)
+        reaper.watch(self, partial(free_what_is_done, self._slabs, memory))
 
     # -- the bounds of each call
 

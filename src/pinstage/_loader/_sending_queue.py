@@ -1,40 +1,25 @@
-"""What stands in the place of the queues of torch's iterator, in the main process. Uses what `multiprocessing` hides.
-
-``tests/test_loader_torch.py`` fails, with the name, when any of it changes.
-"""
+"""What stands in the place of the queues of torch's iterator, in the main process."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import queue
-import select
 import weakref
-from collections import deque
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from torch.utils.data._utils.worker import _ResumeIteration as Resumed
-
 from .._staging import Transfer
+from .._torch import close_writing_end, is_resumption, queue_file
 from ._arrivals import Arrival, Failed
 from ._sending import Sender
-
-_AT_ONCE = select.PIPE_BUF - 4
-"""Bytes that a pipe takes as a whole, or not at all; without the length that `multiprocessing` puts before them."""
-
-
-Outbox = deque[tuple["IndexQueue", Any, bytes]]
-"""Messages to workers, each with how it is encoded."""
 
 
 class SendingQueue:
     """What torch's iterator reads in place of its queue: batches come out of it on their way to the device.
 
-    The keeper's thread reads the queue behind, sends what arrives, and makes the views, while the loop is busy with an
+    The server's thread reads the queue behind, sends what arrives, and makes the views, while the loop is busy with an
     earlier batch. Batches are sent in their order, no further ahead of the one that the loop wants than `depth`; those
-    that come too early stay in their slots. So does, in its order, the news that a worker has no more: it must not come
+    that come too early stay in their slabs. So does, in its order, the news that a worker has no more: it must not come
     before that worker's last batch.
 
     Args:
@@ -52,12 +37,11 @@ class SendingQueue:
         self._sender = sender
         self._depth = depth
         self._wake = wake
-        self.outbox: Outbox = deque()
-        """Messages to workers, which the keeper's thread sends, too."""
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # The loop's thread writes `_last`, then looks at `_held`; the other one writes `_held`, then looks at `_last`:
-        # so one of them notices that a batch may be sent.
         self._held: dict[Any, Any] = {}
+        # The loop's thread writes `_last`, then looks at `_waits_for`; the other one writes `_waits_for`, then looks at
+        # `_last`: so one of them notices that a batch may be sent.
+        self._waits_for: int | None = None
         self._sent = self._resuming = 0
         self._end: BaseException | None = None
         self.begin()
@@ -94,12 +78,10 @@ class SendingQueue:
         """Take note that the loop has no batch yet."""
         self._taken = 0
         self._last = self._depth - 1
-        if self.outbox:
-            self._wake()
 
     def close(self) -> None:
         """Put an end to a message that a killed worker began; the others have ended."""
-        self._source._writer.close()
+        close_writing_end(self._source)
 
     def _wanted(self) -> int:
         """Return what torch wants next: a number, or without order how many there were before."""
@@ -107,17 +89,16 @@ class SendingQueue:
         return self._taken if batches is None else int(batches._rcvd_idx)
 
     def _allow(self, last: int) -> None:
-        before, self._last = self._last, max(self._last, last)
-        if self.outbox or (
-            any(number in self._held for number in range(before + 1, last + 1)) if self._in_order else self._held
-        ):
+        self._last = max(self._last, last)
+        waits_for = self._waits_for
+        if waits_for is not None and waits_for <= self._last:  # perhaps once more: an interrupt may have swallowed it
             self._wake()
 
-    # -- the keeper's thread
+    # -- the server's thread
 
     def fileno(self) -> int:
         """Return the file that can be read when there is a message."""
-        return int(self._source._reader.fileno())
+        return queue_file(self._source)
 
     def receive(self) -> None:
         """Read a message."""
@@ -128,24 +109,24 @@ class SendingQueue:
             return
         if self._resuming:
             self._forget()
-            self._resuming -= isinstance(number, Resumed)
+            self._resuming -= is_resumption(number)
             if not isinstance(_batch_in(payload), Arrival):
                 self._ready.put((number, payload))
         else:
             self._held[number] = payload
 
-    def send(self) -> None:
-        """Send what there is for workers, then the batches whose turn it is; pass on what else is between them."""
-        while self.outbox:
-            index_queue, message, encoded = self.outbox.popleft()
-            index_queue.send(message, encoded)
+    def send(self) -> bool:
+        """Send the batches whose turn it is; pass on what else is between them. Says whether any has to wait."""
         if self._resuming:
             self._forget()
         while self._held:
             number = min(self._held) if self._in_order else next(iter(self._held))
-            if (number if self._in_order else self._sent) > self._last:
-                return
+            self._waits_for = number if self._in_order else self._sent
+            if self._waits_for > self._last:
+                return True
             self._ready.put((number, self._on_its_way(self._held.pop(number))))
+        self._waits_for = None
+        return False
 
     def fail(self, error: BaseException) -> None:
         """Take note that the thread ends, by an error."""
@@ -165,81 +146,44 @@ class SendingQueue:
         return (sent, *payload[1:]) if isinstance(payload, tuple) else sent
 
     def _forget(self) -> None:
-        self._held.clear()  # torch drops them all: their slots are free at once
+        self._held.clear()  # torch drops them all: their slabs are free at once
         self._sent = 0
 
 
 class IndexQueue:
-    """A queue to a worker of torch's iterator whose messages the keeper's thread writes.
+    """A queue to a worker whose `put` raises an error of its message's.
 
-    `multiprocessing.Queue` has a thread of its own for that: waking it, and the interpreter lock that it takes, were a
-    tenth or more of the main thread's time for a batch of ten leaves; waking the worker is as much. Messages keep their
-    order, but for the one that ends a worker. Other attributes are the queue's.
+    Else a message that cannot be pickled, the indexes of a sampler say, would be a text on the screen, of the queue's
+    own thread, and the loop would wait for its batch for ever. Other attributes are the queue's.
 
     Args:
-        behind: a `multiprocessing.Queue`.
-        outbox: where messages wait for that thread, which somebody else wakes.
+        behind: of torch's iterator.
     """
 
-    def __init__(self, behind: Any, outbox: Outbox) -> None:
+    def __init__(self, behind: Any) -> None:
         self._behind = behind
-        self._outbox = outbox
-        self._poll = select.poll()
-        self._poll.register(behind._writer, select.POLLOUT)
-        self._encoded = io.BytesIO()
-        self._pickler = ForkingPickler(self._encoded)  # made once: it copies a table of what it knows to pickle
 
     def put(self, message: Any) -> None:
         """Take a message. Does not block.
 
         Raises:
             Exception: it cannot be pickled.
-            ValueError: the queue is closed.
         """
-        if self._behind._closed:
-            self._behind.put(message)  # says so
-        encoded = self._encode(message)
-        if message is None:  # the worker ends, and reads nothing else
-            self.send(message, encoded)
-        else:
-            self._outbox.append((self, message, encoded))
-
-    def send(self, message: Any, encoded: bytes) -> None:
-        """Send a message: at once if it is small, and does not have to wait."""
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile: the worker ended
-            if not self._write(encoded):
-                self._behind.put(message)
-
-    def close(self) -> None:
-        """Close the queue, and drop what waits."""
-        self._outbox.clear()  # or it and those that wait in it would keep one another
-        self._behind.close()
-
-    def _encode(self, message: Any) -> bytes:
-        self._encoded.seek(0)
-        self._encoded.truncate()
-        try:
-            self._pickler.dump(message)
-        finally:
-            self._pickler.clear_memo()
-        return self._encoded.getvalue()
-
-    def _write(self, encoded: bytes) -> bool:
-        behind = self._behind
-        if len(encoded) > _AT_ONCE or behind._closed:
-            return False
-        with behind._notempty:  # the thread's condition: who waits for it has written all that it took
-            if behind._buffer or not behind._notempty._waiters or not self._poll.poll(0):
-                return False
-            if not behind._sem.acquire(False):
-                return False
-            behind._writer.send_bytes(encoded)
-        return True
+        if not _is_plain(message):
+            ForkingPickler.dumps(message)
+        self._behind.put(message)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_behind":  # not made yet: no recursion
             raise AttributeError(name)
         return getattr(self._behind, name)
+
+
+def _is_plain(message: Any) -> bool:
+    """Say whether a message is no more than numbers, as nearly all are."""
+    if type(message) is not tuple:
+        return message is None
+    return all(type(part) is int or (type(part) is list and {int}.issuperset(map(type, part))) for part in message)
 
 
 def _batch_in(payload: Any) -> Any:

@@ -1,0 +1,139 @@
+"""What finalisers leave to be done, and the thread that does it.
+
+A finaliser may run at any point of any thread: inside a lock, in the middle of a graph capture, or ended half-way by an
+interrupt. So it never waits, calls CUDA or frees memory. It hands over by one call of C, ``reaper.tasks.put``, which is
+the callback of a weak reference.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from ._memory import as_called_here
+
+_POLL_SECONDS = 0.02
+"""How often the reaper looks at a task that is not done yet, such as to wait for a copy. Nobody looks while none is."""
+
+_EXIT_SECONDS = 10.0
+"""How long the end of the program waits for threads of ours: one that comes back from CUDA later would abort it."""
+
+running: dict[Any, None] = {}
+"""What works right now in threads of ours; written by these."""
+
+
+class Task(Protocol):
+    """What the reaper gets."""
+
+    def reap(self) -> bool:
+        """Do what is to be done; say whether that was all. If not, it is called again a moment later."""
+        ...
+
+
+class Death(weakref.ref[Any]):
+    """A weak reference that becomes a task when its object has died."""
+
+    __slots__ = ("reap",)
+
+    reap: Callable[[], bool]
+
+
+class _Buried:
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def reap(self) -> bool:
+        self._thing = None
+        return True
+
+
+class Reaper:
+    """Does tasks in a thread of its own, one after the other.
+
+    Attributes:
+        tasks: to be done.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Task] = SimpleQueue()
+        self._deaths: set[Any] = set()  # a weak reference in a cycle of garbage would never be called back
+        self._is_running = False
+
+    def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
+        """Have something done when an object has died. It must not keep the object alive."""
+        death = Death(thing, self.tasks.put)
+        death.reap = reap
+        self._deaths.add(death)
+        self.start()
+
+    def bury(self, thing: object) -> None:
+        """Let an object end in the reaper's thread: its finalisers are not ours, and an interrupt would end them."""
+        self.tasks.put(_Buried(thing))
+
+    def start(self) -> None:
+        """See that the thread is there.
+
+        Raises:
+            RuntimeError: the interpreter is about to end.
+        """
+        if not self._is_running:
+            _thread.start_new_thread(self._serve, ())
+            self._is_running = True  # twice at the worst, of two threads at once; the tasks are shared then
+
+    def _serve(self) -> None:
+        unfinished: list[Task] = []
+        while True:
+            if unfinished:
+                time.sleep(_POLL_SECONDS)
+            tasks, unfinished = unfinished, []
+            if not tasks or not self.tasks.empty():
+                tasks.append(self.tasks.get())
+            while tasks:
+                running[self] = None
+                if not self._is_done(tasks[0]):
+                    unfinished.append(tasks[0])
+                del tasks[0]  # the last reference to it, perhaps
+                del running[self]
+
+    def _is_done(self, task: Task) -> bool:
+        self._deaths.discard(task)
+        try:
+            with as_called_here()():
+                return task.reap()
+        except Exception as error:  # noqa: BLE001 - nobody waits for it
+            with contextlib.suppress(RuntimeWarning):  # made an error: not here
+                warnings.warn(
+                    f"what a pool or loader that nobody has any more held could not be given back: {error!r}; close() "
+                    "it before its device fails",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
+            return True
+
+
+reaper = Reaper()
+"""The process's."""
+
+
+def _forget() -> None:
+    """In a forked child: the threads are not there, and what they had to do is the parent's affair."""
+    running.clear()
+    reaper.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _wait_for_the_last() -> None:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while running and time.monotonic() < deadline:
+        time.sleep(0.001)
