@@ -6,11 +6,6 @@ message reads ``<what>: <numbers>; <what to do>``. CUDA's and torch's own errors
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
-
-_HERE = str(Path(__file__).parent)
-
 
 class StagingError(Exception):
     """Base of every error that pinstage raises."""
@@ -91,16 +86,3 @@ class LayoutError(StagingError, TypeError):
 
 class UnreleasedLeaseWarning(ResourceWarning):
     """A lease was garbage-collected without a release; its slab went back to the pool."""
-
-
-def clear_own_frames(error: BaseException) -> None:
-    """Drop the local variables of this package's frames that an error keeps: views of a slab would keep that busy.
-
-    Frames of the user's code keep theirs, for a debugger.
-    """
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
-        if frame.f_code.co_filename.startswith(_HERE):
-            with contextlib.suppress(RuntimeError):  # it still runs
-                frame.clear()

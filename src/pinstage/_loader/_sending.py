@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._errors import clear_own_frames
-from .._staging import Target, Transfer, send_packed
+from .._staging import Target, Transfer, clear_own_frames, send_packed
 from ._arrivals import Arrival
 from ._stats import Counters
 

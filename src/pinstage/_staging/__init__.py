@@ -11,10 +11,11 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
+from ._frames import clear_own_frames
 from ._run_ahead import RunAhead
 from ._stager import Stager, StagerStats
 from ._targets import Target, target_for
 from ._to_host import HostTransfer
 from ._transfer import Transfer, send_packed
 
-__all__ = ["HostTransfer", "RunAhead", "Stager", "StagerStats", "Target", "Transfer", "send_packed", "target_for"]
+__all__ = ["clear_own_frames", "HostTransfer", "RunAhead", "Stager", "StagerStats", "Target", "Transfer", "send_packed", "target_for"]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._errors import clear_own_frames
 from .._layout import Layout, Plan, plan
 from .._memory import default_memory
 from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._sizes import parse_bytes
 from .._steps import step
+from ._frames import clear_own_frames
 from ._host_slab import acquire
 from ._ring import Overflow, Place, Ring, RingTransfer
 from ._run_ahead import RunAhead

@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .._errors import clear_own_frames
 from .._layout import Parts, Table, duplicate, flat, gather, table_of, take_apart
 from .._pool import Event, SlabPool
 from .._steps import step
+from ._frames import clear_own_frames
 from ._host_slab import acquire
 from ._sources import Events, Piece, Sources
 
