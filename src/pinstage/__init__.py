@@ -24,7 +24,7 @@ from ._errors import (
     StagingError,
     UnreleasedLeaseWarning,
 )
-from ._layout import Layout, Slot, StagingNode, register_node
+from ._layout import Layout, Slot
 from ._loader import DataLoader, LoaderStats, collate_into_slab
 from ._memory import (
     Block,
@@ -38,6 +38,7 @@ from ._memory import (
 )
 from ._pool import Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Stager, StagerStats, Transfer
+from ._tree import StagingNode, register_node
 from ._steps import StepTime, StepTimes, profile
 from .inspect import audit
 

@@ -7,6 +7,7 @@ was found to fail, for ``pinstage doctor``.
 from __future__ import annotations
 
 import _thread
+import struct
 import sys
 import threading
 import time
@@ -14,8 +15,10 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 
 from ._errors import StagingError
@@ -111,6 +114,116 @@ def check_storages_can_be_counted() -> None:
     reason = why_storages_cannot_be_counted()
     if reason is not None:
         raise StagingError(f"ring= is not possible here: {reason}; leave it out, and each batch gets a fresh device slab")
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def may_be_dual() -> bool:
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a wrapper of functionalisation, which has no memory of its own."""
+    return bool(getattr(torch, "_is_functional_tensor", lambda _: False)(tensor))
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor stands for zeros without memory, as forward-mode AD makes some."""
+    return bool(getattr(tensor, "_is_zerotensor", lambda: False)())
+
+
+_views: list[str | None] = ["the extension is not there"]
+"""Why views cannot be made by the extension; None if they can."""
+
+
+def why_views_cannot_be_made() -> str | None:
+    """Say why the extension cannot make views of a slab; None if it can."""
+    return _views[0]
+
+
+def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
+    """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
+
+    The shim (``aoti_torch_*``) is stable; that a tensor object holds an ``at::Tensor``, and where, is not promised. Nor
+    is ``THPVariable_Wrap``. Without these the extension asks Python for each tensor's storage, and views are made in
+    Python.
+
+    Args:
+        core: the extension.
+        samples: a tensor of each dtype, by the dtype's code in tables.
+    """
+    try:
+        _views[0] = _probe_shim(core, samples)
+    except (AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+        _views[0] = f"torch {torch.__version__} does not do what is expected of its C shim ({error!r})"
+    if _views[0] is not None:
+        core.find_handle([], [])  # forget it
+
+
+def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
+    libraries = Path(torch.__file__).parent / "lib"
+    missing = core.find_shim(str(libraries / "libtorch_cpu.so"), str(libraries / "libtorch_python.so"))
+    if missing:
+        return f"torch {torch.__version__} has no {', '.join(missing)}"
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        slab = torch.arange(256, dtype=torch.uint8, device="cpu")
+        tensors = [slab, slab[64:128], slab.view(torch.float32), torch.zeros((), device="cpu"), slab.clone()]
+        if not core.find_handle(tensors, [tensor._cdata for tensor in tensors]):
+            return f"torch {torch.__version__}: a tensor object holds its C++ tensor in an unknown place"
+        for tensor in tensors:
+            if core.storage_bytes(tensor) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
+                return f"torch {torch.__version__}: its C shim tells another size of a storage"
+        for code, sample in samples.items():
+            if not core.add_scalar(code, sample):
+                return f"torch {torch.__version__}: its C shim does not tell {sample.dtype} from other dtypes"
+        return _probe_views(core, slab)
+
+
+def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
+    """Cut a slab into a view, and look whether that is what torch would make."""
+    expected = slab.view(torch.int32)[4:20].view(4, 4).t()
+    shape, stride = (4, 4), (1, 4)
+    header = struct.pack("=9q", 0x70696E7374616702, 1, 2, 256, 64, 1, 0, 0, 0)
+    row = struct.pack("=qqBBB5x4q", 16, 64, 1, _INT32, 2, *shape, *stride)
+    [view] = core.cut(header + row, [None] * _INT32 + [slab.view(torch.int32)], 256, [])
+    is_as_expected = (
+        type(view) is torch.Tensor
+        and torch.equal(view, expected)
+        and (view.stride(), view.data_ptr()) == (stride, expected.data_ptr())
+        and view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+        and (view._base, view._version, view.requires_grad) == (None, 0, False)
+    )
+    weight = torch.ones(4, 4, requires_grad=True, device="cpu")
+    (view.float() @ weight).sum().backward()
+    if not is_as_expected or not torch.equal(weight.grad, expected.float().sum(0).unsqueeze(1).expand(4, 4)):  # type: ignore[arg-type]
+        return f"torch {torch.__version__} makes other views by its C shim than by its own methods"
+    view.add_(1)
+    if slab._version or view._version != 1 or slab[16] != 17:
+        return f"torch {torch.__version__}: a view by its C shim shares its version, or not its memory"
+    return None
+
+
+_INT32 = 3
+"""The code of int32 in tables; see `pinstage._layout`."""
+
+
+# -- optree ------------------------------------------------------------------------------------------------------------
+
+
+def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
+    """Return how a class is taken apart in namespaces of optree, but for some; there is no public question for all.
+
+    Empty where optree keeps this in another way: then such a class has to be registered with pinstage, too.
+    """
+    found = dict.copy(getattr(optree.registry, "_NODETYPE_REGISTRY", {}))  # others may add
+    return [entry for key, entry in found.items() if isinstance(key, tuple) and key[1] is cls and key[0] not in but]
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------

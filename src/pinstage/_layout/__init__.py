@@ -1,50 +1,33 @@
 """Where each leaf of a nested batch lives in a slab.
 
-A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). A `Layout` is its offset table: a `Slot` for each
-leaf, aligned, disjoint, leaves of one kind side by side. It depends on the structure and the shapes only, never on
-values, so it is computed once for batches that look alike. Knows shapes, counts no bytes of any pool, touches no
-device.
+A batch is taken apart into its structure and its leaves (`_tree`), and these are described: the `Table` has a row for
+each, with its place in the slab, aligned, disjoint, in the order of the batch. A `Layout` is a structure and a table. It
+depends on structure and shapes only, never on values, and holds nothing of a batch. Knows shapes, counts no bytes of any
+pool, touches no device.
 """
 
-from ._cache import put_bounded
-from ._fragments import Chunk, Piece
-from ._gather import duplicate, flat, gather
-from ._layout import Layout, Slot, cut, put_together
-from ._leaves import ALIGNMENT, packable
-from ._moves import Moves
-from ._nodes import StagingNode, register_node
-from ._parts import Parts
-from ._plan import Plan, plan, table_of, take_apart
-from ._recall import Recall, guards_of
-from ._structures import dump_structure, load_structure, structure_key, with_leaves
-from ._table import Table
+from ._describe import Described, Parts, contiguous_stride, describe, take_apart
+from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
+from ._layout import Layout, Slot
+from ._pack import compute_lazy_leaves, pack
+from ._table import PACKED, RowKind, Table
+from ._views import cut
 
 __all__ = [
     "ALIGNMENT",
-    "Chunk",
+    "DTYPES",
+    "INTEGERS",
+    "PACKED",
+    "Described",
     "Layout",
-    "Moves",
     "Parts",
-    "Piece",
-    "Plan",
-    "Recall",
+    "RowKind",
     "Slot",
-    "StagingNode",
     "Table",
+    "compute_lazy_leaves",
+    "contiguous_stride",
     "cut",
-    "dump_structure",
-    "duplicate",
-    "flat",
-    "gather",
-    "guards_of",
-    "load_structure",
-    "packable",
-    "plan",
-    "put_bounded",
-    "put_together",
-    "register_node",
-    "structure_key",
-    "table_of",
+    "describe",
+    "pack",
     "take_apart",
-    "with_leaves",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,13 +10,12 @@ import optree
 import torch
 
 from .._errors import LayoutError
-from .._steps import step
-from ._leaves import ALIGNMENT
-from ._moves import Moves
-from ._nodes import NodeType, node_types, path_text, path_texts
-from ._parts import together
-from ._plan import TABLES, Plan, plan
-from ._table import Columns, Table
+from .._tree import Structure
+from ._describe import Parts, contiguous_stride, take_apart
+from ._dtypes import ALIGNMENT, DTYPES, name_of
+from ._pack import pack
+from ._table import PACKED, RowKind, Table
+from ._views import cut
 
 
 class Slot(NamedTuple):
@@ -36,43 +34,29 @@ class Slot(NamedTuple):
 
 
 class Layout:
-    """The offset table of a nested batch.
+    """The offset table of a nested batch, and its structure.
 
-    Made by `Layout.of`. Immutable, hashable, picklable; equal if structure and slots are equal. Values of the batch
-    play no part, but leaves that do not live in the slab (strings, numbers, tensors that cannot be packed) are
-    remembered, so that `unpack` can put the batch together.
+    Made by `Layout.of`. Immutable, hashable, picklable; equal if structure and slots are equal. Holds nothing of a batch:
+    neither its values nor the leaves that do not live in the slab (strings, numbers, tensors that cannot be packed).
     """
 
-    __slots__ = ("_order", "_passthrough", "_rest", "_slots", "_table", "_treespec")
+    __slots__ = ("_slots", "_structure", "_table")
 
-    def __init__(
-        self,
-        table: Table,
-        treespec: optree.PyTreeSpec,
-        order: tuple[int, ...] | None,
-        rest: Sequence[Any],
-        passthrough: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, structure: Structure, table: Table) -> None:
+        self._structure = structure
         self._table = table
-        self._treespec = treespec
-        self._order = order
-        self._rest = rest
-        self._passthrough = passthrough
         self._slots: tuple[Slot, ...] | None = None
 
     @classmethod
     def of(cls, batch: Any) -> Layout:
-        """Compute the layout of a batch, or find it if a batch like this was seen lately.
+        """Compute the layout of a batch.
 
         Raises:
-            LayoutError: an object that holds tensors is no known container, or an array cannot become a tensor.
+            LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or a tensor
+                has no memory.
         """
-        return cls.of_plan(plan(batch))
-
-    @classmethod
-    def of_plan(cls, planned: Plan) -> Layout:
-        """Return the layout that a plan was made with."""
-        return cls(planned.table, planned.treespec, planned.order, planned.rest, planned.passthrough())
+        parts = take_apart(batch)
+        return cls(parts.structure, parts.table)
 
     @property
     def nbytes(self) -> int:
@@ -82,17 +66,23 @@ class Layout:
     @property
     def treespec(self) -> optree.PyTreeSpec:
         """The structure of the batch."""
-        return self._treespec
+        return self._structure.treespec
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
         if self._slots is None:
-            paths: dict[int, str] = {}
-            for leaf, path in enumerate(path_texts(self._treespec)):
-                paths.setdefault(leaf if self._order is None else self._order[leaf], path)
-            self._slots = tuple(self._slot(position, paths[position]) for position in self._packed())
+            rows = zip(self._structure.paths(), self._table.rows, strict=True)
+            self._slots = tuple(_slot(path, row) for path, row in rows if row["kind"] in PACKED)
         return self._slots
+
+    def others(self, batch: Any) -> list[Any]:
+        """Return the leaves of a batch of this layout that do not live in the slab, in its order; for `unpack`.
+
+        Raises:
+            LayoutError: the batch has another layout.
+        """
+        return self._parts_of(batch).others()
 
     def pack(self, batch: Any, dst: torch.Tensor) -> None:
         """Write a batch of this layout into host memory. Blocks until the bytes are there; one thread does it.
@@ -105,36 +95,33 @@ class Layout:
             LayoutError: the batch has another layout; nothing was written.
             ValueError: `dst` is not such a tensor; nothing was written.
         """
-        planned = plan(batch)
-        if (planned.treespec, planned.order, planned.table.columns) != self._identity():
-            raise self._mismatch(planned)
+        parts = self._parts_of(batch)
         self._check_slab(dst, "dst")
         if not dst.is_cpu:
             raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
-        Moves(self._table, planned.tensors, dst).everything()
+        pack(parts, dst)
 
-    def unpack(self, src: torch.Tensor, passthrough: Sequence[torch.Tensor] | None = None) -> Any:
+    def unpack(self, src: torch.Tensor, others: Sequence[Any] = ()) -> Any:
         """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
 
         Args:
             src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
-            passthrough: what stands for the tensors that cannot be packed, in the order of the batch; None: themselves.
+            others: the leaves that do not live in the slab, in the order of the batch, as `others` returns them.
 
         Returns:
-            A batch of the same types, in which tensors and arrays are views of `src`. Leaves that are neither are those
-            that the layout was made of.
+            A batch of the same types, in which tensors and arrays are views of `src`.
 
         Raises:
-            ValueError: `src` is not such a tensor.
+            ValueError: `src` is not such a tensor, or `others` are too few or too many.
         """
         self._check_slab(src, "src")
-        expected = len(self._table.columns.passthrough)
-        if passthrough is not None and len(passthrough) != expected:
+        expected = self._table.others + self._table.moved
+        if len(others) != expected:
             raise ValueError(
-                f"passthrough has the wrong length: {len(passthrough)} for {expected} tensors that cannot be packed; "
-                "pass one for each, or None"
+                f"others has the wrong length: {len(others)} for {expected} leaves that do not live in the slab; pass "
+                "layout.others(batch)"
             )
-        return put_together(self, cut(self, src, self._passthrough if passthrough is None else passthrough))
+        return self._structure.rebuild(cut(self._table, src, list(others)))
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
         """Return the offset table as a structured array.
@@ -150,10 +137,10 @@ class Layout:
             return (*sizes, *[-1] * (width - len(sizes)))
 
         rows = [
-            (s.path, s.offset, s.nbytes, _name(s.dtype), len(s.shape), padded(s.shape), padded(s.stride)) for s in slots
+            (s.path, s.offset, s.nbytes, name_of(s.dtype), len(s.shape), padded(s.shape), padded(s.stride)) for s in slots
         ]
         path_width = max((len(slot.path) for slot in slots), default=1) or 1
-        name_width = max((len(_name(slot.dtype)) for slot in slots), default=1)
+        name_width = max((len(name_of(slot.dtype)) for slot in slots), default=1)
         fields: list[Any] = [
             ("path", f"U{path_width}"),
             ("offset", np.int64),
@@ -165,21 +152,11 @@ class Layout:
         ]
         return np.array(rows, dtype=fields)
 
-    def _packed(self) -> list[int]:
-        return [position for position, offset in enumerate(self._table.offsets) if offset >= 0]
-
-    def _leaf(self, leaf: int) -> tuple[int, str]:
-        """Return which tensor a leaf is, and what it looks like; (-1, ...) if it is none."""
-        position = leaf if self._order is None else self._order[leaf]
-        if position >= len(self._table.offsets):
-            return -1, "no tensor"
-        return position, self._table.describe(position)
-
-    def _slot(self, position: int, path: str) -> Slot:
-        table = self._table
-        dtype, shape = table.columns.dtypes[position], tuple(table.columns.shapes[position])
-        nbytes = dtype.itemsize * math.prod(shape)
-        return Slot(path, table.offsets[position], nbytes, dtype, shape, table.stride_of(position))
+    def _parts_of(self, batch: Any) -> Parts:
+        parts = take_apart(batch)
+        if parts.table != self._table or parts.structure != self._structure:
+            raise self._mismatch(parts)
+        return parts
 
     def _check_slab(self, slab: torch.Tensor, name: str) -> None:
         if slab.dtype is not torch.uint8 or slab.ndim != 1 or not slab.is_contiguous():
@@ -197,53 +174,40 @@ class Layout:
                 f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"
             )
 
-    def _mismatch(self, planned: Plan) -> LayoutError:
-        if planned.treespec != self._treespec:
+    def _mismatch(self, parts: Parts) -> LayoutError:
+        if parts.structure != self._structure:
             return LayoutError(
-                f"batch has another structure than the layout: {planned.treespec} instead of {self._treespec}; make a "
+                f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
                 "layout with Layout.of(batch)"
             )
-        other = Layout.of_plan(planned)
-        for leaf in range(self._treespec.num_leaves):
-            (position, expected), (other_position, found) = self._leaf(leaf), other._leaf(leaf)
-            path = path_text(self._treespec, leaf)
-            if expected != found:
+        for leaf, (expected, found) in enumerate(zip(self._table.rows, parts.table.rows, strict=True)):
+            if _in_words(expected) != _in_words(found):
+                path = self._structure.path(leaf)
                 return LayoutError(
-                    f"batch{path} does not match the layout: {found} instead of {expected}; make "
-                    "a layout with Layout.of(batch)",
-                    path,
-                )
-            if position != other_position:
-                return LayoutError(
-                    f"batch{path} does not match the layout: which leaves are one tensor differs from there on, "
-                    f"{len(planned.table.offsets)} distinct tensors instead of {len(self._table.offsets)}; "
-                    "make a layout with Layout.of(batch)",
+                    f"batch{path} does not match the layout: {_in_words(found)} instead of {_in_words(expected)}; make a "
+                    "layout with Layout.of(batch)",
                     path,
                 )
         raise AssertionError("a batch that does not match differs in some leaf")
 
-    def _identity(self) -> tuple[Any, ...]:
-        return self._treespec, self._order, self._table.columns
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._identity() == other._identity()
+        return isinstance(other, Layout) and self._table == other._table and self._structure == other._structure
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(self._table)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        nodes = node_types(self._treespec)  # unpickled first, so that the structure finds its classes registered
-        return _restore, (nodes, self._treespec, self._table.columns, self._order, self._rest, self._passthrough)
+        return Layout, (self._structure, self._table)
 
     def __repr__(self) -> str:
-        return f"<Layout nbytes={self.nbytes} slots={len(self._packed())} {self._treespec}>"
+        return f"<Layout nbytes={self.nbytes} slots={self._table.packed} {self._structure}>"
 
     def __str__(self) -> str:
         header = ("path", "offset", "bytes", "dtype", "shape")
         rows = [
             header,
             *(
-                (s.path or "(batch)", str(s.offset), str(s.nbytes), _name(s.dtype), str(list(s.shape)))
+                (s.path or "(batch)", str(s.offset), str(s.nbytes), name_of(s.dtype), str(list(s.shape)))
                 for s in self.slots
             ),
         ]
@@ -259,28 +223,29 @@ class Layout:
         return "\n".join(lines)
 
 
-def cut(layout: Layout, slab: torch.Tensor, passthrough: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return all tensors of a batch, in its order, from a slab and tensors that are known to be right."""
-    with step("views"):
-        return layout._table.views(slab, passthrough)
+def _slot(path: str, row: Any) -> Slot:
+    ndim = int(row["ndim"])
+    shape, stride = (tuple(row[name][:ndim].tolist()) for name in ("shape", "stride"))
+    return Slot(path, int(row["offset"]), int(row["nbytes"]), _dtype(row), shape, stride)
 
 
-def put_together(layout: Layout, tensors: Sequence[torch.Tensor]) -> Any:
-    """Put a batch together from all its tensors, in its order."""
-    with step("unflatten"):
-        return together(layout._treespec, layout._order, tensors, layout._rest)
+def _dtype(row: Any) -> torch.dtype:
+    dtype = DTYPES[row["dtype"]]
+    assert dtype is not None
+    return dtype
 
 
-def _restore(
-    _nodes: tuple[NodeType, ...],
-    treespec: optree.PyTreeSpec,
-    columns: Columns,
-    order: tuple[int, ...] | None,
-    rest: Sequence[Any],
-    passthrough: Sequence[torch.Tensor],
-) -> Layout:
-    return Layout(TABLES.table_of(columns), treespec, order, rest, passthrough)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _in_words(row: Any) -> str:
+    """Say what a leaf looks like."""
+    kind = RowKind(row["kind"])
+    if kind is RowKind.OTHER:
+        return "no tensor"
+    if kind is RowKind.ALIAS:
+        return f"the very object of leaf number {row['offset']}"
+    if kind is RowKind.MOVED:
+        return "a tensor that cannot be packed"
+    slot = _slot("", row)
+    permuted = kind is RowKind.RAW and slot.nbytes and slot.stride != contiguous_stride(slot.shape)
+    stride = f" with stride {list(slot.stride)}" if permuted else ""
+    how = {RowKind.STRIDED: ", strided", RowKind.LAZY: ", lazily conjugated or negated"}.get(kind, "")
+    return f"{name_of(slot.dtype)} {list(slot.shape)}{stride}{how}"

@@ -1,271 +1,163 @@
-"""The offset table: computed from dtypes, shapes and strides, used to place leaves and to cut a slab into views.
+"""The offset table: one compact buffer that says where each leaf of a batch lives.
 
-Order in the slab: first the leaves whose memory is copied as it lies, then those that have to be gathered, each part
-arranged in runs (`_arrange`).
+A header, then a row for each leaf of the batch, in its order; all of it int64. The extension writes and reads the same
+(``_native/core.h``), and what one process has written another one may read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import filterfalse
-from operator import attrgetter, itemgetter
-from typing import Any, Literal, NamedTuple
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
 
-import torch
+import numpy as np
 
-from ._arrange import Arrangement, Run, RunKinds, kinds_of
-from ._fragments import Fragments, Strided
-from ._leaves import QUANTIZED, contiguous_stride, dense_stride, packable
+from .._errors import LayoutError
 
-_AMBIGUOUS_FROM = 4
-"""Dimensions from which a shape has more than one memory format (channels last)."""
-
-Picker = Callable[[list[Any]], Sequence[Any]] | None
-"""Takes items out of a list; None takes all, in order."""
-
-Place = Literal["cpu", "cuda"]
-"""The type of the device that a table's tensors are on."""
-
-_IS_THERE = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
-_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
-_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
-_is_contiguous, _is_conj, _is_neg = torch.Tensor.is_contiguous, torch.Tensor.is_conj, torch.Tensor.is_neg
+_HEADER = struct.Struct("=9q")
+_MAGIC = 0x70696E7374616702  # "pinstag", version 2
+_MOST_DIMS = 64
 
 
-class Columns(NamedTuple):
-    """What the table needs to know of a batch's tensors. Two batches with equal columns look alike."""
+class RowKind(IntEnum):
+    """What becomes of a leaf."""
 
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """``()`` for a tensor that is not packed: some kinds, nested ones say, cannot tell it."""
-    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Position and stride of each tensor whose stride is not that of its shape."""
-    lazy: tuple[int, ...] = ()
-    """Positions of the tensors whose bytes are not their value as they lie (lazy conjugation or negation)."""
-    passthrough: tuple[int, ...] = ()
-    """Positions of the tensors that are not packed."""
-
-
-def columns_of(tensors: list[torch.Tensor], place: Place = "cpu", unsure: list[torch.Tensor] | None = None) -> Columns:
-    """Describe tensors. Takes a third of a microsecond for each if all are plain and contiguous, the usual case.
-
-    Args:
-        tensors: of any kind.
-        place: where those are that can be packed.
-        unsure: those that may be of any kind; the others are known to be plain, contiguous and there. None: all.
-    """
-    dtypes = tuple(map(_dtype, tensors))
-    distinct = set(dtypes)
-    if unsure is None:
-        unsure = tensors
-    try:
-        if (
-            {torch.Tensor}.issuperset(map(type, tensors))  # first: a subclass may answer in its own way, or not at all
-            and all(map(_is_contiguous, unsure))
-            and all(map(_IS_THERE[place], unsure))
-            and not any(map(_requires_grad, unsure))
-            and not any(map(_is_neg, unsure))
-            and not (any(dtype.is_complex for dtype in distinct) and any(map(_is_conj, unsure)))
-            and {torch.strided}.issuperset(map(_layout, unsure))
-            and QUANTIZED.isdisjoint(distinct)
-        ):
-            return columns_of_plain(tensors, dtypes)
-    except RuntimeError:  # sparse and nested tensors have no such answers
-        pass
-    packed = [packable(tensor, place) for tensor in tensors]
-    plain = [tensor if is_packed else None for tensor, is_packed in zip(tensors, packed, strict=True)]
-    shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in plain)
-    lazy = tuple(position for position, tensor in enumerate(plain) if tensor is not None and _is_lazy(tensor))
-    passthrough = tuple(position for position, tensor in enumerate(plain) if tensor is None)
-    return Columns(dtypes, shapes, _own_strides(plain, shapes), lazy, passthrough)
+    OTHER = 0
+    """It is no tensor, and stays as it is."""
+    RAW = 1
+    """Its memory is copied as it lies; it keeps its stride."""
+    STRIDED = 2
+    """It is copied element by element, and contiguous in the slab."""
+    LAZY = 3
+    """Its value is not its bytes as they lie (lazy conjugation or negation): torch computes it; contiguous in the slab."""
+    MOVED = 4
+    """It cannot be packed, and travels by its own ``.to()``."""
+    ALIAS = 5
+    """It is the object of an earlier row, whose number stands in place of the offset."""
 
 
-def columns_of_plain(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> Columns:
-    """Describe tensors that are contiguous and as plain as tensors are, if their dtypes are known."""
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    # Equal shapes once, because the garbage collector walks each of them.
-    shapes = tuple([known.setdefault(shape, shape) for shape in map(_shape, tensors)])
-    if max(map(len, known), default=0) < _AMBIGUOUS_FROM:
-        return Columns(dtypes, shapes)
-    return Columns(dtypes, shapes, _own_strides(tensors, shapes))
+PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
+"""What lives in the slab."""
 
 
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _own_strides(
-    tensors: Sequence[torch.Tensor | None], shapes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return position and stride of the tensors that are not contiguous, and of those that could be taken for another.
-
-    With a dimension of size 1 a channels-last tensor is contiguous as well, and kernels choose by the stride it has.
-    """
-    strides = []
-    for position, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
-        if tensor is not None:
-            ambiguous = len(shape) >= _AMBIGUOUS_FROM and 1 in shape and 0 not in shape
-            if not tensor.is_contiguous() or (ambiguous and tensor.stride() != contiguous_stride(shape)):
-                strides.append((position, tensor.stride()))
-    return tuple(strides)
+@lru_cache(maxsize=_MOST_DIMS + 1)
+def row_type(width: int) -> np.dtype[np.void]:
+    """Return the type of a row with room for so many dimensions."""
+    return np.dtype(
+        {
+            "names": ["offset", "nbytes", "kind", "dtype", "ndim", "shape", "stride"],
+            "formats": [np.int64, np.int64, np.uint8, np.uint8, np.uint8, (np.int64, width), (np.int64, width)],
+            "offsets": [0, 8, 16, 17, 18, 24, 24 + 8 * width],
+            "itemsize": 24 + 16 * width,
+        }
+    )
 
 
 class Table:
-    """Where each tensor of a batch lives. Immutable once built, shared between batches that look alike.
+    """Where each leaf of a batch lives in a slab. Immutable; equal if the bytes are. Holds nothing of the batch.
 
     Args:
-        columns: what it is computed from.
-        kinds: the runs of the tensors whose memory is copied as it lies, if these are known.
+        data: the buffer.
+
+    Raises:
+        LayoutError: it is no such table.
 
     Attributes:
-        columns: what it was computed from.
-        kinds: the runs of the tensors whose memory is copied as it lies.
+        data: the buffer.
         nbytes: bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`.
-        payload_bytes: bytes of the packed tensors alone.
-        offsets: where each tensor starts, in bytes; -1 for one that is not packed.
-        raw: positions of the tensors whose memory is copied as it lies, in order of their offsets; none is empty.
-        raw_offsets: where these start, in bytes.
-        raw_nbytes: their sizes in bytes.
-        raw_end: offset behind the last of them; what follows is gathered.
-        gathered: positions of the tensors that are read element by element.
-        met: how often batches of this table were taken apart; `Recall` counts.
+        payload_bytes: bytes of the packed leaves alone.
+        packed: leaves that live in the slab; one that comes several times counts once.
+        moved: tensors that travel by their own ``.to()``.
+        others: leaves that are no tensors.
+        dtypes: the codes of the dtypes of the packed leaves, as bits.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_fragments",
-        "_picked",
-        "_reshapes",
-        "_run_bytes",
-        "_runs",
-        "_strides",
-        "columns",
-        "gathered",
-        "kinds",
-        "met",
-        "nbytes",
-        "offsets",
-        "payload_bytes",
-        "raw",
-        "raw_end",
-        "raw_nbytes",
-        "raw_offsets",
-    )
+    __slots__ = ("_rows", "data", "dtypes", "moved", "nbytes", "others", "packed", "payload_bytes")
 
-    def __init__(self, columns: Columns, kinds: RunKinds | None = None) -> None:
-        count = len(columns.dtypes)
-        self.columns = columns
-        self.met = 0
-        dense = {position: dense_stride(columns.shapes[position], stride) for position, stride in columns.strides}
-        self._strides = {position: stride for position, stride in columns.strides if dense[position]}
-        self.gathered = sorted({*columns.lazy, *(position for position, is_dense in dense.items() if not is_dense)})
-        left_out = {*self.gathered, *columns.passthrough}
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._rows: np.ndarray[Any, np.dtype[np.void]] | None = None
+        if len(data) >= _HEADER.size:
+            magic, rows, width, *figures = _HEADER.unpack_from(data)
+            if magic == _MAGIC and 1 <= width <= _MOST_DIMS and rows >= 0:
+                if len(data) == _HEADER.size + rows * row_type(width).itemsize:
+                    self.nbytes, self.payload_bytes, self.packed, self.moved, self.others, self.dtypes = figures
+                    return
+        raise LayoutError(
+            f"not an offset table of this version of pinstage: {len(data)} bytes; compute it anew with Layout.of(batch)"
+        )
 
-        slab = Arrangement(columns.shapes, self._strides)
-        if kinds is None:
-            positions = range(count)
-            kinds = self._kinds(filterfalse(left_out.__contains__, positions) if left_out else positions)
-        self.kinds = kinds
-        for kind, members in self.kinds.items():
-            slab.add(kind, members, raw=True)
-        self.raw, self.raw_offsets, self.raw_nbytes = slab.not_empty()
-        self.raw_end = slab.end
-        for kind, members in self._kinds(self.gathered).items():
-            slab.add(kind, members, raw=False)
-        self.nbytes, self.payload_bytes = slab.end, sum(slab.nbytes)
-
-        self.offsets, pieces = [-1] * count, [-1] * count
-        for position, offset, piece in zip(slab.positions, slab.offsets, slab.pieces, strict=True):
-            self.offsets[position], pieces[position] = offset, piece
-        for piece, position in enumerate(columns.passthrough, slab.count):
-            pieces[position] = piece
-        self._fragments: Fragments | None = None
-        self._picked = picker(pieces, slab.count + len(columns.passthrough))
-        self._reshapes = slab.reshapes
-        self._runs = slab.runs
-        self._run_bytes = [run.nbytes for run in slab.runs]
-
-    def _kinds(self, positions: Iterable[int]) -> RunKinds:
-        return kinds_of(self.columns.dtypes, self.columns.shapes, positions, self._strides)
+    @classmethod
+    def of_figures(cls, data: bytes, *figures: int) -> Table:
+        """Return the table of a buffer whose header is known: ``nbytes`` to ``dtypes``, in the order of the attributes."""
+        table = object.__new__(cls)
+        table.data, table._rows = data, None
+        table.nbytes, table.payload_bytes, table.packed, table.moved, table.others, table.dtypes = figures
+        return table
 
     @property
-    def fragments(self) -> Fragments:
-        """The slab as a list of fragments. Computed once."""
-        if self._fragments is None:
-            strided = sorted(filter(attrgetter("nbytes"), map(self._strided, self.gathered)))
-            self._fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end, strided)
-        return self._fragments
+    def rows(self) -> np.ndarray[Any, np.dtype[np.void]]:
+        """The rows, as a structured array of `row_type`: a view of the buffer."""
+        if self._rows is None:
+            width = _HEADER.unpack_from(self.data)[2]
+            self._rows = np.frombuffer(self.data, dtype=row_type(width), offset=_HEADER.size)
+        return self._rows
 
-    def _strided(self, position: int) -> Strided:
-        dtype, shape = self.columns.dtypes[position], self.columns.shapes[position]
-        nbytes = dtype.itemsize * math.prod(shape)
-        return Strided(self.offsets[position], nbytes, position, () if position in self.columns.lazy else shape)
+    def entries(self) -> Iterator[tuple[Any, ...]]:
+        """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, shape, stride."""
+        rows = self.rows
+        return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
-    def describe(self, position: int) -> str:
-        """Say in words what a tensor looks like."""
-        name = str(self.columns.dtypes[position]).removeprefix("torch.")
-        if position in self.columns.passthrough:
-            return f"a tensor of {name} that cannot be packed"
-        strides = dict(self.columns.strides)
-        stride = f" with stride {list(strides[position])}" if position in strides else ""
-        lazy = ", lazily conjugated or negated" if position in self.columns.lazy else ""
-        return f"{name} {list(self.columns.shapes[position])}{stride}{lazy}"
+    def positions(self, *kinds: RowKind) -> list[int]:
+        """Return which leaves are of some kinds."""
+        found: list[int] = np.flatnonzero(np.isin(self.rows["kind"], kinds)).tolist()
+        return found
 
-    def stride_of(self, position: int) -> tuple[int, ...]:
-        """Return the stride that a packed tensor has in the slab, in elements."""
-        if position in self._strides:
-            return self._strides[position]
-        return contiguous_stride(self.columns.shapes[position])
-
-    def runs(self, slab: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
-        """Cut a slab into its runs; each comes with its rows: a tensor ``[rows, *trailing]`` of the run's dtype."""
-        if not self._runs:
-            return []
-        cut = []
-        used = slab if slab.numel() == self.nbytes else slab[: self.nbytes]
-        for run, raw in zip(self._runs, _split(used, self._run_bytes), strict=True):
-            typed = raw.view(run.dtype)
-            cut.append((run, typed.view(-1, *run.trailing) if run.trailing else typed))
-        return cut
-
-    def views(self, slab: torch.Tensor, others: Sequence[Any]) -> list[Any]:
-        """Cut a slab into tensors.
-
-        ``unsafe_split`` rather than ``split``: each leaf has a version counter of its own, so an in-place change of one
-        does not make autograd refuse another, as it would not had each been moved by its own ``.to()``.
+    def moved_to(self, rows: np.ndarray[Any, np.dtype[np.void]], nbytes: int) -> Table:
+        """Return the same table with other places in the slab.
 
         Args:
-            slab: uint8 ``[>= nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
-            others: results for the tensors that are not packed, in order.
-
-        Returns:
-            One tensor for each that the table describes.
+            rows: a copy of `rows` with other offsets.
+            nbytes: of the slab then.
         """
-        pieces: list[Any] = []
-        if self._runs:
-            for run, rows in self.runs(slab):
-                pieces.extend(_split(rows, run.sizes))
-            for piece, shape, stride in self._reshapes:
-                flat = pieces[piece]
-                pieces[piece] = flat.view(shape) if stride is None else flat.as_strided(shape, stride)
-        pieces.extend(others)
-        return pick(pieces, self._picked)
+        magic, count, width, _, *figures = _HEADER.unpack_from(self.data)
+        return Table(_HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Table, (self.data,)
 
 
-def picker(positions: list[int], count: int) -> Picker:
-    """Return what `pick` needs to take some of `count` items in the order of `positions`."""
-    if positions == list(range(count)):
-        return None
-    if len(positions) < 2:
-        return lambda items: [items[position] for position in positions]
-    return itemgetter(*positions)
+def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Table:
+    """Write a table.
 
+    Args:
+        rows: of each leaf: offset, nbytes, kind, dtype, ndim, shape, stride.
+        nbytes: of the slab.
+        dtypes: the codes of the dtypes, as bits.
+    """
+    width = max((len(row[5]) for row in rows), default=1) or 1
 
-def pick(items: list[Any], picked: Picker) -> list[Any]:
-    """Take items out of a list; the list itself where it is all of them in order."""
-    return items if picked is None else list(picked(items))
+    def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*sizes, *[0] * (width - len(sizes)))
 
-
-def _split(tensor: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    return torch.unsafe_split_with_sizes(tensor, sizes) if len(sizes) > 1 else (tensor,)
+    array = np.zeros(len(rows), dtype=row_type(width))
+    for name, column in zip(array.dtype.names or (), zip(*rows, strict=True), strict=False):
+        array[name] = list(map(padded, column)) if name in ("shape", "stride") else column
+    packed = np.isin(array["kind"], PACKED)
+    figures = (
+        nbytes,
+        int(array["nbytes"][packed].sum()),
+        int(packed.sum()),
+        int((array["kind"] == RowKind.MOVED).sum()),
+        int((array["kind"] == RowKind.OTHER).sum()),
+        dtypes,
+    )
+    return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes())

@@ -5,17 +5,33 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .._layout import Layout, load_structure, with_leaves
+from .._layout import Table
+from .._tree import Structure
 
 if TYPE_CHECKING:
     import torch
 
 
+class Known:
+    """What batches of one number look like.
+
+    Args:
+        structure: pickled, until it could be unpickled.
+        table: the last one.
+    """
+
+    __slots__ = ("structure", "table")
+
+    def __init__(self, structure: bytes | Structure, table: bytes) -> None:
+        self.structure = structure
+        self.table = Table(table)
+
+
 class Receiver(Protocol):
     """Whose messages they are: the `SlabServer`."""
 
-    structures: dict[tuple[int, int | None], Layout | bytes]
-    """What structure numbers mean, for each worker; pickled as long as it could not be unpickled."""
+    known: dict[tuple[int, int], Known]
+    """What the numbers of batches mean, for each worker."""
 
     def arrived(self, number: int, arrival: Arrival | None) -> None:
         """Take note that a slab holds a batch that arrived; None: one that was lost on the way."""
@@ -45,19 +61,21 @@ class Message:
 class Arrival:
     """A packed batch in the main process. When one dies that was not sent, its slab is free again."""
 
-    __slots__ = ("__weakref__", "layout", "number", "others", "raw", "receiver", "waited")
+    __slots__ = ("__weakref__", "number", "others", "raw", "receiver", "structure", "table", "waited")
 
     def __init__(
         self,
         receiver: Any,
-        layout: Layout,
+        structure: Structure,
+        table: Table,
         number: int | None,
         raw: bytearray | None,
-        others: list[torch.Tensor],
+        others: list[Any],
         waited: float,
     ) -> None:
         self.receiver = receiver
-        self.layout = layout
+        self.structure = structure
+        self.table = table
         self.number = number
         """Of the slab; None if the bytes are in `raw`, or there are none."""
         self.raw = raw
@@ -87,8 +105,9 @@ def arrive(
     token: int,
     worker: int,
     slab: int | None,
-    number: int | None,
+    number: int,
     structure: bytes | None,
+    table: bytes | None,
     pickled: bytes | None,
     raw: bytearray | None,
     waited: float,
@@ -99,9 +118,10 @@ def arrive(
         token: whose message it is.
         worker: who sent it.
         slab: where the bytes are; None if they are in `raw`, or there are none.
-        number: of the structure, for this worker; None if it has none.
-        structure: the structure, for which the number stands from now on; None if it does already.
-        pickled: the leaves that are not packed, and the tensors that cannot be.
+        number: of batches that look like this one, for this worker.
+        structure: of the batch, for which the number stands from now on; None if it does already.
+        table: its offset table; None if it is that of the last batch of this number.
+        pickled: the leaves that do not live in the slab.
         raw: the bytes of a batch for which there was no slab.
         waited: seconds that the worker waited for slabs.
     """
@@ -109,18 +129,19 @@ def arrive(
     if receiver is None:  # it ended meanwhile
         return None
     try:
-        known = receiver.structures[worker, number] if structure is None else structure
-        if number is not None:
-            receiver.structures[worker, number] = known  # also if it cannot be unpickled now
-        if isinstance(known, bytes):
-            known = load_structure(known)
-            if number is not None:
-                receiver.structures[worker, number] = known
-        rest, others = pickle.loads(pickled) if pickled is not None else ([], [])
+        if structure is not None:
+            assert table is not None
+            receiver.known[worker, number] = Known(structure, table)  # also if it cannot be unpickled now
+        known = receiver.known[worker, number]
+        if structure is None and table is not None:
+            known.table = Table(table)
+        if isinstance(known.structure, bytes):
+            known.structure = pickle.loads(known.structure)
+        others = pickle.loads(pickled) if pickled is not None else []
     except BaseException as error:
         if slab is not None:
             receiver.arrived(slab, None)
         if isinstance(error, Exception) and not isinstance(error, OSError):  # of which torch knows what to say
             return Failed(error)
         raise
-    return Arrival(receiver, with_leaves(known, rest, others), slab, raw, others, waited)
+    return Arrival(receiver, known.structure, known.table, slab, raw, others, waited)

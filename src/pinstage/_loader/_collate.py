@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -11,17 +12,14 @@ import torch
 import torch.utils.data
 
 from .. import _torch
-from .._layout import Plan, dump_structure, plan, put_bounded, structure_key
+from .._layout import Parts, Table, take_apart
 from ._arrivals import Message
-from ._stacking import Stacks, collate_lazily, pack, stack_privately, stacked
+from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import Terms, WorkerSlots
 
-STRUCTURES_KNOWN = 64
-"""Structures that a worker and the main process know by number, from the second batch of each on. Ragged batches bring
-a new one every time: a thousand small objects that would be kept, and walked by the garbage collector, for nothing."""
-
-STRUCTURES_MET = 4096
-"""Structures of which a worker remembers that it met them, by their hash."""
+LOOKS_KNOWN = 64
+"""Structures of batches that a worker and the main process know by number, each with the last batch's offset table. What
+is ragged alone sends its table each time; a batch of a structure that is not known sends that, too."""
 
 
 class SlabCollate:
@@ -43,8 +41,7 @@ class SlabCollate:
         self._terms = terms
         self._worker = -1
         self._slots: WorkerSlots | None = None
-        self._structures: dict[Any, int] = {}
-        self._met: dict[int, None] = {}
+        self._known: dict[Any, tuple[int, Table]] = {}  # by the structure's key
 
     def __call__(self, samples: Any) -> Message:
         """Return a small message that stands for the batch."""
@@ -53,30 +50,28 @@ class SlabCollate:
         stacks: Stacks = {}
         lazily = _torch.is_default_collate(self._collate)
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
-        planned = plan(batch)
-        others = [stacked(tensor, stacks) for tensor in planned.passthrough()]
+        parts = take_apart(batch)
+        others = parts.others()
         # Here, not in the queue's thread: there an error would be printed, and the main process would wait for ever.
-        pickled = bytes(ForkingPickler.dumps((planned.rest, others))) if planned.rest or others else None
-        key = structure_key(planned)
-        number, structure = self._number(key, planned)
-        nbytes = planned.table.nbytes
+        pickled = bytes(ForkingPickler.dumps(others)) if others else None
+        number, structure, table = self._looks(parts)
+        nbytes = parts.table.nbytes
         slot, raw = None, None
         if nbytes:
             slot = slots.take(nbytes)
             if slot is None:
                 raw = bytearray(nbytes)
-                pack(planned.table, planned.tensors, stacks, torch.frombuffer(raw, dtype=torch.uint8))
+                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
             else:
                 assert slot.tensor is not None
                 try:
-                    pack(planned.table, planned.tensors, stacks, slot.tensor)
+                    pack_and_stack(parts, stacks, slot.tensor)
                 except BaseException:
                     slots.give_back(slot)
                     raise
-        if structure is not None:
-            self._remember(key, number)
+        self._told(number, parts)
         where = None if slot is None else slot.number
-        return Message(self._token, self._worker, where, number, structure, pickled, raw, slots.waited_seconds)
+        return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slots.waited_seconds)
 
     def _begin(self) -> WorkerSlots:
         info = torch.utils.data.get_worker_info()
@@ -90,21 +85,21 @@ class SlabCollate:
         self._slots = WorkerSlots(self._channels[info.id], self._terms)
         return self._slots
 
-    def _number(self, key: Any, planned: Plan) -> tuple[int | None, bytes | None]:
-        """Return the number of a batch's structure, if it gets one, and what it means if that is not known yet."""
-        known = self._structures.get(key)
+    def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
+        """Return the number of batches that look like this one, and what the main process does not know of them yet."""
+        key = parts.structure.key()
+        known = self._known.get(key)
         if known is not None:
-            return known, None
-        number = None
-        if hash(key) in self._met:
-            number = len(self._structures)
-            if number >= STRUCTURES_KNOWN:
-                number = next(iter(self._structures.values()))  # the oldest one's
-        return number, dump_structure(planned)
+            number, table = known
+            return number, None, None if table == parts.table else parts.table.data
+        number = len(self._known)
+        if number >= LOOKS_KNOWN:
+            number = next(iter(self._known.values()))[0]  # the oldest one's
+        return number, pickle.dumps(parts.structure), parts.table.data
 
-    def _remember(self, key: Any, number: int | None) -> None:
-        """Let a number stand for a structure, which may have stood for the oldest one."""
-        if number is not None:
-            put_bounded(self._structures, key, number, STRUCTURES_KNOWN)
-        else:
-            put_bounded(self._met, hash(key), None, STRUCTURES_MET)
+    def _told(self, number: int, parts: Parts) -> None:
+        """Let a number stand for a batch's structure and table; it may have stood for the oldest one's."""
+        key = parts.structure.key()
+        if key not in self._known and len(self._known) >= LOOKS_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[key] = number, parts.table

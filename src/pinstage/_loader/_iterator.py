@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._errors import BudgetExceededError
-from .._layout import Layout, Moves, plan
+from .._layout import pack, take_apart
 from .._reaper import reaper
 from .._staging import RunAhead, Stager, Target, Transfer, send_packed
 from .._steps import step
@@ -103,10 +103,11 @@ class InlineIterator(LoaderIterator):
         try:
             transfer, fallback = self._stager.stage(batch), False
         except BudgetExceededError:
-            planned = plan(batch)
-            host = torch.empty(planned.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
-            Moves(planned.table, planned.tensors, host).everything()
-            transfer, fallback = send_packed(self._target, Layout.of_plan(planned), host, planned.passthrough()), True
+            parts = take_apart(batch)
+            host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
+            pack(parts, host)
+            transfer = send_packed(self._target, parts.structure, parts.table, host, parts.others())
+            fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.get()
 

@@ -37,10 +37,10 @@ class Sender:
                 arrival.receiver.sent(number, event)
         else:
             host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
-            transfer = send_packed(self._target, arrival.layout, host, arrival.others)
+            transfer = send_packed(self._target, arrival.structure, arrival.table, host, arrival.others)
         self._counters.count(transfer, fallback=arrival.raw is not None, slot_wait_seconds=arrival.waited)
         return transfer
 
     def _send_from(self, number: int, arrival: Arrival) -> Transfer:
-        host = arrival.receiver.bytes_of(number, arrival.layout.nbytes)
-        return send_packed(self._target, arrival.layout, host, arrival.others)
+        host = arrival.receiver.bytes_of(number, arrival.table.nbytes)
+        return send_packed(self._target, arrival.structure, arrival.table, host, arrival.others)

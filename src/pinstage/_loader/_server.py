@@ -20,12 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from .._errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
-from .._layout import Layout
 from .._pool import Event, Lease, SlabPool, size_class
 from .._reaper import running
 from .._sizes import format_bytes
 from .._staging import Target
-from ._arrivals import RECEIVERS, Arrival
+from ._arrivals import RECEIVERS, Arrival, Known
 from ._descriptors import send_descriptor
 
 _STARVED_MS = 1
@@ -115,7 +114,7 @@ class SlabServer:
 
     def __init__(self, pool: SlabPool, channels: Sequence[Connection], target: Target, owner: object) -> None:
         self.token = next(_tokens)
-        self.structures: dict[tuple[int, int | None], Layout | bytes] = {}
+        self.known: dict[tuple[int, int], Known] = {}
         self._owner = owner
         self._target = target
         self._pool = pool

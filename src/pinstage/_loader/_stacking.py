@@ -4,41 +4,48 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .. import _torch
-from .._layout import Moves, Table, guards_of, put_bounded
-from .._layout import packable as is_packable
+from .._layout import Parts, pack
+from .._native import core
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are: known at once to be no containers."""
 
-GUARDS_KEPT = 512
-"""For so many fields that look different; to make one takes twice as long as to use it."""
 
-Stacks = dict[int, tuple[torch.Tensor, Any]]
-"""By the id of the tensor that stands for a stack: that tensor, and the samples."""
+class Stack(NamedTuple):
+    """Samples of one field that are to be stacked."""
+
+    stand_in: torch.Tensor
+    """What the batch has in its place: of the right dtype and shape; its memory is never touched."""
+    samples: Any
+    found: bytes | None
+    """What the extension knows of them; None without it."""
 
 
-def pack(table: Table, tensors: list[torch.Tensor], stacks: Stacks, slab: torch.Tensor) -> None:
-    moves = Moves(table, tensors, slab)
+Stacks = dict[int, Stack]
+"""By the id of what stands for each."""
+
+
+def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
+    """Write a batch into a slab, and its stacks sample by sample to where they are to lie."""
     if not stacks:
-        moves.everything()
+        pack(parts, slab)
         return
-    stacked = [position for position, tensor in enumerate(tensors) if id(tensor) in stacks]
-    if len(stacked) < len(tensors):
-        moves.only(set(range(len(tensors))).difference(stacked))
-    views = table.views(slab, [None] * len(table.columns.passthrough))
-    for position in stacked:
-        if views[position] is not None:
-            torch.stack(stacks[id(tensors[position])][1], 0, out=views[position])
-
-
-def stacked(tensor: torch.Tensor, stacks: Stacks) -> torch.Tensor:
-    return torch.stack(stacks[id(tensor)][1], 0) if id(tensor) in stacks else tensor
+    stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks]
+    pack(parts, slab, stacked)
+    offsets = parts.table.rows["offset"].tolist()
+    for index in stacked:
+        stand_in, samples, found = stacks[id(parts.leaves[index])]
+        if found is not None:
+            core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
+        else:
+            place = slab[offsets[index] : offsets[index] + stand_in.nbytes]
+            torch.stack(samples, 0, out=place.view(stand_in.dtype).view(stand_in.shape))
 
 
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
@@ -52,10 +59,11 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        if not _stacks_plainly(batch):  # torch knows what to do, or what to say
+        found = core.alike(batch) if core is not None else None
+        if found is None and not (core is None and _stacks_plainly(batch)):  # torch knows what to do, or what to say
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
-        stacks[id(stand_in)] = (stand_in, batch)
+        stacks[id(stand_in)] = Stack(stand_in, batch, found)
         return stand_in
 
     return _torch.collate_with(samples, collate_tensors)
@@ -84,44 +92,16 @@ def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
 
 
 def _stacks_plainly(batch: Any) -> bool:
+    """Say whether samples are plain tensors, alike, and here."""
     first = batch[0]
-    if not is_packable(first):
-        return False
-    if _look_alike(batch):
-        return True
-    dtype, shape = first.dtype, first.shape
     return all(
         type(sample) is torch.Tensor
-        and sample.dtype is dtype
-        and sample.shape == shape
+        and sample.dtype is first.dtype
+        and sample.shape == first.shape
         and sample.is_cpu
         and sample.layout is torch.strided
+        and not sample.is_nested
         and not sample.requires_grad
+        and not sample.is_quantized
         for sample in batch
     )
-
-
-def _look_alike(batch: Any) -> bool:
-    """Say whether torch's guard finds all samples to be like the first; False tells nothing.
-
-    It takes a tenth of what looking at each takes, where they are in the caches; more where one comes twice. With many
-    small fields looking at each was half of a worker's time.
-    """
-    first = batch[0]
-    guards = _guards_like(first, len(batch))
-    if guards is None or guards.check(*batch):
-        return guards is not None
-    distinct = {id(sample): sample for sample in batch}.values()  # it takes none twice
-    return len(distinct) < len(batch) and bool(_guards_like(first, len(distinct)).check(*distinct))
-
-
-def _guards_like(tensor: torch.Tensor, count: int) -> Any:
-    key = tensor.dtype, tensor.shape, tensor.stride(), count
-    guards = _guards.get(key)
-    if guards is None:
-        guards = guards_of([tensor] * count)  # which keeps no tensor
-        put_bounded(_guards, key, guards, GUARDS_KEPT)
-    return guards
-
-
-_guards: dict[Any, Any] = {}

@@ -80,7 +80,7 @@ class Counters:
         with self._lock:
             self.batches += 1
             self.copies += transfer.copies
-            self.bytes += transfer.layout.nbytes
+            self.bytes += transfer.nbytes
             self.fallback_batches += fallback
             self.passthrough_leaves += transfer.passthrough
             self.slot_wait_seconds += slot_wait_seconds

@@ -45,12 +45,10 @@ class Place:
     The slab holds no reference to it. So a stage that ends anywhere, by an interrupt say, gives the slab back.
     """
 
-    __slots__ = ("__weakref__", "layout", "slab")
+    __slots__ = ("__weakref__", "slab")
 
     def __init__(self, slab: RingSlab) -> None:
         self.slab = slab
-        self.layout: Layout | None = None
-        """What the batch is, once it is packed."""
 
 
 class RingSlab:
@@ -288,4 +286,4 @@ class RingTransfer(Transfer):
             self._ring.release(self._place)
         # The slab of the batch, and its views, would count as somebody who uses it.
         self._place = self._batch = self._slab = None
-        self._views = []
+        self._leaves, self._others = None, []

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout import Layout, Plan, plan
+from .._copy import Packing, most_threads
+from .._errors import StagingError
+from .._layout import Parts, Table, take_apart
 from .._memory import default_memory
-from .._packing import Packer
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._sizes import parse_bytes
 from .._steps import step
@@ -115,7 +115,7 @@ class Stager:
         self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
-        self._packer = Packer(threads)
+        self._threads = most_threads(threads)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.Lock()
@@ -155,20 +155,20 @@ class Stager:
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         with step("stage"):
-            planned = plan(batch)
-            place = self._ring.take(planned.table.nbytes) if self._ring is not None and planned.table.nbytes else None
+            parts = take_apart(batch)
+            place = self._ring.take(parts.table.nbytes) if self._ring is not None and parts.table.nbytes else None
             try:
-                return self._stage(planned, place)
+                return self._stage(parts, place)
             except BaseException:
                 if self._ring is not None and place is not None:
                     self._ring.release(place)  # who keeps the error must not keep the slab
                 raise
 
-    def _stage(self, planned: Plan, place: Place | None) -> Transfer:
-        slab, event, copies = self._copy_packed(planned, place) if planned.table.nbytes else (None, None, 0)
-        moved, moved_event = move_others(self._target, planned.passthrough())
-        self._count(planned, copies)
-        carried = self._target, Layout.of_plan(planned), slab, event, copies, moved, moved_event
+    def _stage(self, parts: Parts, place: Place | None) -> Transfer:
+        slab, event, copies = self._copy_packed(parts, place) if parts.table.nbytes else (None, None, 0)
+        others, moved, moved_event = move_others(self._target, parts.table, parts.others())
+        self._count(parts.table, copies)
+        carried = self._target, parts.structure, parts.table, slab, event, copies, others, moved, moved_event
         if self._ring is not None and place is not None:
             return RingTransfer(self._ring, place, *carried)
         return Transfer(*carried)
@@ -261,18 +261,17 @@ class Stager:
             )
 
     def close(self) -> None:
-        """End the packing threads, and close the pool if the stager made it. Batches that were yielded stay valid."""
-        self._packer.close()
+        """Close the pool if the stager made it. Batches that were yielded stay valid."""
         if self._owns_pool:
             self._pool.close()
 
-    def _copy_packed(self, planned: Plan, place: Place | None = None) -> tuple[torch.Tensor, Event | None, int]:
+    def _copy_packed(self, parts: Parts, place: Place | None = None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
-            lease = acquire(self._pool, planned.table.nbytes, self._timeout, "stage")
+            lease = acquire(self._pool, parts.table.nbytes, self._timeout, "stage")
             lease.guard(self._target.all_copies)  # an interrupt may come before the release
             try:
-                device, copies = self._pack_and_copy(planned, lease, place)
+                device, copies = self._pack_and_copy(parts, lease, place)
             except BaseException as error:
                 clear_own_frames(error)  # who keeps the error must not keep views of the slab
                 raise
@@ -281,27 +280,32 @@ class Stager:
                 lease.release(after=event)
         return device, event, copies
 
-    def _pack_and_copy(self, planned: Plan, lease: Lease, place: Place | None) -> tuple[torch.Tensor, int]:
+    def _pack_and_copy(self, parts: Parts, lease: Lease, place: Place | None) -> tuple[torch.Tensor, int]:
         # The host views must not outlive this call, so that the event alone decides when the slab is free.
         host = lease.tensor()
-        nbytes = planned.table.nbytes
+        nbytes = parts.table.nbytes
         if place is None:
             device = torch.empty(nbytes, dtype=torch.uint8, device=self._target.device)
         else:
             device = place.slab.ready(nbytes)
-        ends = self._packer.ends(planned.table)
-        # Cut now: while threads contend for the interpreter lock each call into torch waits for it.
-        parts = zip(_cut(device, ends), _cut(host, ends), strict=True)
-        packing = self._packer.pack(planned.table, planned.tensors, host)
-        try:
-            for target, source in parts:
+        if type(device) is not torch.Tensor or type(host) is not torch.Tensor:
+            raise StagingError(
+                f"cannot stage where torch makes no memory of its own: a {type(device).__name__} came in place of a device "
+                "slab; leave the mode (FakeTensorMode, say), or move the batch by .to()"
+            )
+        start = 0
+        with Packing(parts, host, self._threads) as packing:
+            chunks = iter(packing)
+            for end in packing.ends:
                 with step("pack"):
-                    next(packing)
+                    next(chunks)
                 with step("copy"):
-                    self._target.copy(target, source)
-        finally:
-            packing.close()
-        return device, len(ends)
+                    if end - start == nbytes:
+                        self._target.copy(device, host)
+                    else:
+                        self._target.copy(device[start:end], host[start:end])
+                start = end
+        return device, len(packing.ends)
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()
@@ -325,15 +329,14 @@ class Stager:
         if failure is not None:
             raise failure
 
-    def _count(self, planned: Plan, copies: int) -> None:
-        table = planned.table
+    def _count(self, table: Table, copies: int) -> None:
         with self._lock:
             self._batches += 1
             self._copies += copies
-            self._packed_leaves += len(planned.tensors) - len(table.columns.passthrough)
+            self._packed_leaves += table.packed
             self._packed_bytes += table.payload_bytes
             self._padding_bytes += table.nbytes - table.payload_bytes
-            self._passthrough_leaves += len(table.columns.passthrough)
+            self._passthrough_leaves += table.moved
 
     def __enter__(self) -> Stager:
         return self
@@ -346,9 +349,3 @@ class Stager:
     def __repr__(self) -> str:
         return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"
 
-
-def _cut(slab: torch.Tensor, ends: list[int]) -> Sequence[torch.Tensor]:
-    """Cut a slab at offsets, the last of which is its end."""
-    if len(ends) == 1:
-        return [slab]
-    return torch.split_with_sizes(slab, [end - start for start, end in itertools.pairwise([0, *ends])])

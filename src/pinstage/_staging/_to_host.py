@@ -2,7 +2,7 @@
 
 ::
 
-    tree --take apart--> tensors of each device
+    tree --take apart--> leaves of each device
       small, or strided   --gather, on the current stream--> device slab  --one copy-->  |
       large and dense     --------------------------------------------------a copy each-->  host slab (leased)
                                                                                             | result(): event, views
@@ -13,33 +13,34 @@ copies are done and the last view has died.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .._layout import Parts, Table, duplicate, flat, gather, table_of, take_apart
+from .._copy import Gathering, arrange, duplicate, flat, gather
+from .._layout import PACKED, RowKind, Table, cut, describe
 from .._pool import Event, SlabPool
 from .._steps import step
+from .._tree import Structure, walk
 from ._frames import clear_own_frames
 from ._host_slab import acquire
 from ._sources import Events, Piece, Sources
 
-DIRECT_BYTES = 1024 * 1024
-"""From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in
-which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a microsecond."""
+_MOST_GATHERINGS = 16
 
 
 class Share(NamedTuple):
-    """Tensors of one device that reach the host slab in the same way."""
+    """The leaves of a tree that are on one device."""
 
     device: torch.device
-    table: Table
-    positions: list[int] | None
-    """Which of the tree's tensors they are; None: all, in order."""
-    tensors: list[torch.Tensor]
-    direct: bool
-    """Whether each is copied from where it is; else they are gathered in a device slab first."""
+    gathering: Gathering
+    kept: list[torch.Tensor]
+    """What has to stay alive until the copies are under way."""
+
+    @property
+    def table(self) -> Table:
+        """With their places in this share's part of the host slab."""
+        return self.gathering.table
 
 
 class HostTransfer:
@@ -49,26 +50,26 @@ class HostTransfer:
     threads at the same time.
     """
 
-    __slots__ = ("_copy", "_event", "_host", "_moved", "_nbytes", "_parts", "_result", "_shares", "copies")
+    __slots__ = ("_copy", "_event", "_host", "_leaves", "_nbytes", "_result", "_structure", "_tables", "copies")
 
     def __init__(
         self,
-        parts: Parts,
-        shares: list[Share],
+        structure: Structure,
+        leaves: list[Any],
+        tables: list[Table],
         host: torch.Tensor | None,
         event: Event | None,
-        moved: list[list[torch.Tensor]],
         copies: int,
         *,
         copy: bool,
     ) -> None:
-        self._parts: Parts | None = parts
-        self._shares = shares
+        self._structure = structure
+        self._leaves: list[Any] | None = leaves
+        self._tables = tables
         self._host = host
         self._event = event
-        self._moved = moved
         self._copy = copy
-        self._nbytes = sum(share.table.nbytes for share in shares)
+        self._nbytes = sum(table.nbytes for table in tables)
         self._result: Any = None
         self.copies = copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
@@ -100,37 +101,39 @@ class HostTransfer:
             returned); or, if the transfer was made with ``copy=True``, ordinary tensors. What was on the host already
             is the object it was.
         """
-        parts = self._parts
-        if parts is None:
+        if self._leaves is None:
             return self._result
         with step("views"):
-            views = self._views()  # before the wait: meanwhile the copy is on its way
+            leaves = self._cut()  # before the wait: meanwhile the copy is on its way
         self.wait()
-        tensors: list[Any] = parts.tensors
-        for share, moved, of_share in zip(self._shares, self._moved, views, strict=True):
-            if self._copy:
-                by_to = set(map(id, moved))
-                of_share = [view if id(view) in by_to else duplicate(view) for view in of_share]  # noqa: PLW2901
-            if share.positions is None:
-                tensors = of_share
-            else:
-                for position, view in zip(share.positions, of_share, strict=True):
-                    tensors[position] = view
+        if self._copy:
+            leaves = self._duplicated(leaves)
         with step("unflatten"):
-            self._result = parts.together(tensors)
-        self._parts = self._host = None
-        self._shares, self._moved = [], []
+            self._result = self._structure.rebuild(leaves)
+        self._leaves = self._host = None
         return self._result
 
-    def _views(self) -> list[list[torch.Tensor]]:
-        """Cut the slab into the tensors of each share. Not to be shown before `wait` has returned."""
-        views, start = [], 0
-        for share, moved in zip(self._shares, self._moved, strict=True):
-            end = start + share.table.nbytes
-            slab = torch.empty(0, dtype=torch.uint8, device="cpu") if self._host is None else self._host[start:end]
-            views.append(share.table.views(slab, moved))
-            start = end
-        return views
+    def _cut(self) -> list[Any]:
+        """Cut the slab into the leaves. Not to be shown before `wait` has returned."""
+        assert self._leaves is not None
+        leaves, start = self._leaves, 0
+        for table in self._tables:
+            slab = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if self._host is not None:
+                slab = self._host[start : start + table.nbytes]
+            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
+            leaves = cut(table, slab, others)
+            start += table.nbytes
+        return leaves
+
+    def _duplicated(self, leaves: list[Any]) -> list[Any]:
+        """Give the leaves that travelled memory of their own."""
+        for table in self._tables:
+            for index in table.positions(*PACKED):
+                leaves[index] = duplicate(leaves[index])
+            for index in table.positions(RowKind.ALIAS):
+                leaves[index] = leaves[int(table.rows[index]["offset"])]
+        return leaves
 
     def __repr__(self) -> str:
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.done else ''}>"
@@ -149,7 +152,10 @@ def to_host(
         copy: whether the result shall be ordinary tensors.
         timeout: of the lease.
     """
-    parts, shares = _divide(tree, home, sources)
+    with step("walk"):
+        leaves, structure = walk(tree)
+    with step("describe"):
+        shares, left = _divide(leaves, structure, home, sources)
     nbytes = sum(share.table.nbytes for share in shares)
     host, event, copies = None, None, 0
     if nbytes:
@@ -159,7 +165,7 @@ def to_host(
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
-            events, copies = _fetch(shares, host, sources)
+            events, copies = _fetch(shares, leaves, host, sources)
             after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
             clear_own_frames(error)  # who keeps the error must not keep views of the slab
@@ -167,83 +173,72 @@ def to_host(
             raise
         finally:
             lease.release(after=after)
-    moved = [[share.tensors[i].to("cpu") for i in share.table.columns.passthrough] for share in shares]
-    return HostTransfer(_without_travellers(parts, shares), shares, host, event, moved, copies, copy=copy)
+    return HostTransfer(structure, left, [share.table for share in shares], host, event, copies, copy=copy)
 
 
-def _without_travellers(parts: Parts, shares: list[Share]) -> Parts:
-    """Return the parts with None for tensors that travel, and empty the shares: the caller's tensors may go."""
-    left: list[Any] = list(parts.tensors)
-    for share in shares:
-        for position in range(len(left)) if share.positions is None else share.positions:
-            left[position] = None
-        share.tensors.clear()
-    return parts._replace(tensors=left)
+def _divide(
+    leaves: list[Any], structure: Structure, home: torch.device, sources: Sources
+) -> tuple[list[Share], list[Any]]:
+    """Divide leaves by the device that they are on.
+
+    Returns:
+        Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
+        what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
+    """
+    left: list[Any] = list(leaves)
+    shares: list[Share] = []
+    devices = [home]
+    on_their_own: set[int] = set()
+    for device in devices:  # grows when tensors of another one are met
+        parts = describe(leaves, structure, device, arrays=False)
+        if device == home and parts.table.moved:
+            on_their_own = set(parts.table.positions(RowKind.MOVED))
+            devices += dict.fromkeys(leaves[i].device for i in on_their_own if leaves[i].device.type == "cuda")
+            if home in devices[1:]:  # of a tensor there that cannot be packed
+                devices.remove(home)
+        packed = parts.table.positions(*PACKED)
+        if packed:
+            shares.append(Share(device, _gathering(parts.table, sources), parts.kept))
+        on_their_own.difference_update(packed)
+        for index in packed:
+            left[index] = None  # it travels; the caller's tensor may go
+    for index in on_their_own:
+        if leaves[index].device.type != "cpu":
+            left[index] = leaves[index].to("cpu")
+    return shares, left
 
 
-def _fetch(shares: list[Share], host: torch.Tensor, sources: Sources) -> tuple[list[Event], int]:
+def _gathering(table: Table, sources: Sources) -> Gathering:
+    """Arrange leaves for the host, as was done before if leaves like these were met."""
+    known = sources.gatherings
+    found = known.get(table)
+    if found is None:
+        found = known[table] = arrange(table)
+        while len(known) > _MOST_GATHERINGS:
+            known.pop(next(iter(known)), None)
+    return found
+
+
+def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources) -> tuple[list[Event], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
     events: list[Event] = []
     copies = start = 0
-    for share in shares:
-        table, tensors = share.table, share.tensors
-        here = host[start : start + table.nbytes]
-        start += table.nbytes
+    for device, gathering, _ in shares:
+        here = host[start : start + gathering.table.nbytes]
+        start += gathering.table.nbytes
         pieces = []
-        if share.direct:
-            for position, offset, nbytes in zip(table.raw, table.raw_offsets, table.raw_nbytes, strict=True):
-                there = flat(tensors[position]).view(torch.uint8)
-                pieces.append(Piece(there, here[offset : offset + nbytes], owned=False))
-        elif table.nbytes:
-            slab = torch.empty(table.nbytes, dtype=torch.uint8, device=share.device)
+        if gathering.gathered_bytes:
+            slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
             with step("gather"):
-                gather(table, tensors, slab)
-            pieces.append(Piece(slab, here, owned=True))
+                gather(gathering, leaves, slab)
+            pieces.append(Piece(slab, here[: gathering.gathered_bytes], owned=True))
+        for index, offset, nbytes in gathering.direct:
+            there = flat(leaves[index]).view(torch.uint8)
+            pieces.append(Piece(there, here[offset : offset + nbytes], owned=False))
         if pieces:
             with step("copy"):
-                event = sources.of(share.device).fetch(pieces)
+                event = sources.of(device).fetch(pieces)
             if event is not None:
                 events.append(event)
             copies += len(pieces)
     return events, copies
-
-
-def _divide(tree: Any, home: torch.device, sources: Sources) -> tuple[Parts, list[Share]]:
-    """Take a tree apart and divide its tensors, as was done before if a tree like this was met."""
-
-    def describe(parts: Parts) -> tuple[list[Share], Table | None]:
-        shares = list(_shares(parts.tensors, home))
-        by_to = any(share.table.columns.passthrough for share in shares)
-        return [share._replace(tensors=[]) for share in shares], None if by_to or not shares else shares[0].table
-
-    parts, shares = take_apart(tree, sources.recall, describe, arrays=False)
-    return parts, [share._replace(tensors=_chosen(parts.tensors, share.positions)) for share in shares]
-
-
-def _chosen(tensors: list[torch.Tensor], positions: list[int] | None) -> list[torch.Tensor]:
-    return list(tensors) if positions is None else [tensors[position] for position in positions]
-
-
-def _shares(tensors: list[torch.Tensor], home: torch.device) -> Iterable[Share]:
-    """Divide tensors by their device, and into small and large ones."""
-    devices = [tensor.device for tensor in tensors]
-    for device in dict.fromkeys(devices):
-        if device.type == "cpu" and home.type != "cpu":
-            continue
-        positions = None
-        if len(set(devices)) > 1:
-            positions = [position for position, other in enumerate(devices) if other == device]
-        chosen = _chosen(tensors, positions)
-        place: Literal["cpu", "cuda"] = "cpu" if device.type == "cpu" else "cuda"
-        table = table_of(chosen, place)
-        if max(table.raw_nbytes, default=0) < DIRECT_BYTES:
-            yield Share(device, table, positions, chosen, direct=False)
-            continue
-        sizes = dict(zip(table.raw, table.raw_nbytes, strict=True))
-        large = [i for i in range(len(chosen)) if sizes.get(i, 0) >= DIRECT_BYTES]
-        small = [i for i in range(len(chosen)) if sizes.get(i, 0) < DIRECT_BYTES]
-        for members, direct in ((small, False), (large, True)):
-            if members:
-                part = [chosen[i] for i in members]
-                where = members if positions is None else [positions[i] for i in members]
-                yield Share(device, table_of(part, place), where, part, direct=direct)

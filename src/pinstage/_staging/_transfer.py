@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout import Layout, cut, put_together
+from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
+from .._tree import Structure
 from ._targets import Target
 
 if TYPE_CHECKING:
@@ -26,40 +27,51 @@ class Transfer:
         "_batch",
         "_copies",
         "_event",
-        "_layout",
+        "_is_whole",
+        "_leaves",
         "_moved",
         "_moved_event",
+        "_others",
         "_slab",
+        "_structure",
+        "_table",
         "_target",
-        "_unpacked",
-        "_views",
     )
 
     def __init__(
         self,
         target: Target,
-        layout: Layout,
+        structure: Structure,
+        table: Table,
         slab: torch.Tensor | None,
         event: Event | None,
         copies: int,
+        others: list[Any],
         moved: list[torch.Tensor],
         moved_event: Event | None,
     ) -> None:
         self._target = target
-        self._layout = layout
+        self._structure = structure
+        self._table = table
         self._slab = slab
         self._event = event
         self._copies = copies
+        self._others = others
         self._moved = moved
         self._moved_event = moved_event
-        self._unpacked = False
-        self._views: list[torch.Tensor] = []
+        self._leaves: list[Any] | None = None  # between `_cut` and `get`
+        self._is_whole = False
         self._batch: Any = None
 
     @property
     def layout(self) -> Layout:
         """Where each leaf lives in the slab."""
-        return self._layout
+        return Layout(self._structure, self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch's slab, padding included."""
+        return self._table.nbytes
 
     @property
     def copies(self) -> int:
@@ -105,22 +117,25 @@ class Transfer:
                 self._hand_over_slab(self._slab, stream)
             if self._moved:
                 self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
-            if not self._unpacked:
+            if not self._is_whole:
                 self._cut()
-                self._batch, self._views = put_together(self._layout, self._views), []
-                self._unpacked = True
+                leaves, self._leaves, self._others = self._leaves, None, []
+                with step("unflatten"):
+                    self._batch = self._structure.rebuild(leaves)
+                self._is_whole = True
             return self._batch
 
     def _hand_over_slab(self, slab: torch.Tensor, stream: Any) -> None:
         self._target.hand_over(self._event, [slab], stream)
 
     def _cut(self) -> None:
-        """Make the views that `get` puts together, if they are not there yet."""
-        if not self._views:
+        """Make the leaves that `get` puts together, if they are not there yet."""
+        if self._leaves is None:
             slab = self._slab
             if slab is None:  # nothing was packed but perhaps empty tensors
                 slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
-            self._views = cut(self._layout, slab, self._moved)
+            with step("views"):
+                self._leaves = cut(self._table, slab, self._others)
 
     def release(self) -> None:
         """Say that the batch is done with: nothing more will be asked of the device with it.
@@ -140,7 +155,7 @@ class Transfer:
         self.release()
 
     def __repr__(self) -> str:
-        nbytes = self._layout.nbytes
+        nbytes = self._table.nbytes
         return (
             f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{' done' if self.done else ''}>"
         )
@@ -159,29 +174,47 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided else []
 
 
-def move_others(target: Target, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Event | None]:
-    """Move tensors by their own ``.to()`` on the current stream; return them and the event behind the last."""
-    if not tensors:
-        return [], None
+def move_others(
+    target: Target, table: Table, others: list[Any]
+) -> tuple[list[Any], list[torch.Tensor], Event | None]:
+    """Move tensors that cannot be packed by their own ``.to()``, on the current stream.
+
+    Args:
+        target: where to.
+        table: of the batch.
+        others: the leaves that do not live in the slab, in order.
+
+    Returns:
+        What stands for these leaves then, those of them that were moved, and the event behind them.
+    """
+    if not table.moved:
+        return others, [], None
     # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
     asynchronous = target.device.type != "cpu"
-    moved = [tensor.to(target.device, non_blocking=asynchronous) for tensor in tensors]
-    return moved, target.record_current()
+    kinds = table.rows["kind"][table.positions(RowKind.OTHER, RowKind.MOVED)]
+    result, moved = list(others), []
+    for place in (kinds == RowKind.MOVED).nonzero()[0].tolist():
+        result[place] = others[place].to(target.device, non_blocking=asynchronous)
+        moved.append(result[place])
+    return result, moved, target.record_current()
 
 
-def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, others: list[torch.Tensor]) -> Transfer:
+def send_packed(
+    target: Target, structure: Structure, table: Table, host: torch.Tensor | None, others: list[Any]
+) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
     Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
 
     Args:
         target: where to.
-        layout: describes the memory.
-        host: uint8 ``[layout.nbytes]``; None if the layout needs no bytes.
-        others: the tensors that are not packed, in order.
+        structure: of the batch.
+        table: describes the memory.
+        host: uint8 ``[table.nbytes]``; None if the table needs no bytes.
+        others: the leaves that do not live in the slab, in order.
     """
     slab, event, copies = None, None, 0
-    nbytes = layout.nbytes
+    nbytes = table.nbytes
     if nbytes and host is not None:
         with target.copying():
             slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
@@ -190,7 +223,7 @@ def send_packed(target: Target, layout: Layout, host: torch.Tensor | None, other
             finally:
                 event = target.record_copies()
         copies = 1
-    moved, moved_event = move_others(target, others)
-    transfer = Transfer(target, layout, slab, event, copies, moved, moved_event)
+    others, moved, moved_event = move_others(target, table, others)
+    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event)
     transfer._cut()
     return transfer

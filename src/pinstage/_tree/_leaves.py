@@ -1,4 +1,4 @@
-"""What a leaf is: packed, sent by its own ``.to()``, left as it is, or an error."""
+"""What a leaf may be, told by its type; and what is inside of it, where the type does not tell."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ import pathlib
 import types
 from collections import deque
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._nodes import stored_attributes
-
-ALIGNMENT = 16
-"""Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores (complex128; a view
-of another dtype needs an offset that is a multiple of its element), and of the widest load of a GPU thread, which
-cuBLAS, bulk copies and vectorised kernels ask for."""
-
-QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
@@ -57,58 +49,15 @@ class _Kinds(dict[type, Kind]):
         else:
             kind = Kind.ATOM if issubclass(cls, _ATOMS) else Kind.OPAQUE
         self[cls] = kind
+        if kind is Kind.ATOM:
+            ATOM_TYPES.add(cls)
         return kind
 
 
+ATOM_TYPES: set[type] = set()
+"""The types that were met whose objects hold no tensor, whatever their value."""
+
 KINDS = _Kinds()
-
-
-def packable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
-    """Say whether a tensor's bytes can go into a slab: plain, dense, where they should be, no part of autograd's graph.
-
-    A tensor that requires grad travels by its own ``.to()``, which autograd follows.
-    """
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == device_type
-        and tensor.layout is torch.strided
-        and tensor.dtype not in QUANTIZED
-        and not tensor.is_nested
-        and not tensor.requires_grad
-    )
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the stride of a contiguous tensor, in elements."""
-    stride: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-_is_plain = attrgetter("flags.carray")  # contiguous, aligned and writable
-
-
-def tensors_over(arrays: list[Any]) -> list[torch.Tensor] | None:
-    """Return tensors over numpy arrays, None if torch cannot read all of them as they lie. See `from_array`."""
-    if not {np.ndarray}.issuperset(map(type, arrays)) or not all(map(_is_plain, arrays)):
-        return None
-    try:
-        return list(map(torch.from_numpy, arrays))
-    except (TypeError, ValueError):  # no numbers, or the bytes in the other order
-        return None
 
 
 def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import re
 import threading
 import warnings
 from collections import UserDict, UserList, defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -25,6 +27,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from .._errors import LayoutError
+from .._torch import registered_elsewhere
 
 NAMESPACE = "pinstage"
 
@@ -37,8 +40,13 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
 _lock = threading.Lock()
 _registered: set[type] = set()
 _by_attributes: set[type] = set()  # classes given to register_node(cls) alone; their subclasses follow them
+_makers: dict[type, Callable[[], Any]] = {}  # of classes that are no more than their __dict__
 _slots: dict[type, dict[str, Any]] = {}
-_looked_at: set[type] = set()  # classes that were met as a leaf and are no container, as far as known
+
+HANDLERS: dict[type, Any] = {}
+"""What the native walk does with a class that is none of Python's plain containers, no tensor and no array: None for a
+leaf, True for a named tuple, what makes a new one of a class that is no more than its ``__dict__``, and False for what
+only optree knows."""
 
 
 def _unlock() -> None:
@@ -111,7 +119,7 @@ def register_node(
     else:
         _register(cls, *_attribute_functions(cls), again=False)
         _by_attributes.add(cls)
-    _looked_at.clear()
+    HANDLERS.clear()
     return cls
 
 
@@ -124,10 +132,15 @@ def flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     try:
         return optree.tree_flatten(batch, namespace=NAMESPACE)
     except RecursionError:
-        raise LayoutError(
-            "batch refers to itself, or is nested deeper than the recursion limit; stage the tensors without the back "
-            "reference, or register_node(cls, flatten, unflatten) the class that holds it"
-        ) from None
+        raise too_deep() from None
+
+
+def too_deep() -> LayoutError:
+    """Return the error of a batch that has no end."""
+    return LayoutError(
+        "batch refers to itself, or is nested deeper than the recursion limit; stage the tensors without the back "
+        "reference, or register_node(cls, flatten, unflatten) the class that holds it"
+    )
 
 
 def learn_containers(types: set[type]) -> bool:
@@ -135,20 +148,31 @@ def learn_containers(types: set[type]) -> bool:
 
     One that another thread has registered since the batch was walked counts too: no container is remembered as none.
     """
-    unknown = types - _looked_at
-    containers = {cls for cls in unknown if _learn(cls)}
-    _looked_at.update(unknown - containers)
-    return bool(containers)
+    return any([_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None])
+
+
+def handler_of(cls: type) -> Any:
+    """Find out what the native walk does with a class; see `HANDLERS`.
+
+    The cases, in this order: a container that is registered, now or before, by whoever it was (only of ours it is known
+    whether it is no more than its ``__dict__``); a named tuple, which is one of Python's containers; one of optree's own
+    containers; a leaf.
+    """
+    if _learn(cls):
+        make = _makers.get(cls)
+        handler = False if make is None else make
+    elif optree.is_namedtuple_class(cls) and cls is not torch.Size:
+        handler = True
+    else:
+        found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
+        handler = None if found is None else False
+    HANDLERS[cls] = handler
+    return handler
 
 
 def is_registered(cls: type) -> bool:
     """Say whether a class is a container that this room made known."""
     return cls in _registered
-
-
-def registrations() -> int:
-    """Return how many classes were made known; a class that was a leaf may be a container when it has changed."""
-    return len(_registered)
 
 
 def _learn(cls: type) -> bool:
@@ -166,11 +190,10 @@ def _functions_of(cls: type) -> tuple[Flatten, Unflatten] | None:
     own: Any = (getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None))
     if all(map(callable, own)):
         return own  # type: ignore[no-any-return]
-    for key, entry in dict.copy(getattr(optree.registry, "_NODETYPE_REGISTRY", {})).items():  # others may add
-        # In another namespace; there is no public question. torch's own does not count: it is filled only when some
-        # part of torch happens to be imported, and with leaves of ours (torch.Size, slice).
-        if isinstance(key, tuple) and key[1] is cls and key[0] != "torch":
-            return entry.flatten_func, entry.unflatten_func
+    # In another namespace. torch's own does not count: it is filled only when some part of torch happens to be imported,
+    # and with leaves of ours (torch.Size, slice).
+    for entry in registered_elsewhere(cls, ("torch",)):
+        return entry.flatten_func, entry.unflatten_func
     if cls is not torch.Size and issubclass(cls, dict | list | tuple):
         return _attribute_functions(cls)
     by_attributes = (UserDict, UserList, *_by_attributes)
@@ -183,10 +206,11 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten, *, again: bool)
     with _lock:
         if cls in _registered and again:
             return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "PyTree type .* is a subclass of", UserWarning)
-            optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
+        # Not `catch_warnings`, which changes the whole process for a moment, in any thread.
+        warnings.filterwarnings("ignore", "PyTree type .* is a subclass of", UserWarning, module=re.escape(__name__))
+        optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
         _registered.add(cls)
+        HANDLERS.clear()
 
 
 class NodeType:
@@ -327,6 +351,8 @@ def _attribute_functions(cls: type) -> tuple[Flatten, Unflatten]:
             stored = obj.__dict__
             names = tuple(stored)
             return stored.values(), names, names
+
+        _makers[cls] = partial(base.__new__, cls)
 
         def unflatten_dict_alone(names: Any, children: Any) -> Any:
             obj = base.__new__(cls)

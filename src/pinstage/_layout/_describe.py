@@ -1,0 +1,259 @@
+"""A batch taken apart: its leaves, its structure, and the offset table.
+
+`describe_leaf` says what a leaf is, in Python, and is right everywhere. The extension says the same of the leaves that
+are usual (plain tensors on the right device, plain arrays, what holds no tensor), and asks here about all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from .._errors import LayoutError
+from .._native import core
+from .._steps import step
+from .._torch import is_dual, is_functional, is_zero_tensor, may_be_dual
+from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
+from ._dtypes import ALIGNMENT, CODES
+from ._table import RowKind, Table, table_of_rows
+
+_DLPACK = {"cpu": 1, "cuda": 2}
+"""Kinds of devices by DLPack's numbers, as the extension knows them."""
+
+_CPU = torch.device("cpu")
+
+_AMBIGUOUS_FROM = 4
+"""Dimensions from which a shape has more than one memory format (channels last)."""
+
+
+class Described(NamedTuple):
+    """What there is to know of a leaf."""
+
+    kind: RowKind
+    dtype: int = 0
+    """Its code."""
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    """In the slab, in elements."""
+    nbytes: int = 0
+    source: torch.Tensor | None = None
+    """What is read, and kept until then."""
+    address: int = 0
+    """Of the source."""
+    source_stride: tuple[int, ...] = ()
+    """Of the source, in elements."""
+
+
+class Parts(NamedTuple):
+    """A batch taken apart."""
+
+    structure: Structure
+    leaves: list[Any]
+    table: Table
+    """A row for each leaf."""
+    sources: Any
+    """What is read: of the extension a buffer of addresses, else the `Described` of each leaf."""
+    kept: list[torch.Tensor]
+    """What has to stay alive for that beside the leaves."""
+    has_lazy: bool
+    """Whether torch has to compute some of the values."""
+
+    def others(self) -> list[Any]:
+        """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
+        if not self.table.others and not self.table.moved:
+            return []
+        return [self.leaves[i] for i in self.table.positions(RowKind.OTHER, RowKind.MOVED)]
+
+    def moved(self) -> list[torch.Tensor]:
+        """Return the tensors that travel by their own ``.to()``."""
+        return [self.leaves[i] for i in self.table.positions(RowKind.MOVED)] if self.table.moved else []
+
+
+def take_apart(tree: Any, device: torch.device = _CPU, *, arrays: bool = True) -> Parts:
+    """Take a tree apart and describe its leaves.
+
+    Args:
+        tree: containers with anything in them.
+        device: where tensors are that can be packed; others are `RowKind.MOVED`.
+        arrays: whether numpy arrays count as tensors; else they are no tensors.
+
+    Raises:
+        LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
+            no memory, or the tree refers to itself.
+    """
+    while True:
+        with step("walk"):
+            leaves, structure = walk(tree)
+        try:
+            with step("describe"):
+                return describe(leaves, structure, device, arrays=arrays)
+        except _IsContainer:
+            continue  # somebody made a class known since its objects were met as leaves
+
+
+def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
+    """Describe the leaves of a tree; see `take_apart`."""
+    plainly = _Plainly(structure, device, arrays)
+    if core is None:
+        return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
+    data, sources, kept, has_lazy, *figures = core.describe(
+        leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays, not may_be_dual()
+    )
+    return Parts(structure, leaves, Table.of_figures(data, *figures), sources, kept, has_lazy)
+
+
+def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
+    """Place leaves in a slab, one behind the other, each at a multiple of `ALIGNMENT` bytes."""
+    rows: list[tuple[Any, ...]] = []
+    first: dict[int, int] = {}
+    end = dtypes = 0
+    for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
+        same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
+        if same != index:
+            rows.append((same, 0, RowKind.ALIAS, 0, 0, (), ()))
+        elif found.source is None:
+            rows.append((-1, 0, found.kind, found.dtype, 0, (), ()))
+        else:
+            shape, stride = found.shape, found.stride
+            rows.append((end, found.nbytes, found.kind, found.dtype, len(shape), shape, stride))
+            end += -(-found.nbytes // ALIGNMENT) * ALIGNMENT
+            dtypes |= 1 << found.dtype
+    has_lazy = any(found.kind is RowKind.LAZY for found in described)
+    return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
+
+
+class _IsContainer(Exception):
+    """A leaf is of a class that has become a container."""
+
+
+class _Plainly:
+    """Describes leaves of one tree, one by one."""
+
+    __slots__ = ("_arrays", "_device", "_structure")
+
+    def __init__(self, structure: Structure, device: torch.device, arrays: bool) -> None:
+        self._structure = structure
+        self._device = device
+        self._arrays = arrays
+
+    def __call__(self, leaf: Any, index: int) -> Described:
+        """Say what a leaf is.
+
+        The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type
+        or after a search, and stays as it is; and errors.
+        """
+        kind = KINDS[type(leaf)]
+        if kind is Kind.TENSOR:
+            return self._tensor(leaf, index)
+        if kind is Kind.ATOM:
+            return Described(RowKind.OTHER)
+        if kind is Kind.ARRAY and self._arrays:
+            tensor = self._tensor_over(leaf, index)
+            if tensor is not None:
+                return _plain(tensor)
+        if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
+            raise _IsContainer
+        if self._hides_tensor(leaf, index):
+            self._refuse(leaf, index)
+        return Described(RowKind.OTHER)
+
+    def _tensor(self, tensor: torch.Tensor, index: int) -> Described:
+        """Say how a tensor travels: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._device
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.dtype not in CODES
+            or tensor.requires_grad
+            or is_functional(tensor)
+            or (may_be_dual() and is_dual(tensor))
+        ):
+            return Described(RowKind.MOVED, CODES.get(tensor.dtype, 0))
+        if tensor.numel():
+            reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            needed = (tensor.storage_offset() + reach) * tensor.itemsize
+            if tensor.untyped_storage().nbytes() < needed:
+                if is_zero_tensor(tensor):
+                    return Described(RowKind.MOVED, CODES[tensor.dtype])
+                self._refuse_without_memory(tensor, needed, index)
+        return _plain(tensor)
+
+    def _tensor_over(self, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
+        try:
+            return from_array(array)
+        except TypeError as error:
+            path = self._structure.path(index)
+            raise LayoutError(
+                f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
+                "convert it to a dtype that torch has",
+                path,
+            ) from error
+
+    def _hides_tensor(self, leaf: Any, index: int) -> bool:
+        try:
+            return holds_tensor(leaf)
+        except OverflowError as error:
+            path, name = self._structure.path(index), type(leaf).__qualname__
+            raise LayoutError(
+                f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+                f"known with pinstage.register_node({name})",
+                path,
+            ) from error
+
+    def _refuse(self, leaf: Any, index: int) -> NoReturn:
+        path, name = self._structure.path(index), type(leaf).__qualname__
+        if isinstance(leaf, np.ndarray | set | frozenset):
+            raise LayoutError(f"batch{path} holds tensors in {name}, which cannot be staged; use a list", path)
+        raise LayoutError(
+            f"batch{path} holds tensors and is no known container: {type(leaf).__module__}.{name}; make it known with "
+            f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten and "
+            "tree_unflatten",
+            path,
+        )
+
+    def _refuse_without_memory(self, tensor: torch.Tensor, needed: int, index: int) -> NoReturn:
+        path = self._structure.path(index)
+        raise LayoutError(
+            f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+            f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
+            "fill it again",
+            path,
+        )
+
+
+def _plain(tensor: torch.Tensor) -> Described:
+    """Describe a tensor that is packed."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    kind, slab_stride = RowKind.RAW, stride
+    if not tensor.numel() or (tensor.is_contiguous() and len(shape) < _AMBIGUOUS_FROM):
+        slab_stride = contiguous_stride(shape)
+    elif not dense_stride(shape, stride):
+        kind, slab_stride = RowKind.STRIDED, contiguous_stride(shape)
+    if tensor.is_conj() or tensor.is_neg():
+        kind, slab_stride = RowKind.LAZY, contiguous_stride(shape)
+    return Described(
+        kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride
+    )
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a contiguous tensor, in elements."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,62 @@
+"""A batch's bytes into a slab, by the calling thread."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .._native import core
+from ._describe import Described, Parts
+from ._dtypes import INTEGERS
+from ._table import PACKED, RowKind
+
+
+def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> None:
+    """Write all packed leaves to their places. Padding is set to zero.
+
+    Args:
+        parts: of a batch whose leaves are as they were when it was taken apart.
+        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU.
+        skip: leaves that somebody else writes, rising.
+    """
+    compute_lazy_leaves(parts, slab)
+    if isinstance(parts.sources, bytes):
+        core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
+    else:
+        _pack_plainly(parts, slab, frozenset(skip or ()))
+
+
+def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
+    """Write those leaves to their places whose value torch has to compute."""
+    if parts.has_lazy:
+        for index in parts.table.positions(RowKind.LAZY):
+            source: torch.Tensor = parts.leaves[index]
+            offset = int(parts.table.rows[index]["offset"])
+            target = slab[offset : offset + source.nbytes].view(source.dtype)
+            target.view(source.shape).copy_(source)
+
+
+def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> None:
+    base, end = slab.data_ptr(), 0
+    offsets, kinds = parts.table.rows["offset"].tolist(), parts.table.rows["kind"].tolist()
+    for index, (offset, kind, found) in enumerate(zip(offsets, kinds, parts.sources, strict=True)):
+        if kind not in PACKED:
+            continue
+        ctypes.memset(base + end, 0, offset - end)
+        if index in skip:
+            pass
+        elif found.kind is RowKind.RAW:
+            ctypes.memmove(base + offset, found.address, found.nbytes)
+        elif found.kind is RowKind.STRIDED:
+            _copy_elements(found, slab[offset : offset + found.nbytes])
+        end = offset + found.nbytes
+    ctypes.memset(base + end, 0, parts.table.nbytes - end)
+
+
+def _copy_elements(found: Described, target: torch.Tensor) -> None:
+    """Copy a strided leaf as integers: bits count, a copy of bools would make them 0 or 1, and some dtypes have no copy."""
+    assert found.source is not None
+    source = found.source.detach()
+    integer = INTEGERS.get(source.itemsize, source.dtype)
+    target.view(integer).view(source.shape).copy_(source.view(integer))

@@ -1,0 +1,47 @@
+"""Tensors over a slab, from the offset table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._native import core
+from .._torch import why_views_cannot_be_made
+from ._dtypes import DTYPES
+from ._table import PACKED, RowKind, Table
+
+
+def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
+    """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
+
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version counter
+    of its own: an in-place change of one does not make autograd refuse another.
+
+    Args:
+        table: the offset table.
+        slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
+        others: what stands for the leaves that do not live in the slab, in order.
+    """
+    used = slab if slab.numel() == table.nbytes else slab[: table.nbytes]
+    bases = [used.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
+    if core is not None and why_views_cannot_be_made() is None:
+        leaves: list[Any] = core.cut(table.data, bases, table.nbytes, others)
+        return leaves
+    return _cut_plainly(table, bases, others)
+
+
+def _cut_plainly(table: Table, bases: list[torch.Tensor | None], others: list[Any]) -> list[Any]:
+    left = iter(others)
+    leaves: list[Any] = []
+    for offset, _, kind, dtype, ndim, shape, stride in table.entries():
+        if kind in PACKED:
+            base = bases[dtype]
+            assert base is not None
+            start = base.storage_offset() + offset // base.itemsize
+            # Not `as_strided`, whose views share one version counter.
+            view = torch.empty(0, dtype=base.dtype, device=base.device)
+            leaves.append(view.set_(base.untyped_storage(), start, shape[:ndim], stride[:ndim]))
+        else:
+            leaves.append(leaves[offset] if kind == RowKind.ALIAS else next(left))
+    return leaves

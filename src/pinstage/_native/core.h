@@ -1,0 +1,93 @@
+/* What the parts of the extension share. Limited API of Python 3.11; no headers of torch, CUDA or numpy. */
+#ifndef PINSTAGE_CORE_H
+#define PINSTAGE_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "pack.h"
+
+/* -- the offset table --------------------------------------------------------------------------------------------
+ *
+ * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._layout._table`, which
+ * reads the same with numpy. */
+
+#define TABLE_MAGIC INT64_C(0x70696e7374616702) /* "pinstag", version 2 */
+enum { ALIGNMENT = 16 };
+enum { MOST_DTYPES = 63 };
+
+enum { OTHER, RAW, STRIDED, LAZY, MOVED, ALIAS }; /* kinds of rows */
+
+typedef struct {
+    int64_t magic, rows, width, nbytes, payload, packed, moved, others, dtypes;
+} Header;
+
+typedef struct {
+    int64_t offset; /* in the slab; of an ALIAS the row that it repeats; else -1 */
+    int64_t nbytes;
+    uint8_t kind, dtype, ndim, nothing[5];
+    int64_t sizes[]; /* shape[width], stride[width] */
+} Row;
+
+static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
+
+static inline Row *row_at(const Header *table, int64_t index) {
+    return (Row *)((char *)(table + 1) + row_bytes(table->width) * (size_t)index);
+}
+
+/* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */
+bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
+
+/* -- torch, as it was found when the extension was told of it ------------------------------------------------------- */
+
+typedef struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+} DLDataType;
+
+typedef struct {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    DLDataType dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+enum { DL_CPU = 1, DL_CUDA = 2 };
+
+typedef struct {
+    PyTypeObject *tensor, *array;
+    int (*export_tensor)(void *object, DLTensor *out);           /* DLPack exchange API, public */
+    PyObject *requires_grad_name, *is_neg, *is_conj;             /* of torch.Tensor */
+    int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
+    int (*storage_offset)(void *handle, int64_t *out);
+    int (*get_dtype)(void *handle, int32_t *out);
+    int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset, void **out);
+    int (*delete_handle)(void *handle);
+    PyObject *(*wrap)(const void *handle);                       /* libtorch_python's; NULL if it is not there */
+    Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
+    uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
+    DLDataType exported[MOST_DTYPES];                            /* as DLPack names it; bits 0: it does not */
+    uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
+    uint8_t by_format[256];                                      /* code of a numpy format of one character; 255: none */
+    uint8_t complex_float, complex_double;                       /* of "Zf" and "Zd" */
+} Torch;
+
+extern Torch torch;
+
+/* The at::Tensor in a tensor object, as the C shim takes it; NULL where it is not known where that is. */
+static inline void *handle_of(PyObject *object) {
+    return torch.handle_at == 0 ? NULL : (char *)object + torch.handle_at;
+}
+
+/* -- the parts ------------------------------------------------------------------------------------------------------ */
+
+extern PyMethodDef describe_methods[], pack_methods[], view_methods[], torch_methods[];
+int add_structure_type(PyObject *module);
+int add_job_type(PyObject *module);
+
+#endif

@@ -1,0 +1,490 @@
+/* Leaves in, the offset table out. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* -- what a leaf is, for now ------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int kind, dtype;
+    int32_t ndim;
+    int64_t nbytes;
+    const char *data;
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS]; /* in the slab */
+    int64_t source_stride[MAX_DIMS];           /* of a STRIDED leaf */
+} Found;
+
+enum { NOT_PLAIN = -2 }; /* one for the plain path; no error */
+
+/* Say whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. */
+static bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
+    int32_t order[MAX_DIMS], count = 0;
+    for (int32_t d = 0; d < ndim; d++) {
+        if (shape[d] == 1) continue;
+        int32_t at = count++;
+        for (; at > 0 && stride[order[at - 1]] > stride[d]; at--) order[at] = order[at - 1];
+        order[at] = d;
+    }
+    int64_t expected = 1;
+    for (int32_t i = 0; i < count; i++) {
+        if (stride[order[i]] != expected) return false;
+        expected *= shape[order[i]];
+    }
+    return true;
+}
+
+static bool is_contiguous(int32_t ndim, const int64_t *shape, const int64_t *stride) {
+    int64_t expected = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        if (shape[d] != 1 && stride[d] != expected) return false;
+        expected *= shape[d];
+    }
+    return true;
+}
+
+static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
+    int64_t step = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        stride[d] = step;
+        step *= shape[d] > 1 ? shape[d] : 1;
+    }
+}
+
+/* Fill in what follows from dtype, shape and the source's stride. */
+static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
+    int64_t count = 1;
+    for (int32_t d = 0; d < leaf->ndim; d++) {
+        leaf->shape[d] = shape[d];
+        if (shape[d] < 0 || __builtin_mul_overflow(count, shape[d], &count)) return NOT_PLAIN;
+    }
+    if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
+    leaf->kind = RAW;
+    /* From four dimensions on a shape may have two memory formats: then the stride says which. */
+    if (count == 0 || (is_contiguous(leaf->ndim, shape, stride) && leaf->ndim < 4)) {
+        set_contiguous(leaf->ndim, shape, leaf->stride);
+    } else if (is_dense(leaf->ndim, shape, stride)) {
+        memcpy(leaf->stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
+    } else {
+        leaf->kind = STRIDED;
+        set_contiguous(leaf->ndim, shape, leaf->stride);
+        memcpy(leaf->source_stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
+    }
+    return 0;
+}
+
+/* The code of a tensor's dtype; -1 if it is not known here. */
+static int dtype_of(PyObject *object, DLDataType type) {
+    int32_t number;
+    void *handle = handle_of(object);
+    if (handle != NULL) {
+        if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
+        return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
+    }
+    int found = -1; /* DLPack has one name for several dtypes: int8, int4 */
+    for (int code = 0; code < MOST_DTYPES; code++) {
+        if (!torch.exported[code].bits || memcmp(&torch.exported[code], &type, sizeof type) != 0) continue;
+        if (found >= 0) return -1;
+        found = code;
+    }
+    return found;
+}
+
+/* 1 or 0; -1 with an error. */
+static int truth(PyObject *answer) {
+    if (answer == NULL) return -1;
+    int is_true = answer == Py_True;
+    Py_DECREF(answer);
+    return is_true;
+}
+
+static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t *stride) {
+    int64_t size, offset, reach = 1;
+    void *handle = handle_of(object);
+    if (handle == NULL || torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
+    for (int32_t d = 0; d < leaf->ndim; d++) {
+        if (stride[d] < 0) return false;
+        reach += (leaf->shape[d] - 1) * stride[d];
+    }
+    return (offset + reach) * torch.itemsize[leaf->dtype] <= size;
+}
+
+/* A torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
+static int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf) {
+    DLTensor tensor;
+    if (torch.export_tensor(object, &tensor)) {
+        PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
+        return NOT_PLAIN;
+    }
+    if (tensor.device_type != device_type || (device_type != DL_CPU && tensor.device_id != device_id)) return NOT_PLAIN;
+    leaf->dtype = dtype_of(object, tensor.dtype);
+    if (leaf->dtype < 0 || tensor.ndim > MAX_DIMS) return NOT_PLAIN;
+    if (tensor.dtype.bits * tensor.dtype.lanes != 8 * torch.itemsize[leaf->dtype]) return NOT_PLAIN;
+    leaf->ndim = tensor.ndim;
+    leaf->data = (const char *)tensor.data + tensor.byte_offset;
+    if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
+    /* What the exchange does not tell. */
+    int odd = truth(PyObject_GetAttr(object, torch.requires_grad_name));
+    if (odd == 0) odd = truth(PyObject_CallFunctionObjArgs(torch.is_neg, object, NULL));
+    if (odd == 0 && tensor.dtype.code == 5) odd = truth(PyObject_CallFunctionObjArgs(torch.is_conj, object, NULL));
+    if (odd != 0) return odd < 0 ? -1 : NOT_PLAIN;
+    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(object, leaf, tensor.strides))) return NOT_PLAIN;
+    return 0;
+}
+
+/* A numpy.ndarray, of that very class. The array keeps its memory. */
+static int find_array(PyObject *object, Found *leaf) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(object, &buffer, PyBUF_RECORDS_RO) != 0) {
+        PyErr_Clear(); /* dates, say */
+        return NOT_PLAIN;
+    }
+    int result = NOT_PLAIN;
+    const unsigned char *format = (const unsigned char *)(buffer.format == NULL ? "B" : buffer.format);
+    int dtype = 255;
+    if (format[0] && !format[1]) dtype = torch.by_format[format[0]];
+    if (format[0] == 'Z' && format[1] && !format[2]) {
+        dtype = format[1] == 'f' ? torch.complex_float : format[1] == 'd' ? torch.complex_double : 255;
+    }
+    if (dtype != 255 && buffer.ndim <= MAX_DIMS && buffer.itemsize == torch.itemsize[dtype]) {
+        int64_t shape[MAX_DIMS], stride[MAX_DIMS];
+        bool is_plain = (uintptr_t)buffer.buf % (uintptr_t)buffer.itemsize == 0;
+        for (int d = 0; d < buffer.ndim && is_plain; d++) {
+            shape[d] = buffer.shape[d];
+            stride[d] = buffer.strides[d] / buffer.itemsize;
+            is_plain = buffer.strides[d] >= 0 && buffer.strides[d] % buffer.itemsize == 0;
+        }
+        leaf->dtype = dtype;
+        leaf->ndim = buffer.ndim;
+        leaf->data = buffer.buf;
+        if (is_plain) result = arrange(leaf, shape, stride);
+    }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+/* -- what the plain path says of a leaf ------------------------------------------------------------------------------ */
+
+static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
+    for (int32_t d = 0; d < ndim; d++) {
+        PyObject *size = PySequence_GetItem(tuple, d);
+        if (size == NULL) return -1;
+        sizes[d] = PyLong_AsLongLong(size);
+        Py_DECREF(size);
+        if (sizes[d] == -1 && PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+/* See `pinstage._layout._describe.Described`. What has to be kept alive goes to `kept`. */
+static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
+    PyObject *number = PyLong_FromSsize_t(index);
+    if (number == NULL) return -1;
+    PyObject *answer = PyObject_CallFunctionObjArgs(plainly, object, number, NULL);
+    Py_DECREF(number);
+    if (answer == NULL) return -1;
+    int result = -1;
+    PyObject *shape, *stride, *source, *source_stride;
+    unsigned long long address;
+    long long nbytes;
+    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source,
+                          &address, &source_stride))
+        goto done;
+    leaf->nbytes = nbytes;
+    leaf->data = (const char *)(uintptr_t)address;
+    Py_ssize_t ndim = PySequence_Size(shape);
+    if (ndim < 0) goto done;
+    if (ndim > MAX_DIMS || leaf->kind < OTHER || leaf->kind > MOVED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "a leaf was described in a way that no table can have");
+        goto done;
+    }
+    leaf->ndim = (int32_t)ndim;
+    if (read_sizes(shape, leaf->shape, leaf->ndim) || read_sizes(stride, leaf->stride, leaf->ndim)) goto done;
+    if (leaf->kind == STRIDED && read_sizes(source_stride, leaf->source_stride, leaf->ndim)) goto done;
+    if (source != Py_None && PyList_Append(kept, source) != 0) goto done;
+    result = 0;
+done:
+    Py_DECREF(answer);
+    return result;
+}
+
+/* -- leaves that come twice ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject **objects;
+    int64_t *indexes;
+    size_t mask;
+} Met;
+
+static bool met_new(Met *met, Py_ssize_t count) {
+    size_t size = 16;
+    while (size < 2 * (size_t)count) size *= 2;
+    met->mask = size - 1;
+    met->objects = calloc(size, sizeof(PyObject *));
+    met->indexes = malloc(size * sizeof(int64_t));
+    return met->objects != NULL && met->indexes != NULL;
+}
+
+/* Return the index at which an object was met first; this one, if it is now. */
+static int64_t met_first(Met *met, PyObject *object, int64_t index) {
+    size_t at = (((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u >> 20) & met->mask;
+    for (; met->objects[at] != NULL; at = (at + 1) & met->mask) {
+        if (met->objects[at] == object) return met->indexes[at];
+    }
+    met->objects[at] = object;
+    met->indexes[at] = index;
+    return index;
+}
+
+/* -- the table ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *rows, *sources;
+    int64_t width, count, room;
+} Growing;
+
+static size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
+
+/* Make rows wider, for leaves of more dimensions. */
+static bool widen(Growing *table, int64_t width) {
+    char *rows = calloc((size_t)table->room + 1, row_bytes(width));
+    char *sources = calloc((size_t)table->room + 1, source_bytes(width));
+    if (rows == NULL || sources == NULL) {
+        free(rows);
+        free(sources);
+        return false;
+    }
+    size_t kept = (size_t)table->width * sizeof(int64_t);
+    for (int64_t i = 0; i < table->count; i++) {
+        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i), *to = (Row *)(rows + row_bytes(width) * (size_t)i);
+        memcpy(to, from, sizeof(Row) + kept);
+        memcpy(to->sizes + width, from->sizes + table->width, kept);
+        memcpy(sources + source_bytes(width) * (size_t)i, table->sources + source_bytes(table->width) * (size_t)i,
+               source_bytes(table->width));
+    }
+    free(table->rows);
+    free(table->sources);
+    table->rows = rows;
+    table->sources = sources;
+    table->width = width;
+    return true;
+}
+
+static PyObject *described(const Growing *table, const Header *header, PyObject *kept, bool has_lazy) {
+    size_t bytes = row_bytes(header->width) * (size_t)header->rows;
+    PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof(Header) + bytes));
+    PyObject *sources =
+        PyBytes_FromStringAndSize(table->sources, (Py_ssize_t)(source_bytes(header->width) * (size_t)header->rows));
+    if (data == NULL || sources == NULL) {
+        Py_XDECREF(data);
+        Py_XDECREF(sources);
+        return NULL;
+    }
+    char *to = PyBytes_AsString(data);
+    memcpy(to, header, sizeof(Header));
+    memcpy(to + sizeof(Header), table->rows, bytes);
+    return Py_BuildValue("(NNONLLLLLL)", data, sources, kept, PyBool_FromLong(has_lazy), (long long)header->nbytes,
+                         (long long)header->payload, (long long)header->packed, (long long)header->moved,
+                         (long long)header->others, (long long)header->dtypes);
+}
+
+/* describe(leaves, atoms, plainly, device_type, device_id, arrays, trusted): see `pinstage._layout._describe`. */
+static PyObject *describe(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *leaves, *atoms, *plainly;
+    int device_type, device_id, arrays, trusted;
+    if (!PyArg_ParseTuple(args, "O!OOiipp:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
+                          &arrays, &trusted))
+        return NULL;
+    Py_ssize_t count = PyList_Size(leaves);
+    Growing table = {NULL, NULL, 0, 0, count};
+    Met met = {NULL, NULL, 0};
+    PyObject *kept = PyList_New(0), *result = NULL;
+    Found leaf;
+    bool has_lazy = false;
+    Header header = {.magic = TABLE_MAGIC, .rows = count};
+    if (kept == NULL) goto done;
+    if (!met_new(&met, count) || !widen(&table, 1)) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    int64_t end = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *object = PyList_GetItem(leaves, i);
+        if (object == NULL) goto done;
+        PyTypeObject *type = Py_TYPE(object);
+        leaf.kind = OTHER;
+        leaf.ndim = 0;
+        leaf.dtype = 0;
+        leaf.nbytes = 0;
+        leaf.data = NULL;
+        int found = NOT_PLAIN;
+        int64_t first = i;
+        if (type == torch.tensor && trusted) {
+            first = met_first(&met, object, i);
+            found = first != i ? 0 : find_tensor(object, device_type, device_id, &leaf);
+        } else if (type == torch.array && arrays) {
+            first = met_first(&met, object, i);
+            found = first != i ? 0 : find_array(object, &leaf);
+        } else {
+            int is_atom = PySet_Contains(atoms, (PyObject *)type);
+            if (is_atom < 0) goto done;
+            if (is_atom) {
+                found = 0;
+            } else {
+                first = met_first(&met, object, i);
+                if (first != i) found = 0;
+            }
+        }
+        if (found == NOT_PLAIN) found = ask(plainly, object, i, kept, &leaf);
+        if (found != 0) goto done;
+        if (leaf.ndim > table.width && !widen(&table, leaf.ndim)) {
+            PyErr_NoMemory();
+            goto done;
+        }
+        Row *row = (Row *)(table.rows + row_bytes(table.width) * (size_t)i);
+        int64_t *source = (int64_t *)(table.sources + source_bytes(table.width) * (size_t)i);
+        table.count = i + 1;
+        row->offset = -1;
+        if (first != i) {
+            Row *same = (Row *)(table.rows + row_bytes(table.width) * (size_t)first);
+            if (same->kind == OTHER) { /* an object that is no tensor may come as often as it likes */
+                header.others++;
+            } else {
+                row->kind = ALIAS;
+                row->offset = first;
+            }
+            continue;
+        }
+        row->kind = (uint8_t)leaf.kind;
+        if (leaf.kind == OTHER) {
+            header.others++;
+            continue;
+        }
+        row->dtype = (uint8_t)leaf.dtype;
+        if (leaf.kind == MOVED) {
+            header.moved++;
+            continue;
+        }
+        row->ndim = (uint8_t)leaf.ndim;
+        row->nbytes = leaf.nbytes;
+        row->offset = end;
+        memcpy(row->sizes, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
+        memcpy(row->sizes + table.width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
+        source[0] = (int64_t)(uintptr_t)leaf.data;
+        if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
+        has_lazy = has_lazy || leaf.kind == LAZY;
+        header.packed++;
+        header.dtypes |= INT64_C(1) << leaf.dtype;
+        header.payload += leaf.nbytes;
+        if (leaf.nbytes > INT64_MAX / 4 || end > INT64_MAX / 4) {
+            PyErr_SetString(PyExc_OverflowError, "batch is larger than any memory");
+            goto done;
+        }
+        end = (end + leaf.nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    }
+    header.nbytes = end;
+    header.width = table.width;
+    result = described(&table, &header, kept, has_lazy);
+done:
+    Py_XDECREF(kept);
+    free(met.objects);
+    free(met.indexes);
+    free(table.rows);
+    free(table.sources);
+    return result;
+}
+
+/* -- samples of one field, to be stacked ------------------------------------------------------------------------------ */
+
+typedef struct {
+    int64_t count, nbytes, itemsize, ndim; /* nbytes: of each */
+    int64_t shape[MAX_DIMS];
+} Stack; /* then for each: address, whether it is strided, stride[ndim] */
+
+/* alike(samples): what `stack` needs of tensors that are alike in dtype and shape, plain, and here; None if they are not. */
+static PyObject *alike(PyObject *module, PyObject *samples) {
+    (void)module;
+    Py_ssize_t count = PySequence_Size(samples);
+    if (count < 0) return NULL;
+    PyObject *result = NULL;
+    Found leaf;
+    Stack stack;
+    int64_t *at = NULL;
+    int dtype = -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *sample = PySequence_GetItem(samples, i);
+        if (sample == NULL) goto failed;
+        int found = Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, &leaf) : NOT_PLAIN;
+        Py_DECREF(sample); /* whoever has the samples keeps it */
+        if (found == -1) goto failed;
+        if (found != 0) goto odd;
+        if (i == 0) {
+            stack = (Stack){.count = count, .nbytes = leaf.nbytes, .itemsize = torch.itemsize[leaf.dtype], .ndim = leaf.ndim};
+            memcpy(stack.shape, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
+            dtype = leaf.dtype;
+            size_t each = sizeof(int64_t) * (size_t)(2 + leaf.ndim);
+            result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof stack + each * (size_t)count));
+            if (result == NULL) return NULL;
+            memcpy(PyBytes_AsString(result), &stack, sizeof stack);
+            at = (int64_t *)(PyBytes_AsString(result) + sizeof stack);
+        }
+        if (leaf.dtype != dtype || leaf.ndim != stack.ndim) goto odd;
+        if (memcmp(leaf.shape, stack.shape, sizeof(int64_t) * (size_t)leaf.ndim) != 0) goto odd;
+        /* A dense one may be permuted: in the stack it is not. */
+        bool strided = leaf.kind == STRIDED || !is_contiguous(leaf.ndim, leaf.shape, leaf.stride);
+        *at++ = (int64_t)(uintptr_t)leaf.data;
+        *at++ = strided;
+        memcpy(at, leaf.kind == STRIDED ? leaf.source_stride : leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
+        at += leaf.ndim;
+    }
+    if (result != NULL) return result;
+odd:
+    Py_XDECREF(result);
+    Py_RETURN_NONE;
+failed:
+    Py_XDECREF(result);
+    return NULL;
+}
+
+/* stack(found, address, nbytes): write samples one behind the other; `found` is what `alike` returned. */
+static PyObject *stack(PyObject *module, PyObject *args) {
+    (void)module;
+    const char *found;
+    Py_ssize_t length;
+    unsigned long long address;
+    long long room;
+    if (!PyArg_ParseTuple(args, "y#KL:stack", &found, &length, &address, &room)) return NULL;
+    Stack stack;
+    memcpy(&stack, found, sizeof stack);
+    if (stack.count * stack.nbytes > room) {
+        PyErr_SetString(PyExc_ValueError, "samples need more room than there is");
+        return NULL;
+    }
+    Leaf *leaves = malloc(sizeof(Leaf) * (size_t)(stack.count + 1));
+    if (leaves == NULL) return PyErr_NoMemory();
+    const int64_t *at = (const int64_t *)(found + sizeof stack);
+    for (int64_t i = 0; i < stack.count; i++, at += 2 + stack.ndim) {
+        leaves[i] = (Leaf){
+            .source = (const char *)(uintptr_t)at[0],
+            .offset = i * stack.nbytes,
+            .nbytes = stack.nbytes,
+            .shape = stack.shape,
+            .strides = at[1] ? at + 2 : NULL,
+            .ndim = (int32_t)stack.ndim,
+            .itemsize = (int32_t)stack.itemsize,
+        };
+    }
+    Py_BEGIN_ALLOW_THREADS
+    pack_all(leaves, stack.count, (char *)(uintptr_t)address, stack.count * stack.nbytes);
+    Py_END_ALLOW_THREADS
+    free(leaves);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef describe_methods[] = {
+    {"describe", describe, METH_VARARGS, NULL},
+    {"alike", alike, METH_O, NULL},
+    {"stack", stack, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};

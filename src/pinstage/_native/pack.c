@@ -1,0 +1,433 @@
+#define _GNU_SOURCE
+#include "pack.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* What one thread takes at once: 50 us of work, long against taking it, and short enough that a dozen threads end at
+ * about the same time. */
+static const int64_t PIECE_BYTES = 512 * 1024;
+
+/* From here on memory is written past the caches: the bus reads what the caches hold more slowly than what lies in
+ * memory, and a slab is not read by the cpu again. */
+static const int64_t STREAM_BYTES = 256 * 1024;
+
+/* The bus has nothing to do until the first chunk is in. No chunk is smaller; each is twice as large as the one before
+ * it, up to LARGEST_CHUNK, or in a very large batch to its size by MOST_CHUNKS. */
+static const int64_t FIRST_CHUNK = 2 * 1024 * 1024;
+static const int64_t LARGEST_CHUNK = 16 * 1024 * 1024;
+static const int64_t MOST_CHUNKS = 32;
+
+/* -- copying ------------------------------------------------------------------------------------------------------ */
+
+#if defined(__x86_64__)
+
+static void stream_sse2(char *to, const char *from, int64_t lines) {
+    for (; lines > 0; lines--, to += 64, from += 64) {
+        _mm_prefetch(from + 1024, _MM_HINT_NTA);
+        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)(to + 16), b);
+        _mm_stream_si128((__m128i *)(to + 32), c);
+        _mm_stream_si128((__m128i *)(to + 48), d);
+    }
+}
+
+__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, int64_t lines) {
+    for (; lines > 0; lines--, to += 64, from += 64) {
+        _mm_prefetch(from + 1024, _MM_HINT_NTA);
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)(to + 32), b);
+    }
+}
+
+static void stream_lines(char *to, const char *from, int64_t lines) {
+    if (__builtin_cpu_supports("avx2")) {
+        stream_avx2(to, from, lines);
+    } else {
+        stream_sse2(to, from, lines);
+    }
+    _mm_sfence();
+}
+
+#elif defined(__aarch64__)
+
+static void stream_lines(char *to, const char *from, int64_t lines) {
+    for (; lines > 0; lines--, to += 64, from += 64) {
+        __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp q2, q3, [%0, #32]"
+                         :
+                         : "r"(to), "r"(from)
+                         : "v0", "v1", "v2", "v3", "memory");
+    }
+}
+
+#else
+
+static void stream_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
+
+#endif
+
+static void copy_bytes(char *to, const char *from, int64_t nbytes, bool past_caches) {
+    if (!past_caches || nbytes < 256) {
+        memcpy(to, from, (size_t)nbytes);
+        return;
+    }
+    int64_t head = (64 - ((intptr_t)to & 63)) & 63;
+    memcpy(to, from, (size_t)head);
+    int64_t lines = (nbytes - head) / 64;
+    stream_lines(to + head, from + head, lines);
+    int64_t done = head + lines * 64;
+    memcpy(to + done, from + done, (size_t)(nbytes - done));
+}
+
+static void copy_elements(char *to, const char *from, int64_t count, int64_t step, int32_t itemsize) {
+    switch (itemsize) {
+    case 1:
+        for (int64_t i = 0; i < count; i++) to[i] = from[i * step];
+        break;
+    case 2:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 2 * i, from + 2 * i * step, 2);
+        break;
+    case 4:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 4 * i, from + 4 * i * step, 4);
+        break;
+    case 8:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 8 * i, from + 8 * i * step, 8);
+        break;
+    default:
+        for (int64_t i = 0; i < count; i++) memcpy(to + itemsize * i, from + itemsize * i * step, (size_t)itemsize);
+    }
+}
+
+/* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape. */
+static void copy_strided(char *slab, const Leaf *leaf, int64_t first, int64_t last) {
+    int32_t inner = leaf->ndim - 1;
+    int64_t row = inner < 0 ? 1 : leaf->shape[inner], step = inner < 0 ? 1 : leaf->strides[inner];
+    int64_t index[MAX_DIMS], rest = first / row;
+    const char *from = leaf->source;
+    for (int32_t d = inner - 1; d >= 0; d--) {
+        index[d] = rest % leaf->shape[d];
+        rest /= leaf->shape[d];
+        from += index[d] * leaf->strides[d] * leaf->itemsize;
+    }
+    char *to = slab + leaf->offset + first * leaf->itemsize;
+    for (int64_t at = first % row; first < last; at = 0) {
+        int64_t count = row - at < last - first ? row - at : last - first;
+        const char *start = from + at * step * leaf->itemsize;
+        if (step == 1) {
+            memcpy(to, start, (size_t)(count * leaf->itemsize));
+        } else {
+            copy_elements(to, start, count, step, leaf->itemsize);
+        }
+        to += count * leaf->itemsize;
+        first += count;
+        for (int32_t d = inner - 1; d >= 0; d--) {
+            from += leaf->strides[d] * leaf->itemsize;
+            if (++index[d] < leaf->shape[d]) break;
+            from -= index[d] * leaf->strides[d] * leaf->itemsize;
+            index[d] = 0;
+        }
+    }
+}
+
+/* -- pieces and chunks -------------------------------------------------------------------------------------------- */
+
+/* Some whole leaves (`to` is 0), or a part of one: its bytes, or its elements if it is strided, `from` to `to`. */
+typedef struct {
+    int64_t first, last; /* leaves; the last one excluded */
+    int64_t from, to;
+    int64_t chunk;
+} Piece;
+
+typedef struct {
+    int64_t end;
+    atomic_int left; /* pieces that are not moved */
+} Chunk;
+
+struct Job {
+    const Leaf *leaves;
+    int64_t count;
+    char *slab;
+    int64_t nbytes;
+    Piece *pieces;
+    int64_t piece_count;
+    Chunk *chunks;
+    int64_t chunk_count;
+    _Atomic int64_t next; /* piece that nobody has taken */
+    int wanted;           /* helpers that may still come; under the lock of the helpers */
+    atomic_int helping;   /* helpers that are at it */
+    Job *behind;          /* in the line of jobs; under the same lock */
+};
+
+static void set_padding(const Leaf *leaves, int64_t count, int64_t index, char *slab, int64_t nbytes) {
+    int64_t end = leaves[index].offset + leaves[index].nbytes;
+    int64_t next = index + 1 < count ? leaves[index + 1].offset : nbytes;
+    if (next > end) memset(slab + end, 0, (size_t)(next - end));
+}
+
+static void move_leaf(const Leaf *leaf, char *slab, bool past_caches) {
+    if (leaf->nbytes == 0 || leaf->source == NULL) return;
+    if (leaf->strides != NULL) {
+        copy_strided(slab, leaf, 0, leaf->nbytes / leaf->itemsize);
+    } else {
+        copy_bytes(slab + leaf->offset, leaf->source, leaf->nbytes, past_caches);
+    }
+}
+
+void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes) {
+    for (int64_t i = 0; i < count; i++) {
+        move_leaf(&leaves[i], slab, leaves[i].nbytes >= STREAM_BYTES);
+        set_padding(leaves, count, i, slab, nbytes);
+    }
+}
+
+static void move_piece(const Job *job, const Piece *piece) {
+    const Leaf *leaf = &job->leaves[piece->first];
+    if (piece->to == 0) {
+        for (int64_t i = piece->first; i < piece->last; i++) {
+            move_leaf(&job->leaves[i], job->slab, false);
+            set_padding(job->leaves, job->count, i, job->slab, job->nbytes);
+        }
+        return;
+    }
+    if (leaf->source == NULL) {
+        /* somebody else wrote it */
+    } else if (leaf->strides != NULL) {
+        copy_strided(job->slab, leaf, piece->from, piece->to);
+    } else {
+        char *to = job->slab + leaf->offset + piece->from;
+        copy_bytes(to, leaf->source + piece->from, piece->to - piece->from, leaf->nbytes >= STREAM_BYTES);
+    }
+    if (piece->to * (leaf->strides != NULL ? leaf->itemsize : 1) == leaf->nbytes) {
+        set_padding(job->leaves, job->count, piece->first, job->slab, job->nbytes);
+    }
+}
+
+/* Return how many pieces there are, and write them where `pieces` is not NULL. */
+static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
+    int64_t made = 0;
+    for (int64_t i = 0; i < count;) {
+        if (leaves[i].nbytes > PIECE_BYTES) {
+            int64_t unit = leaves[i].strides != NULL ? leaves[i].itemsize : 1;
+            int64_t length = leaves[i].nbytes / unit, step = PIECE_BYTES / unit;
+            for (int64_t from = 0; from < length; from += step, made++) {
+                int64_t to = from + step < length ? from + step : length;
+                if (pieces != NULL) pieces[made] = (Piece){i, i + 1, from, to, 0};
+            }
+            i++;
+            continue;
+        }
+        int64_t first = i, bytes = 0;
+        while (i < count && leaves[i].nbytes <= PIECE_BYTES && bytes < PIECE_BYTES) bytes += leaves[i++].nbytes;
+        if (pieces != NULL) pieces[made] = (Piece){first, i, 0, 0, 0};
+        made++;
+    }
+    return made;
+}
+
+static int64_t end_of(const Job *job, const Piece *piece) {
+    const Leaf *leaf = &job->leaves[piece->last - 1];
+    if (piece->to == 0) return leaf->offset + leaf->nbytes;
+    return leaf->offset + piece->to * (leaf->strides != NULL ? leaf->itemsize : 1);
+}
+
+static void cut_chunks(Job *job) {
+    int64_t largest = job->nbytes / MOST_CHUNKS > LARGEST_CHUNK ? job->nbytes / MOST_CHUNKS : LARGEST_CHUNK;
+    int64_t size = FIRST_CHUNK, due = size, chunk = 0;
+    for (int64_t i = 0; i < job->piece_count; i++) {
+        job->pieces[i].chunk = chunk;
+        job->chunks[chunk].left++;
+        int64_t end = end_of(job, &job->pieces[i]);
+        if (end >= due && job->nbytes - end >= FIRST_CHUNK && i + 1 < job->piece_count) {
+            job->chunks[chunk++].end = end;
+            size = 2 * size < largest ? 2 * size : largest;
+            due = end + size;
+        }
+    }
+    job->chunks[chunk++].end = job->nbytes;
+    job->chunk_count = chunk;
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------ */
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t work_is_there = PTHREAD_COND_INITIALIZER;
+static Job *first_job, *last_job; /* that want helpers */
+static int threads, parked;
+
+static void wait_while(atomic_int *word, int value, int milliseconds) {
+    struct timespec pause = {milliseconds / 1000, (milliseconds % 1000) * 1000000L};
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, milliseconds < 0 ? NULL : &pause, NULL, 0);
+}
+
+static void wake(atomic_int *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+
+/* Move a piece that nobody has taken; say whether there was one. */
+static bool step(Job *job) {
+    if (atomic_load_explicit(&job->next, memory_order_relaxed) >= job->piece_count) return false;
+    int64_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    if (index >= job->piece_count) return false;
+    move_piece(job, &job->pieces[index]);
+    atomic_int *left = &job->chunks[job->pieces[index].chunk].left;
+    if (atomic_fetch_sub_explicit(left, 1, memory_order_release) == 1) wake(left);
+    return true;
+}
+
+/* Take a job out of the line; under the lock. */
+static void leave_line(Job *job) {
+    Job **link = &first_job, *before = NULL;
+    while (*link != NULL && *link != job) {
+        before = *link;
+        link = &before->behind;
+    }
+    if (*link == job) {
+        *link = job->behind;
+        if (last_job == job) last_job = before;
+    }
+    job->behind = NULL;
+}
+
+static void *help(void *nothing) {
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        while (first_job == NULL) {
+            parked++;
+            pthread_cond_wait(&work_is_there, &lock);
+            parked--;
+        }
+        Job *job = first_job;
+        if (--job->wanted == 0) leave_line(job);
+        atomic_fetch_add(&job->helping, 1);
+        pthread_mutex_unlock(&lock);
+        while (step(job)) {
+        }
+        pthread_mutex_lock(&lock);
+        /* Under the lock, so that whoever waits for 0 does not free the job before this thread is done with it. */
+        if (atomic_fetch_sub(&job->helping, 1) == 1) wake(&job->helping);
+    }
+    return nothing;
+}
+
+static void start_threads(int count) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's affair */
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 256 * 1024);
+    while (threads < count) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, help, NULL) != 0) break; /* fewer help */
+        threads++;
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void in_child(void) {
+    /* The threads are not there, and what they had to do is the parent's affair. */
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&work_is_there, NULL);
+    first_job = last_job = NULL;
+    threads = parked = 0;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void in_parent(void) { pthread_mutex_unlock(&lock); }
+
+__attribute__((constructor)) static void at_fork(void) { pthread_atfork(before_fork, in_parent, in_child); }
+
+int pack_threads(void) {
+    pthread_mutex_lock(&lock);
+    int count = threads;
+    pthread_mutex_unlock(&lock);
+    return count;
+}
+
+/* -- jobs --------------------------------------------------------------------------------------------------------- */
+
+Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads) {
+    Job *job = calloc(1, sizeof(Job));
+    if (job == NULL) return NULL;
+    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes};
+    job->piece_count = cut_pieces(leaves, count, NULL);
+    job->pieces = calloc((size_t)(job->piece_count > 0 ? job->piece_count : 1), sizeof(Piece));
+    job->chunks = calloc((size_t)(job->piece_count + 1), sizeof(Chunk));
+    if (job->pieces == NULL || job->chunks == NULL) {
+        free(job->pieces);
+        free(job->chunks);
+        free(job);
+        return NULL;
+    }
+    cut_pieces(leaves, count, job->pieces);
+    cut_chunks(job);
+    int helpers = most_threads - 1;
+    if (helpers > job->piece_count - 1) helpers = (int)job->piece_count - 1;
+    if (helpers > 0) {
+        pthread_mutex_lock(&lock);
+        job->wanted = helpers;
+        if (last_job != NULL) {
+            last_job->behind = job;
+        } else {
+            first_job = job;
+        }
+        last_job = job;
+        start_threads(helpers);
+        if (helpers < parked) {
+            for (int i = 0; i < helpers; i++) pthread_cond_signal(&work_is_there);
+        } else {
+            pthread_cond_broadcast(&work_is_there);
+        }
+        pthread_mutex_unlock(&lock);
+    }
+    return job;
+}
+
+int64_t job_chunks(const Job *job) { return job->chunk_count; }
+
+int64_t job_chunk_end(const Job *job, int64_t chunk) { return job->chunks[chunk].end; }
+
+bool job_work(Job *job, int64_t chunk, int milliseconds) {
+    struct timespec start, now;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    atomic_int *left = &job->chunks[chunk].left;
+    for (;;) {
+        int count = atomic_load_explicit(left, memory_order_acquire);
+        if (count == 0) return true;
+        if (!step(job)) wait_while(left, count, milliseconds);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        int64_t passed = (now.tv_sec - start.tv_sec) * 1000 + (now.tv_nsec - start.tv_nsec) / 1000000;
+        if (passed >= milliseconds) return atomic_load_explicit(left, memory_order_acquire) == 0;
+    }
+}
+
+void job_free(Job *job) {
+    atomic_store(&job->next, job->piece_count);
+    pthread_mutex_lock(&lock);
+    leave_line(job);
+    pthread_mutex_unlock(&lock);
+    int helping;
+    while ((helping = atomic_load(&job->helping)) != 0) wait_while(&job->helping, helping, -1);
+    /* The last helper may still have the lock in which it counted itself out. */
+    pthread_mutex_lock(&lock);
+    pthread_mutex_unlock(&lock);
+    free(job->pieces);
+    free(job->chunks);
+    free(job);
+}

@@ -1,0 +1,47 @@
+/* Bytes into a slab: by one thread or several, in chunks that may travel while the next one is packed.
+ *
+ * Nothing here knows Python. A job is cut into pieces of about half a megabyte, which threads take one after the other,
+ * the calling thread among them. Consecutive pieces make a chunk; when all of it is moved, it can travel.
+ */
+#ifndef PINSTAGE_PACK_H
+#define PINSTAGE_PACK_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { MAX_DIMS = 64 };
+
+/* A leaf to be moved: memory as it lies if `strides` is NULL, else element by element into contiguous memory. */
+typedef struct {
+    const char *source; /* NULL for one that somebody else has written */
+    int64_t offset; /* in the slab; rising from leaf to leaf */
+    int64_t nbytes;
+    const int64_t *shape;   /* of a strided leaf */
+    const int64_t *strides; /* of a strided leaf, in elements; NULL for one that is copied as it lies */
+    int32_t ndim;
+    int32_t itemsize;
+} Leaf;
+
+typedef struct Job Job;
+
+/* Cut a job. `slab` has `nbytes` bytes, and all leaves lie inside. Padding between leaves is set to zero. `leaves` and
+ * what they point to have to stay until `job_free`. NULL where there is no memory. */
+Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int threads);
+
+/* How many chunks there are, and where in the slab each ends. The last one ends at `nbytes`. */
+int64_t job_chunks(const Job *job);
+int64_t job_chunk_end(const Job *job, int64_t chunk);
+
+/* Work until a chunk is complete, or for about `milliseconds`; say whether it is complete. */
+bool job_work(Job *job, int64_t chunk, int milliseconds);
+
+/* Leave out what nobody has begun, and return when no thread touches slab or leaves any more. Then free the job. */
+void job_free(Job *job);
+
+/* In one go, by the calling thread alone. */
+void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes);
+
+/* How many threads of ours there are, parked or at work. */
+int pack_threads(void);
+
+#endif

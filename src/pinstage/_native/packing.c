@@ -1,0 +1,247 @@
+/* Packing as Python sees it: `pack`, and `Job` where a batch travels in chunks. */
+#include "core.h"
+
+#include <stdlib.h>
+
+/* From here on other threads of Python may run meanwhile; below, handing over the interpreter costs as much. */
+static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
+
+/* How long a thread may work before it looks whether Ctrl-C was pressed. */
+enum { ANSWER_MS = 20 };
+
+bool table_of(PyObject *object, Py_buffer *buffer, const Header **table) {
+    if (PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) != 0) return false;
+    const Header *header = buffer->buf;
+    if (buffer->len >= (Py_ssize_t)sizeof(Header) && header->magic == TABLE_MAGIC && header->width >= 1 &&
+        header->width <= MAX_DIMS && header->rows >= 0 && header->nbytes >= 0) {
+        Py_ssize_t rows = (buffer->len - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
+        if (header->rows == rows && (size_t)buffer->len == sizeof(Header) + row_bytes(header->width) * (size_t)rows) {
+            *table = header;
+            return true;
+        }
+    }
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_ValueError, "not an offset table of this version: its header or its length is wrong");
+    return false;
+}
+
+/* Whether a row's leaf lies in a slab of so many bytes, behind `end`. */
+static bool lies_in_slab(const Row *row, int64_t width, int64_t end, int64_t nbytes) {
+    int64_t count = 1;
+    if (row->ndim > width || row->dtype >= MOST_DTYPES || torch.itemsize[row->dtype] == 0) return false;
+    for (int d = 0; d < row->ndim; d++) {
+        if (row->sizes[d] < 0 || __builtin_mul_overflow(count, row->sizes[d], &count)) return false;
+    }
+    if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[row->dtype], &count) || count != row->nbytes) return false;
+    return row->offset >= end && row->offset % torch.itemsize[row->dtype] == 0 && row->offset <= nbytes && row->nbytes <= nbytes - row->offset;
+}
+
+typedef struct {
+    Py_buffer table, sources;
+    Leaf *leaves;
+    int64_t count, nbytes;
+} Work;
+
+static void work_end(Work *work) {
+    free(work->leaves);
+    PyBuffer_Release(&work->sources);
+    PyBuffer_Release(&work->table);
+}
+
+/* `skip`: a list of rows that somebody else writes, rising; or NULL. */
+static bool work_begin(Work *work, PyObject *table, PyObject *sources, long long room, PyObject *skip) {
+    const Header *header;
+    Py_ssize_t skipped = 0, skips = skip == NULL ? 0 : PyList_Size(skip);
+    if (!table_of(table, &work->table, &header)) return false;
+    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) {
+        PyBuffer_Release(&work->table);
+        return false;
+    }
+    size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
+    work->nbytes = header->nbytes;
+    work->count = 0;
+    work->leaves = malloc(sizeof(Leaf) * (size_t)(header->rows + 1));
+    if (work->leaves == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows) {
+        PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
+        goto failed;
+    }
+    int64_t end = 0;
+    for (int64_t i = 0; i < header->rows; i++) {
+        const Row *row = row_at(header, i);
+        bool is_skipped = skipped < skips && PyLong_AsLongLong(PyList_GetItem(skip, skipped)) == i;
+        if (is_skipped) skipped++;
+        if (row->kind != RAW && row->kind != STRIDED && row->kind != LAZY) continue;
+        if (!lies_in_slab(row, header->width, end, header->nbytes)) {
+            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
+            goto failed;
+        }
+        end = row->offset + row->nbytes;
+        const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)i);
+        work->leaves[work->count++] = (Leaf){
+            .source = row->kind == LAZY || is_skipped ? NULL : (const char *)(uintptr_t)source[0],
+            .offset = row->offset,
+            .nbytes = row->nbytes,
+            .shape = row->sizes,
+            .strides = row->kind == STRIDED ? source + 1 : NULL,
+            .ndim = row->ndim,
+            .itemsize = torch.itemsize[row->dtype],
+        };
+    }
+    return true;
+failed:
+    work_end(work);
+    return false;
+}
+
+/* pack(table, sources, address, nbytes, skip): write leaves to their places, in this thread; all but those in a list. */
+static PyObject *pack(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *table, *sources, *skip;
+    unsigned long long address;
+    long long room;
+    if (!PyArg_ParseTuple(args, "OOKLO!:pack", &table, &sources, &address, &room, &PyList_Type, &skip)) return NULL;
+    Work work;
+    if (!work_begin(&work, table, sources, room, skip)) return NULL;
+    char *slab = (char *)(uintptr_t)address;
+    if (work.nbytes < RELEASE_FROM_BYTES) {
+        pack_all(work.leaves, work.count, slab, work.nbytes);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        pack_all(work.leaves, work.count, slab, work.nbytes);
+        Py_END_ALLOW_THREADS
+    }
+    work_end(&work);
+    Py_RETURN_NONE;
+}
+
+static PyObject *threads(PyObject *module, PyObject *nothing) {
+    (void)module, (void)nothing;
+    return PyLong_FromLong(pack_threads());
+}
+
+PyMethodDef pack_methods[] = {
+    {"pack", pack, METH_VARARGS, NULL},
+    {"threads", threads, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* -- Job ---------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    Work work;
+    Job *job; /* NULL when it is closed */
+} JobObject;
+
+static void job_close(JobObject *self) {
+    if (self->job == NULL) return;
+    Job *job = self->job;
+    self->job = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    job_free(job);
+    Py_END_ALLOW_THREADS
+    work_end(&self->work);
+}
+
+/* Job(table, sources, address, nbytes, threads): begin. The caller keeps leaves and slab until `close`. */
+static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *table, *sources;
+    unsigned long long address;
+    long long room;
+    int most_threads;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "OOKLi:Job", &table, &sources, &address, &room, &most_threads)) return NULL;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    JobObject *self = (JobObject *)alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->job = NULL;
+    if (!work_begin(&self->work, table, sources, room, NULL)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->job = job_new(self->work.leaves, self->work.count, (char *)(uintptr_t)address, self->work.nbytes, most_threads);
+    if (self->job == NULL) {
+        work_end(&self->work);
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void job_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    job_close((JobObject *)object);
+    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_object(object);
+    Py_DECREF(type);
+}
+
+/* Where each chunk ends, in bytes of the slab. */
+static PyObject *job_ends(PyObject *object, void *nothing) {
+    (void)nothing;
+    Job *job = ((JobObject *)object)->job;
+    if (job == NULL) return PyTuple_New(0);
+    PyObject *ends = PyTuple_New((Py_ssize_t)job_chunks(job));
+    for (int64_t i = 0; ends != NULL && i < job_chunks(job); i++) {
+        PyObject *end = PyLong_FromLongLong(job_chunk_end(job, i));
+        if (end == NULL || PyTuple_SetItem(ends, (Py_ssize_t)i, end) != 0) {
+            Py_DECREF(ends);
+            return NULL;
+        }
+    }
+    return ends;
+}
+
+/* wait(chunk): work until a chunk is complete; Ctrl-C is answered meanwhile. */
+static PyObject *job_wait(PyObject *object, PyObject *number) {
+    JobObject *self = (JobObject *)object;
+    long long chunk = PyLong_AsLongLong(number);
+    if (chunk == -1 && PyErr_Occurred()) return NULL;
+    if (self->job == NULL || chunk < 0 || chunk >= job_chunks(self->job)) {
+        PyErr_SetString(PyExc_ValueError, "there is no such chunk, or the job was closed");
+        return NULL;
+    }
+    for (;;) {
+        bool complete;
+        Job *job = self->job;
+        Py_BEGIN_ALLOW_THREADS
+        complete = job_work(job, chunk, ANSWER_MS);
+        Py_END_ALLOW_THREADS
+        if (complete) Py_RETURN_NONE;
+        if (PyErr_CheckSignals() != 0) return NULL;
+    }
+}
+
+/* close(): return when no thread touches slab or leaves any more. */
+static PyObject *job_close_method(PyObject *object, PyObject *nothing) {
+    (void)nothing;
+    job_close((JobObject *)object);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef job_methods[] = {
+    {"wait", job_wait, METH_O, NULL},
+    {"close", job_close_method, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef job_getters[] = {{"ends", job_ends, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot job_slots[] = {
+    {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
+    {Py_tp_getset, job_getters}, {0, NULL},
+};
+static PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
+
+int add_job_type(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&job_spec);
+    if (type == NULL) return -1;
+    int status = PyModule_AddObjectRef(module, "Job", type);
+    Py_DECREF(type);
+    return status;
+}

@@ -1,0 +1,89 @@
+/* Tensors over a slab, from the offset table, in one call.
+ *
+ * They are made by torch's stable C shim (`aoti_torch__reinterpret_tensor`), and made objects of Python's by
+ * libtorch_python's `THPVariable_Wrap`; see `pinstage._torch`, which looks whether both do what is expected. They share
+ * the slab's storage, so that `record_stream` works, and each has a version counter of its own. */
+#include "core.h"
+
+/* Whether a view, strides and all, stays inside the slab. */
+static bool stays_inside(const Row *row, int64_t width, int64_t nbytes) {
+    int64_t reach = 0, count = 1, part;
+    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0;
+    if (itemsize == 0 || row->ndim > width) return false;
+    if (row->offset < 0 || row->offset % itemsize || row->offset > nbytes) return false;
+    for (int d = 0; d < row->ndim; d++) {
+        int64_t size = row->sizes[d], stride = row->sizes[width + d];
+        if (size < 0 || stride < 0) return false;
+        if (size == 0) count = 0;
+        if (__builtin_mul_overflow(size > 0 ? size - 1 : 0, stride, &part) || __builtin_add_overflow(reach, part, &reach))
+            return false;
+    }
+    if (count == 0) return true;
+    if (__builtin_add_overflow(reach, 1, &reach) || __builtin_mul_overflow(reach, itemsize, &reach)) return false;
+    return reach <= nbytes - row->offset;
+}
+
+static PyObject *view(void *base, const Row *row, int64_t width) {
+    void *made = NULL;
+    int64_t offset = row->offset / torch.itemsize[row->dtype];
+    if (torch.reinterpret(base, row->ndim, row->sizes, row->sizes + width, offset, &made)) {
+        PyErr_SetString(PyExc_RuntimeError, "torch could not make a view of the slab");
+        return NULL;
+    }
+    PyObject *object = torch.wrap(made);
+    torch.delete_handle(made);
+    return object;
+}
+
+/* cut(table, bases, nbytes, others): all leaves of a batch, in its order.
+ *
+ * bases: by the code of a dtype, a tensor of that dtype over the whole slab of `nbytes`; None for those that the table
+ * does not have. others: what stands for the leaves that do not live in the slab, in order. */
+static PyObject *cut(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *table, *bases, *others;
+    long long nbytes;
+    if (!PyArg_ParseTuple(args, "OO!LO!:cut", &table, &PyList_Type, &bases, &nbytes, &PyList_Type, &others)) return NULL;
+    if (torch.wrap == NULL || torch.handle_at == 0) {
+        PyErr_SetString(PyExc_RuntimeError, "torch cannot be asked for views here");
+        return NULL;
+    }
+    Py_buffer buffer;
+    const Header *header;
+    if (!table_of(table, &buffer, &header)) return NULL;
+    PyObject *leaves = PyList_New((Py_ssize_t)header->rows);
+    Py_ssize_t other = 0;
+    for (int64_t i = 0; leaves != NULL && i < header->rows; i++) {
+        const Row *row = row_at(header, i);
+        PyObject *leaf = NULL;
+        if (row->kind == RAW || row->kind == STRIDED || row->kind == LAZY) {
+            PyObject *base = row->dtype < PyList_Size(bases) ? PyList_GetItem(bases, row->dtype) : Py_None;
+            if (base == NULL || Py_TYPE(base) != torch.tensor || !stays_inside(row, header->width, nbytes)) {
+                PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
+            } else {
+                leaf = view(handle_of(base), row, header->width);
+            }
+        } else if (row->kind == ALIAS) {
+            if (row->offset < 0 || row->offset >= i) {
+                PyErr_SetString(PyExc_ValueError, "the offset table repeats a leaf that it does not have");
+            } else {
+                leaf = PyList_GetItem(leaves, (Py_ssize_t)row->offset);
+                Py_XINCREF(leaf);
+            }
+        } else if (other < PyList_Size(others)) {
+            leaf = PyList_GetItem(others, other++);
+            Py_XINCREF(leaf);
+        } else {
+            PyErr_SetString(PyExc_ValueError, "fewer leaves were passed than the offset table says");
+        }
+        if (leaf == NULL || PyList_SetItem(leaves, (Py_ssize_t)i, leaf) != 0) Py_CLEAR(leaves);
+    }
+    if (leaves != NULL && other != PyList_Size(others)) {
+        PyErr_SetString(PyExc_ValueError, "more leaves were passed than the offset table says");
+        Py_CLEAR(leaves);
+    }
+    PyBuffer_Release(&buffer);
+    return leaves;
+}
+
+PyMethodDef view_methods[] = {{"cut", cut, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
