@@ -421,7 +421,7 @@ def through_slab(batch):
     layout = ps.Layout.of(batch)
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack(batch, slab)
-    return layout.unpack(slab)
+    return layout.unpack(slab, layout.others(batch))
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from .._host import usable_cpus
@@ -40,7 +38,8 @@ class Packing:
     The leaves have to stay as they are, and the slab to be there, until the end of the block::
 
         with Packing(parts, slab, threads) as packing:
-            for end in packing:
+            for chunk, end in enumerate(packing.ends):
+                packing.wait(chunk)
                 ...  # all bytes before `end` are in the slab
 
     Args:
@@ -63,15 +62,12 @@ class Packing:
             self._job = core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)
             self.ends = self._job.ends
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield where each chunk ends, when it is complete. Ctrl-C is answered meanwhile."""
+    def wait(self, chunk: int) -> None:
+        """Return when a chunk is complete. Ctrl-C is answered meanwhile."""
         if self._job is None:
             pack(self._parts, self._slab)
-            yield self.ends[0]
-            return
-        for chunk, end in enumerate(self.ends):
+        else:
             self._job.wait(chunk)
-            yield end
 
     def __enter__(self) -> Packing:
         return self

@@ -295,10 +295,9 @@ class Stager:
             )
         start = 0
         with Packing(parts, host, self._threads) as packing:
-            chunks = iter(packing)
-            for end in packing.ends:
+            for chunk, end in enumerate(packing.ends):
                 with step("pack"):
-                    next(chunks)
+                    packing.wait(chunk)
                 with step("copy"):
                     if end - start == nbytes:
                         self._target.copy(device, host)

@@ -154,18 +154,18 @@ def learn_containers(types: set[type]) -> bool:
 def handler_of(cls: type) -> Any:
     """Find out what the native walk does with a class; see `HANDLERS`.
 
-    The cases, in this order: a container that is registered, now or before, by whoever it was (only of ours it is known
-    whether it is no more than its ``__dict__``); a named tuple, which is one of Python's containers; one of optree's own
-    containers; a leaf.
+    The cases: a leaf, which optree does not know even after it was looked at; a named tuple; a class that is no more than
+    its ``__dict__``; anything else that is a container is optree's.
     """
-    if _learn(cls):
-        make = _makers.get(cls)
-        handler = False if make is None else make
-    elif optree.is_namedtuple_class(cls) and cls is not torch.Size:
+    found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
+    if found is None and _learn(cls):
+        found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
+    if found is None:
+        handler = None
+    elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
         handler = True
     else:
-        found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
-        handler = None if found is None else False
+        handler = _makers.get(cls, False)
     HANDLERS[cls] = handler
     return handler
 
