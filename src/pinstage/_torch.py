@@ -35,9 +35,9 @@ def tell_once(text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def owns(lock: threading.RLock) -> bool:  # type: ignore[valid-type]
-    """Say whether this thread has a lock. `threading.Condition` asks in this way; there is no public one."""
-    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+def ownership(lock: threading.RLock) -> Callable[[], bool]:  # type: ignore[valid-type]
+    """Return what says whether the calling thread has a lock. `threading.Condition` asks in this way; none is public."""
+    return lock._is_owned  # type: ignore[attr-defined,no-any-return]
 
 
 # -- who uses a storage ------------------------------------------------------------------------------------------------
@@ -159,6 +159,7 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
         core: the extension.
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
+    core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
         _views[0] = _probe_shim(core, samples)
     except (AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
@@ -169,7 +170,8 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
 
 def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
     libraries = Path(torch.__file__).parent / "lib"
-    missing = core.find_shim(str(libraries / "libtorch_cpu.so"), str(libraries / "libtorch_python.so"))
+    names = ("libtorch_cpu.so", "libc10.so", "libtorch_python.so")
+    missing = core.find_shim(*(str(libraries / name) for name in names))
     if missing:
         return f"torch {torch.__version__} has no {', '.join(missing)}"
     with torch.inference_mode(mode=False), torch.enable_grad():
@@ -183,7 +185,20 @@ def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
         for code, sample in samples.items():
             if not core.add_scalar(code, sample):
                 return f"torch {torch.__version__}: its C shim does not tell {sample.dtype} from other dtypes"
+        if not _tells_flags(core):
+            core.forget_flags()
         return _probe_views(core, slab)
+
+
+def _tells_flags(core: Any) -> bool:
+    """Say whether torch's C++ functions tell what the methods of a tensor do. If not, the extension asks these."""
+    real, imaginary = torch.zeros(3, device="cpu"), torch.zeros(3, dtype=torch.complex64, device="cpu")
+    return [core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+    ]
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
@@ -192,7 +207,7 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     shape, stride = (4, 4), (1, 4)
     header = struct.pack("=9q", 0x70696E7374616702, 1, 2, 256, 64, 1, 0, 0, 0)
     row = struct.pack("=qqBBB5x4q", 16, 64, 1, _INT32, 2, *shape, *stride)
-    [view] = core.cut(header + row, [None] * _INT32 + [slab.view(torch.int32)], 256, [])
+    [view] = core.cut(header + row, slab, 256, [])
     is_as_expected = (
         type(view) is torch.Tensor
         and torch.equal(view, expected)

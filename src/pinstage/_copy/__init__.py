@@ -1,6 +1,6 @@
 """How bytes get into slabs and out: by several threads and in chunks that travel meanwhile, or gathered on a device."""
 
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
-from ._packing import Packing, most_threads
+from ._packing import most_threads, start_packing
 
-__all__ = ["DIRECT_BYTES", "Gathering", "Packing", "arrange", "duplicate", "flat", "gather", "most_threads"]
+__all__ = ["DIRECT_BYTES", "Gathering", "arrange", "duplicate", "flat", "gather", "most_threads", "start_packing"]

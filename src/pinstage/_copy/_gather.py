@@ -119,8 +119,10 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         for place in folded:
             pieces[place] = flat(pieces[place])
         _join(pieces, rows.view(-1, *trailing) if trailing else rows)
-    for index in gathering.strided:
-        _copy_elements(leaves[index], gathering.table.rows[index], slab)
+    if gathering.strided:
+        places = gathering.table.rows
+        for index in gathering.strided:
+            _copy_elements(leaves[index], places[index], slab)
 
 
 def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:

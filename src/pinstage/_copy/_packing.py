@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._host import usable_cpus
@@ -31,48 +33,22 @@ def most_threads(threads: int | None) -> int:
     return threads
 
 
-class Packing:
-    """One batch on its way into a slab. Threads of the extension pack it, and take no part in Python; the calling one
-    helps.
-
-    The leaves have to stay as they are, and the slab to be there, until the end of the block::
-
-        with Packing(parts, slab, threads) as packing:
-            for chunk, end in enumerate(packing.ends):
-                packing.wait(chunk)
-                ...  # all bytes before `end` are in the slab
+def start_packing(parts: Parts, slab: torch.Tensor, threads: int) -> Any:
+    """Pack a batch, or begin to: a large one is packed by threads of the extension, which take no part in Python.
 
     Args:
         parts: of the batch.
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU.
         threads: at the most, the calling one included; see `most_threads`.
 
-    Attributes:
-        ends: where each chunk ends, in bytes, rising; the last one ``parts.table.nbytes``.
+    Returns:
+        None if all bytes are in the slab. Else a job, a context manager: the leaves have to stay as they are, and the
+        slab to be there, until its end. ``ends`` says where each chunk ends, in bytes, rising, and ``wait(chunk)``
+        returns when a chunk is complete; the calling thread helps, and answers Ctrl-C meanwhile.
     """
-
-    def __init__(self, parts: Parts, slab: torch.Tensor, threads: int) -> None:
-        self._parts = parts
-        self._slab = slab
-        nbytes = parts.table.nbytes
-        self._job = None
-        self.ends: tuple[int, ...] = (nbytes,)
-        if threads > 1 and nbytes >= PARALLEL_FROM_BYTES and isinstance(parts.sources, bytes):
-            compute_lazy_leaves(parts, slab)
-            self._job = core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)
-            self.ends = self._job.ends
-
-    def wait(self, chunk: int) -> None:
-        """Return when a chunk is complete. Ctrl-C is answered meanwhile."""
-        if self._job is None:
-            pack(self._parts, self._slab)
-        else:
-            self._job.wait(chunk)
-
-    def __enter__(self) -> Packing:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Return when no thread touches the slab any more; what nobody has begun is left out."""
-        if self._job is not None:
-            self._job.close()
+    if core is None or threads == 1 or parts.table.nbytes < PARALLEL_FROM_BYTES:
+        pack(parts, slab)
+        return None
+    if parts.has_lazy:
+        compute_lazy_leaves(parts, slab)
+    return core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)

@@ -1,12 +1,13 @@
 """A batch taken apart: its leaves, its structure, and the offset table.
 
-`describe_leaf` says what a leaf is, in Python, and is right everywhere. The extension says the same of the leaves that
+`_describe_leaf` says what a leaf is, in Python, and is right everywhere. The extension says the same of the leaves that
 are usual (plain tensors on the right device, plain arrays, what holds no tensor), and asks here about all others.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,19 +47,29 @@ class Described(NamedTuple):
     """Of the source, in elements."""
 
 
-class Parts(NamedTuple):
-    """A batch taken apart."""
+class Parts:
+    """A batch taken apart.
 
-    structure: Structure
-    leaves: list[Any]
-    table: Table
-    """A row for each leaf."""
-    sources: Any
-    """What is read: of the extension a buffer of addresses, else the `Described` of each leaf."""
-    kept: list[torch.Tensor]
-    """What has to stay alive for that beside the leaves."""
-    has_lazy: bool
-    """Whether torch has to compute some of the values."""
+    Attributes:
+        structure: which containers it is made of.
+        leaves: what is in them.
+        table: a row for each leaf.
+        sources: what is read: of the extension a buffer of addresses, else the `Described` of each leaf.
+        kept: what has to stay alive for that beside the leaves.
+        has_lazy: whether torch has to compute some of the values.
+    """
+
+    __slots__ = ("has_lazy", "kept", "leaves", "sources", "structure", "table")
+
+    def __init__(
+        self, structure: Structure, leaves: list[Any], table: Table, sources: Any, kept: list[torch.Tensor], has_lazy: bool
+    ) -> None:
+        self.structure = structure
+        self.leaves = leaves
+        self.table = table
+        self.sources = sources
+        self.kept = kept
+        self.has_lazy = has_lazy
 
     def others(self) -> list[Any]:
         """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
@@ -66,18 +77,13 @@ class Parts(NamedTuple):
             return []
         return [self.leaves[i] for i in self.table.positions(RowKind.OTHER, RowKind.MOVED)]
 
-    def moved(self) -> list[torch.Tensor]:
-        """Return the tensors that travel by their own ``.to()``."""
-        return [self.leaves[i] for i in self.table.positions(RowKind.MOVED)] if self.table.moved else []
 
-
-def take_apart(tree: Any, device: torch.device = _CPU, *, arrays: bool = True) -> Parts:
+def take_apart(tree: Any, device: torch.device = _CPU) -> Parts:
     """Take a tree apart and describe its leaves.
 
     Args:
         tree: containers with anything in them.
         device: where tensors are that can be packed; others are `RowKind.MOVED`.
-        arrays: whether numpy arrays count as tensors; else they are no tensors.
 
     Raises:
         LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
@@ -88,20 +94,25 @@ def take_apart(tree: Any, device: torch.device = _CPU, *, arrays: bool = True) -
             leaves, structure = walk(tree)
         try:
             with step("describe"):
-                return describe(leaves, structure, device, arrays=arrays)
+                return describe(leaves, structure, device)
         except _IsContainer:
             continue  # somebody made a class known since its objects were met as leaves
 
 
 def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
-    """Describe the leaves of a tree; see `take_apart`."""
-    plainly = _Plainly(structure, device, arrays)
+    """Describe the leaves of a tree; see `take_apart`.
+
+    Args:
+        leaves: of the tree.
+        structure: of the tree.
+        device: where tensors are that can be packed.
+        arrays: whether numpy arrays count as tensors; else they are no tensors.
+    """
+    plainly = partial(_describe_leaf, structure, device, arrays)
     if core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-    data, sources, kept, has_lazy, *figures = core.describe(
-        leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays, not may_be_dual()
-    )
-    return Parts(structure, leaves, Table.of_figures(data, *figures), sources, kept, has_lazy)
+    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays)
+    return Parts(structure, leaves, tuple.__new__(Table, figures), *found)
 
 
 def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
@@ -128,103 +139,98 @@ class _IsContainer(Exception):
     """A leaf is of a class that has become a container."""
 
 
-class _Plainly:
-    """Describes leaves of one tree, one by one."""
+def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
+    """Say what a leaf is.
 
-    __slots__ = ("_arrays", "_device", "_structure")
-
-    def __init__(self, structure: Structure, device: torch.device, arrays: bool) -> None:
-        self._structure = structure
-        self._device = device
-        self._arrays = arrays
-
-    def __call__(self, leaf: Any, index: int) -> Described:
-        """Say what a leaf is.
-
-        The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type
-        or after a search, and stays as it is; and errors.
-        """
-        kind = KINDS[type(leaf)]
-        if kind is Kind.TENSOR:
-            return self._tensor(leaf, index)
-        if kind is Kind.ATOM:
-            return Described(RowKind.OTHER)
-        if kind is Kind.ARRAY and self._arrays:
-            tensor = self._tensor_over(leaf, index)
-            if tensor is not None:
-                return _plain(tensor)
-        if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
-            raise _IsContainer
-        if self._hides_tensor(leaf, index):
-            self._refuse(leaf, index)
+    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
+    after a search, and stays as it is; and errors.
+    """
+    kind = KINDS[type(leaf)]
+    if kind is Kind.TENSOR:
+        return _describe_tensor(structure, device, leaf, index)
+    if kind is Kind.ATOM:
         return Described(RowKind.OTHER)
+    if kind is Kind.ARRAY and arrays:
+        tensor = _tensor_over(structure, leaf, index)
+        if tensor is not None:
+            return _describe_plain(tensor)
+    if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
+        raise _IsContainer
+    if _hides_tensor(structure, leaf, index):
+        raise _unknown(structure, leaf, index)
+    return Described(RowKind.OTHER)
 
-    def _tensor(self, tensor: torch.Tensor, index: int) -> Described:
-        """Say how a tensor travels: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.device != self._device
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-            or tensor.dtype not in CODES
-            or tensor.requires_grad
-            or is_functional(tensor)
-            or (may_be_dual() and is_dual(tensor))
-        ):
-            return Described(RowKind.MOVED, CODES.get(tensor.dtype, 0))
-        if tensor.numel():
-            reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            needed = (tensor.storage_offset() + reach) * tensor.itemsize
-            if tensor.untyped_storage().nbytes() < needed:
-                if is_zero_tensor(tensor):
-                    return Described(RowKind.MOVED, CODES[tensor.dtype])
-                self._refuse_without_memory(tensor, needed, index)
-        return _plain(tensor)
 
-    def _tensor_over(self, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
-        try:
-            return from_array(array)
-        except TypeError as error:
-            path = self._structure.path(index)
-            raise LayoutError(
-                f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
-                "convert it to a dtype that torch has",
-                path,
-            ) from error
+def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.Tensor, index: int) -> Described:
+    """Say how a tensor travels: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.device != device
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.dtype not in CODES
+        or tensor.requires_grad
+        or is_functional(tensor)
+        or (may_be_dual() and is_dual(tensor))
+    ):
+        return Described(RowKind.MOVED, CODES.get(tensor.dtype, 0))
+    if tensor.numel():
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        needed = (tensor.storage_offset() + reach) * tensor.itemsize
+        if tensor.untyped_storage().nbytes() < needed:
+            if is_zero_tensor(tensor):
+                return Described(RowKind.MOVED, CODES[tensor.dtype])
+            raise _without_memory(structure, tensor, needed, index)
+    return _describe_plain(tensor)
 
-    def _hides_tensor(self, leaf: Any, index: int) -> bool:
-        try:
-            return holds_tensor(leaf)
-        except OverflowError as error:
-            path, name = self._structure.path(index), type(leaf).__qualname__
-            raise LayoutError(
-                f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
-                f"known with pinstage.register_node({name})",
-                path,
-            ) from error
 
-    def _refuse(self, leaf: Any, index: int) -> NoReturn:
-        path, name = self._structure.path(index), type(leaf).__qualname__
-        if isinstance(leaf, np.ndarray | set | frozenset):
-            raise LayoutError(f"batch{path} holds tensors in {name}, which cannot be staged; use a list", path)
+def _tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
+    try:
+        return from_array(array)
+    except TypeError as error:
+        path = structure.path(index)
         raise LayoutError(
-            f"batch{path} holds tensors and is no known container: {type(leaf).__module__}.{name}; make it known with "
-            f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten and "
-            "tree_unflatten",
+            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
+            "convert it to a dtype that torch has",
             path,
-        )
+        ) from error
 
-    def _refuse_without_memory(self, tensor: torch.Tensor, needed: int, index: int) -> NoReturn:
-        path = self._structure.path(index)
+
+def _hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
+    try:
+        return holds_tensor(leaf)
+    except OverflowError as error:
+        path, name = structure.path(index), type(leaf).__qualname__
         raise LayoutError(
-            f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
-            f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
-            "fill it again",
+            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+            f"known with pinstage.register_node({name})",
             path,
-        )
+        ) from error
 
 
-def _plain(tensor: torch.Tensor) -> Described:
+def _unknown(structure: Structure, leaf: Any, index: int) -> LayoutError:
+    path, name = structure.path(index), type(leaf).__qualname__
+    if isinstance(leaf, np.ndarray | set | frozenset):
+        return LayoutError(f"batch{path} holds tensors in {name}, which cannot be staged; use a list", path)
+    return LayoutError(
+        f"batch{path} holds tensors and is no known container: {type(leaf).__module__}.{name}; make it known with "
+        f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten and "
+        "tree_unflatten",
+        path,
+    )
+
+
+def _without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
+    path = structure.path(index)
+    return LayoutError(
+        f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
+        "fill it again",
+        path,
+    )
+
+
+def _describe_plain(tensor: torch.Tensor) -> Described:
     """Describe a tensor that is packed."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     kind, slab_stride = RowKind.RAW, stride

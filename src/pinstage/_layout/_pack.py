@@ -20,8 +20,9 @@ def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> Non
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU.
         skip: leaves that somebody else writes, rising.
     """
-    compute_lazy_leaves(parts, slab)
-    if isinstance(parts.sources, bytes):
+    if parts.has_lazy:
+        compute_lazy_leaves(parts, slab)
+    if core is not None:
         core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
     else:
         _pack_plainly(parts, slab, frozenset(skip or ()))
@@ -29,17 +30,17 @@ def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> Non
 
 def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
     """Write those leaves to their places whose value torch has to compute."""
-    if parts.has_lazy:
-        for index in parts.table.positions(RowKind.LAZY):
-            source: torch.Tensor = parts.leaves[index]
-            offset = int(parts.table.rows[index]["offset"])
-            target = slab[offset : offset + source.nbytes].view(source.dtype)
-            target.view(source.shape).copy_(source)
+    offsets = parts.table.rows["offset"]
+    for index in parts.table.positions(RowKind.LAZY):
+        source: torch.Tensor = parts.leaves[index]
+        target = slab[int(offsets[index]) :][: source.nbytes].view(source.dtype)
+        target.view(source.shape).copy_(source)
 
 
 def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> None:
     base, end = slab.data_ptr(), 0
-    offsets, kinds = parts.table.rows["offset"].tolist(), parts.table.rows["kind"].tolist()
+    rows = parts.table.rows
+    offsets, kinds = rows["offset"].tolist(), rows["kind"].tolist()
     for index, (offset, kind, found) in enumerate(zip(offsets, kinds, parts.sources, strict=True)):
         if kind not in PACKED:
             continue

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,55 +55,45 @@ def row_type(width: int) -> np.dtype[np.void]:
     )
 
 
-class Table:
-    """Where each leaf of a batch lives in a slab. Immutable; equal if the bytes are. Holds nothing of the batch.
+class Table(NamedTuple):
+    """Where each leaf of a batch lives in a slab. Holds nothing of the batch. Equal if the buffers are."""
 
-    Args:
-        data: the buffer.
+    data: bytes
+    """The buffer; what follows stands in its header, too."""
+    nbytes: int
+    """Bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`."""
+    payload_bytes: int
+    """Bytes of the packed leaves alone."""
+    packed: int
+    """Leaves that live in the slab; one that comes several times counts once."""
+    moved: int
+    """Tensors that travel by their own ``.to()``."""
+    others: int
+    """Leaves that are no tensors."""
+    dtypes: int
+    """The codes of the dtypes of the packed leaves, as bits."""
 
-    Raises:
-        LayoutError: it is no such table.
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Table:
+        """Read a table.
 
-    Attributes:
-        data: the buffer.
-        nbytes: bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`.
-        payload_bytes: bytes of the packed leaves alone.
-        packed: leaves that live in the slab; one that comes several times counts once.
-        moved: tensors that travel by their own ``.to()``.
-        others: leaves that are no tensors.
-        dtypes: the codes of the dtypes of the packed leaves, as bits.
-    """
-
-    __slots__ = ("_rows", "data", "dtypes", "moved", "nbytes", "others", "packed", "payload_bytes")
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self._rows: np.ndarray[Any, np.dtype[np.void]] | None = None
+        Raises:
+            LayoutError: it is none.
+        """
         if len(data) >= _HEADER.size:
             magic, rows, width, *figures = _HEADER.unpack_from(data)
             if magic == _MAGIC and 1 <= width <= _MOST_DIMS and rows >= 0:
                 if len(data) == _HEADER.size + rows * row_type(width).itemsize:
-                    self.nbytes, self.payload_bytes, self.packed, self.moved, self.others, self.dtypes = figures
-                    return
+                    return cls(data, *figures)
         raise LayoutError(
             f"not an offset table of this version of pinstage: {len(data)} bytes; compute it anew with Layout.of(batch)"
         )
 
-    @classmethod
-    def of_figures(cls, data: bytes, *figures: int) -> Table:
-        """Return the table of a buffer whose header is known: ``nbytes`` to ``dtypes``, in the order of the attributes."""
-        table = object.__new__(cls)
-        table.data, table._rows = data, None
-        table.nbytes, table.payload_bytes, table.packed, table.moved, table.others, table.dtypes = figures
-        return table
-
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.void]]:
         """The rows, as a structured array of `row_type`: a view of the buffer."""
-        if self._rows is None:
-            width = _HEADER.unpack_from(self.data)[2]
-            self._rows = np.frombuffer(self.data, dtype=row_type(width), offset=_HEADER.size)
-        return self._rows
+        width = _HEADER.unpack_from(self.data)[2]
+        return np.frombuffer(self.data, dtype=row_type(width), offset=_HEADER.size)
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, shape, stride."""
@@ -123,16 +113,10 @@ class Table:
             nbytes: of the slab then.
         """
         magic, count, width, _, *figures = _HEADER.unpack_from(self.data)
-        return Table(_HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and self.data == other.data
-
-    def __hash__(self) -> int:
-        return hash(self.data)
+        return Table(_HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes(), nbytes, *figures)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Table, (self.data,)
+        return Table.of_bytes, (self.data,)
 
 
 def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Table:
@@ -160,4 +144,4 @@ def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Tabl
         int((array["kind"] == RowKind.OTHER).sum()),
         dtypes,
     )
-    return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes())
+    return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)

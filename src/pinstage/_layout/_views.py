@@ -8,8 +8,10 @@ import torch
 
 from .._native import core
 from .._torch import why_views_cannot_be_made
-from ._dtypes import DTYPES
+from ._dtypes import ALIGNMENT, DTYPES
 from ._table import PACKED, RowKind, Table
+
+_cut_natively: Any = None if core is None or why_views_cannot_be_made() is not None else core.cut
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
@@ -23,15 +25,16 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
         others: what stands for the leaves that do not live in the slab, in order.
     """
-    used = slab if slab.numel() == table.nbytes else slab[: table.nbytes]
-    bases = [used.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
-    if core is not None and why_views_cannot_be_made() is None:
-        leaves: list[Any] = core.cut(table.data, bases, table.nbytes, others)
+    if slab.numel() % ALIGNMENT:
+        slab = slab[: table.nbytes]
+    if _cut_natively is not None:
+        leaves: list[Any] = _cut_natively(table.data, slab, slab.numel(), others)
         return leaves
-    return _cut_plainly(table, bases, others)
+    return _cut_plainly(table, slab, others)
 
 
-def _cut_plainly(table: Table, bases: list[torch.Tensor | None], others: list[Any]) -> list[Any]:
+def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
+    bases = [slab.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
     left = iter(others)
     leaves: list[Any] = []
     for offset, _, kind, dtype, ndim, shape, stride in table.entries():

@@ -24,7 +24,7 @@ class Known:
 
     def __init__(self, structure: bytes | Structure, table: bytes) -> None:
         self.structure = structure
-        self.table = Table(table)
+        self.table = Table.of_bytes(table)
 
 
 class Receiver(Protocol):
@@ -134,7 +134,7 @@ def arrive(
             receiver.known[worker, number] = Known(structure, table)  # also if it cannot be unpickled now
         known = receiver.known[worker, number]
         if structure is None and table is not None:
-            known.table = Table(table)
+            known.table = Table.of_bytes(table)
         if isinstance(known.structure, bytes):
             known.structure = pickle.loads(known.structure)
         others = pickle.loads(pickled) if pickled is not None else []

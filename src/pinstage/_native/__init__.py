@@ -24,7 +24,7 @@ def _load() -> tuple[Any, str | None]:
     if exchange is None:
         return None, f"torch {torch.__version__} has no DLPack exchange API"
     try:
-        _core.begin(exchange, torch.Tensor, np.ndarray, torch.Tensor.is_neg, torch.Tensor.is_conj)
+        _core.begin(exchange, torch.Tensor, np.ndarray)
     except (ImportError, ValueError) as error:
         return None, f"torch {torch.__version__}: {error}"
     return _core, None

@@ -57,12 +57,16 @@ typedef struct {
     uint64_t byte_offset;
 } DLTensor;
 
-enum { DL_CPU = 1, DL_CUDA = 2 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_COMPLEX = 5 };
 
 typedef struct {
     PyTypeObject *tensor, *array;
     int (*export_tensor)(void *object, DLTensor *out);           /* DLPack exchange API, public */
     PyObject *requires_grad_name, *is_neg, *is_conj;             /* of torch.Tensor */
+    bool (*cpp_requires_grad)(const void *impl);                 /* the same in C++; NULL if they are not there */
+    bool (*cpp_is_neg)(const void *handle);
+    bool (*cpp_is_conj)(const void *handle);
+    PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
     int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
     int (*storage_offset)(void *handle, int64_t *out);
     int (*get_dtype)(void *handle, int32_t *out);
@@ -70,6 +74,7 @@ typedef struct {
     int (*delete_handle)(void *handle);
     PyObject *(*wrap)(const void *handle);                       /* libtorch_python's; NULL if it is not there */
     Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
+    PyObject *view, *dtype[MOST_DTYPES];                         /* torch.Tensor.view; dtypes by their codes */
     uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
     DLDataType exported[MOST_DTYPES];                            /* as DLPack names it; bits 0: it does not */
     uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
@@ -83,6 +88,14 @@ extern Torch torch;
 static inline void *handle_of(PyObject *object) {
     return torch.handle_at == 0 ? NULL : (char *)object + torch.handle_at;
 }
+
+/* Flags of a tensor object; -1 with an error. */
+int requires_grad(PyObject *tensor);
+int is_neg(PyObject *tensor);
+int is_conj(PyObject *tensor);
+
+/* Whether a level of forward-mode AD is open, or it cannot be told. */
+bool may_be_dual(void);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 

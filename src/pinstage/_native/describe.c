@@ -90,14 +90,6 @@ static int dtype_of(PyObject *object, DLDataType type) {
     return found;
 }
 
-/* 1 or 0; -1 with an error. */
-static int truth(PyObject *answer) {
-    if (answer == NULL) return -1;
-    int is_true = answer == Py_True;
-    Py_DECREF(answer);
-    return is_true;
-}
-
 static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t *stride) {
     int64_t size, offset, reach = 1;
     void *handle = handle_of(object);
@@ -124,9 +116,9 @@ static int find_tensor(PyObject *object, int32_t device_type, int32_t device_id,
     leaf->data = (const char *)tensor.data + tensor.byte_offset;
     if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
     /* What the exchange does not tell. */
-    int odd = truth(PyObject_GetAttr(object, torch.requires_grad_name));
-    if (odd == 0) odd = truth(PyObject_CallFunctionObjArgs(torch.is_neg, object, NULL));
-    if (odd == 0 && tensor.dtype.code == 5) odd = truth(PyObject_CallFunctionObjArgs(torch.is_conj, object, NULL));
+    int odd = requires_grad(object);
+    if (odd == 0) odd = is_neg(object);
+    if (odd == 0 && tensor.dtype.code == DL_COMPLEX) odd = is_conj(object);
     if (odd != 0) return odd < 0 ? -1 : NOT_PLAIN;
     if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(object, leaf, tensor.strides))) return NOT_PLAIN;
     return 0;
@@ -283,19 +275,20 @@ static PyObject *described(const Growing *table, const Header *header, PyObject 
     char *to = PyBytes_AsString(data);
     memcpy(to, header, sizeof(Header));
     memcpy(to + sizeof(Header), table->rows, bytes);
-    return Py_BuildValue("(NNONLLLLLL)", data, sources, kept, PyBool_FromLong(has_lazy), (long long)header->nbytes,
-                         (long long)header->payload, (long long)header->packed, (long long)header->moved,
-                         (long long)header->others, (long long)header->dtypes);
+    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload, (long long)header->packed,
+                         (long long)header->moved, (long long)header->others, (long long)header->dtypes, sources, kept,
+                         PyBool_FromLong(has_lazy));
 }
 
-/* describe(leaves, atoms, plainly, device_type, device_id, arrays, trusted): see `pinstage._layout._describe`. */
+/* describe(leaves, atoms, plainly, device_type, device_id, arrays): see `pinstage._layout._describe`. */
 static PyObject *describe(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *leaves, *atoms, *plainly;
-    int device_type, device_id, arrays, trusted;
-    if (!PyArg_ParseTuple(args, "O!OOiipp:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
-                          &arrays, &trusted))
+    int device_type, device_id, arrays;
+    if (!PyArg_ParseTuple(args, "O!OOiip:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
+                          &arrays))
         return NULL;
+    bool are_plain = !may_be_dual();
     Py_ssize_t count = PyList_Size(leaves);
     Growing table = {NULL, NULL, 0, 0, count};
     Met met = {NULL, NULL, 0};
@@ -320,7 +313,7 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         leaf.data = NULL;
         int found = NOT_PLAIN;
         int64_t first = i;
-        if (type == torch.tensor && trusted) {
+        if (type == torch.tensor && are_plain) {
             first = met_first(&met, object, i);
             found = first != i ? 0 : find_tensor(object, device_type, device_id, &leaf);
         } else if (type == torch.array && arrays) {
@@ -407,6 +400,7 @@ static PyObject *alike(PyObject *module, PyObject *samples) {
     (void)module;
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
+    if (may_be_dual()) Py_RETURN_NONE;
     PyObject *result = NULL;
     Found leaf;
     Stack stack;

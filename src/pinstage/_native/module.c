@@ -16,14 +16,13 @@ typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a header that stay
 
 enum { DLPACK_MAJOR = 1 };
 
-/* begin(capsule, tensor, array, is_neg, is_conj): be told of torch.Tensor and numpy.ndarray; the version of the capsule.
+/* begin(capsule, tensor, array): be told of torch.Tensor and numpy.ndarray; the version of the capsule.
  *
  * capsule: torch.Tensor.__dlpack_c_exchange_api__. */
 static PyObject *begin(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *capsule, *tensor, *array, *is_neg, *is_conj;
-    if (!PyArg_ParseTuple(args, "OO!O!OO:begin", &capsule, &PyType_Type, &tensor, &PyType_Type, &array, &is_neg, &is_conj))
-        return NULL;
+    PyObject *capsule, *tensor, *array;
+    if (!PyArg_ParseTuple(args, "OO!O!:begin", &capsule, &PyType_Type, &tensor, &PyType_Type, &array)) return NULL;
     Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (exchange == NULL) return NULL;
     while (exchange != NULL && exchange->major != DLPACK_MAJOR) exchange = exchange->older;
@@ -31,38 +30,40 @@ static PyObject *begin(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ImportError, "torch exchanges tensors by another major version of DLPack than 1");
         return NULL;
     }
-    PyObject *name = PyUnicode_InternFromString("requires_grad");
-    if (name == NULL) return NULL;
+    PyObject *is_neg = PyObject_GetAttrString(tensor, "is_neg"), *is_conj = PyObject_GetAttrString(tensor, "is_conj");
+    PyObject *view = PyObject_GetAttrString(tensor, "view"), *name = PyUnicode_InternFromString("requires_grad");
+    if (is_neg == NULL || is_conj == NULL || view == NULL || name == NULL) return NULL;
     memset(&torch, 0, sizeof torch);
     memset(torch.by_format, 255, sizeof torch.by_format);
     memset(torch.by_scalar, 255, sizeof torch.by_scalar);
     torch.complex_float = torch.complex_double = 255;
     Py_INCREF(tensor);
     Py_INCREF(array);
-    Py_INCREF(is_neg);
-    Py_INCREF(is_conj);
     torch.tensor = (PyTypeObject *)tensor;
     torch.array = (PyTypeObject *)array;
     torch.is_neg = is_neg;
     torch.is_conj = is_conj;
+    torch.view = view;
     torch.requires_grad_name = name;
     torch.export_tensor = exchange->tensor_from_object;
     return Py_BuildValue("(II)", exchange->major, exchange->minor);
 }
 
-/* add_dtype(code, itemsize, sample, format): be told of a dtype; whether DLPack has it.
+/* add_dtype(code, dtype, itemsize, sample, format): be told of a dtype; whether DLPack has it.
  *
  * sample: a tensor of it, or None. format: numpy's character for it, or "". */
 static PyObject *add_dtype(PyObject *module, PyObject *args) {
     (void)module;
     int code, itemsize;
-    PyObject *sample;
+    PyObject *dtype, *sample;
     const char *format;
-    if (!PyArg_ParseTuple(args, "iiOs:add_dtype", &code, &itemsize, &sample, &format)) return NULL;
+    if (!PyArg_ParseTuple(args, "iOiOs:add_dtype", &code, &dtype, &itemsize, &sample, &format)) return NULL;
     if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT) {
         PyErr_SetString(PyExc_ValueError, "no such dtype");
         return NULL;
     }
+    Py_INCREF(dtype);
+    torch.dtype[code] = dtype;
     torch.itemsize[code] = (uint8_t)itemsize;
     if (format[0] == 'Z') {
         *(format[1] == 'f' ? &torch.complex_float : &torch.complex_double) = (uint8_t)code;
@@ -80,35 +81,88 @@ static PyObject *add_dtype(PyObject *module, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* find_shim(libtorch_cpu, libtorch_python): look for torch's C shim; the names that are missing. */
+/* find_shim(libtorch_cpu, libc10, libtorch_python): look for functions of torch's; the names that are missing.
+ *
+ * The first ones belong to its stable C shim. The others are its C++ interface, which may change: what asks for the flags
+ * of a tensor is not needed, for Python can be asked. */
 static PyObject *find_shim(PyObject *module, PyObject *args) {
     (void)module;
-    const char *paths[2];
-    if (!PyArg_ParseTuple(args, "ss:find_shim", &paths[0], &paths[1])) return NULL;
+    const char *paths[3];
+    if (!PyArg_ParseTuple(args, "sss:find_shim", &paths[0], &paths[1], &paths[2])) return NULL;
     static const struct {
         int library;
+        bool is_needed;
         const char *name;
         void **function;
     } names[] = {
-        {0, "aoti_torch_get_storage_size", (void **)&torch.storage_size},
-        {0, "aoti_torch_get_storage_offset", (void **)&torch.storage_offset},
-        {0, "aoti_torch_get_dtype", (void **)&torch.get_dtype},
-        {0, "aoti_torch__reinterpret_tensor", (void **)&torch.reinterpret},
-        {0, "aoti_torch_delete_tensor_object", (void **)&torch.delete_handle},
-        {1, "_Z16THPVariable_WrapRKN2at10TensorBaseE", (void **)&torch.wrap},
+        {0, true, "aoti_torch_get_storage_size", (void **)&torch.storage_size},
+        {0, true, "aoti_torch_get_storage_offset", (void **)&torch.storage_offset},
+        {0, true, "aoti_torch_get_dtype", (void **)&torch.get_dtype},
+        {0, true, "aoti_torch__reinterpret_tensor", (void **)&torch.reinterpret},
+        {0, true, "aoti_torch_delete_tensor_object", (void **)&torch.delete_handle},
+        {2, true, "_Z16THPVariable_WrapRKN2at10TensorBaseE", (void **)&torch.wrap},
+        {0, false, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", (void **)&torch.cpp_is_neg},
+        {0, false, "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE", (void **)&torch.cpp_is_conj},
+        {1, false, "_ZNK3c1010TensorImpl13requires_gradEv", (void **)&torch.cpp_requires_grad},
     };
     PyObject *missing = PyList_New(0);
     for (size_t i = 0; missing != NULL && i < sizeof names / sizeof names[0]; i++) {
         void *library = dlopen(paths[names[i].library], RTLD_NOW | RTLD_NOLOAD);
         *names[i].function = library == NULL ? NULL : dlsym(library, names[i].name);
         if (library != NULL) dlclose(library);
-        if (*names[i].function == NULL) {
+        if (*names[i].function == NULL && names[i].is_needed) {
             PyObject *name = PyUnicode_FromString(names[i].name);
             if (name == NULL || PyList_Append(missing, name) != 0) Py_CLEAR(missing);
             Py_XDECREF(name);
         }
     }
     return missing;
+}
+
+/* 1 or 0; -1 with an error. */
+static int truth(PyObject *answer) {
+    if (answer == NULL) return -1;
+    int is_true = answer == Py_True;
+    Py_DECREF(answer);
+    return is_true;
+}
+
+int requires_grad(PyObject *tensor) {
+    void **handle = handle_of(tensor);
+    if (handle != NULL && torch.cpp_requires_grad != NULL) return torch.cpp_requires_grad(*handle);
+    return truth(PyObject_GetAttr(tensor, torch.requires_grad_name));
+}
+
+int is_neg(PyObject *tensor) {
+    void *handle = handle_of(tensor);
+    if (handle != NULL && torch.cpp_is_neg != NULL) return torch.cpp_is_neg(handle);
+    return truth(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, NULL));
+}
+
+int is_conj(PyObject *tensor) {
+    void *handle = handle_of(tensor);
+    if (handle != NULL && torch.cpp_is_conj != NULL) return torch.cpp_is_conj(handle);
+    return truth(PyObject_CallFunctionObjArgs(torch.is_conj, tensor, NULL));
+}
+
+/* watch_level(owner, name): be told of the number that is not negative while tensors may be dual; see `may_be_dual`. */
+static PyObject *watch_level(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *owner, *name;
+    if (!PyArg_ParseTuple(args, "OU:watch_level", &owner, &name)) return NULL;
+    Py_INCREF(owner);
+    Py_INCREF(name);
+    torch.level_owner = owner;
+    torch.level_name = name;
+    Py_RETURN_NONE;
+}
+
+bool may_be_dual(void) {
+    PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
+    long found = level == NULL ? 0 : PyLong_AsLong(level);
+    Py_XDECREF(level);
+    if (PyErr_Occurred()) PyErr_Clear();
+    return level == NULL || found >= 0;
 }
 
 /* find_handle(tensors, impls): look where a tensor object has its at::Tensor, and remember it; the offset, 0 if none.
@@ -168,21 +222,62 @@ static PyObject *storage_bytes(PyObject *module, PyObject *tensor) {
     return Py_BuildValue("(LL)", (long long)size, (long long)offset);
 }
 
+/* flags(tensor): whether it requires grad, is lazily negated, is lazily conjugated. */
+static PyObject *flags(PyObject *module, PyObject *tensor) {
+    (void)module;
+    int found[] = {requires_grad(tensor), is_neg(tensor), is_conj(tensor)};
+    if (found[0] < 0 || found[1] < 0 || found[2] < 0) return NULL;
+    return Py_BuildValue("(iii)", found[0], found[1], found[2]);
+}
+
+/* forget_flags(): ask Python for these from now on. */
+static PyObject *forget_flags(PyObject *module, PyObject *nothing) {
+    (void)module, (void)nothing;
+    torch.cpp_requires_grad = torch.cpp_is_neg = torch.cpp_is_conj = NULL;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef torch_methods[] = {
+    {"flags", flags, METH_O, NULL},
+    {"forget_flags", forget_flags, METH_NOARGS, NULL},
     {"begin", begin, METH_VARARGS, NULL},
     {"add_dtype", add_dtype, METH_VARARGS, NULL},
     {"find_shim", find_shim, METH_VARARGS, NULL},
+    {"watch_level", watch_level, METH_VARARGS, NULL},
     {"find_handle", find_handle, METH_VARARGS, NULL},
     {"add_scalar", add_scalar, METH_VARARGS, NULL},
     {"storage_bytes", storage_bytes, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
+/* -- a context that does nothing ------------------------------------------------------------------------------------ */
+
+static PyObject *nothing_enter(PyObject *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    Py_RETURN_NONE;
+}
+
+static PyObject *nothing_exit(PyObject *self, PyObject *raised) {
+    (void)self, (void)raised;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef nothing_methods[] = {
+    {"__enter__", nothing_enter, METH_NOARGS, NULL},
+    {"__exit__", nothing_exit, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};
+static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
+
 static int fill(PyObject *module) {
     PyMethodDef *parts[] = {torch_methods, describe_methods, pack_methods, view_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }
+    PyObject *nothing = PyType_FromSpec(&nothing_spec);
+    if (nothing == NULL || PyModule_AddObjectRef(module, "Nothing", nothing) != 0) return -1;
+    Py_DECREF(nothing);
     return add_structure_type(module) != 0 || add_job_type(module) != 0 ? -1 : 0;
 }
 

@@ -97,13 +97,13 @@ failed:
     return false;
 }
 
-/* pack(table, sources, address, nbytes, skip): write leaves to their places, in this thread; all but those in a list. */
+/* pack(table, sources, address, nbytes[, skip]): write leaves to their places, in this thread; all but those in a list. */
 static PyObject *pack(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *table, *sources, *skip;
+    PyObject *table, *sources, *skip = NULL;
     unsigned long long address;
     long long room;
-    if (!PyArg_ParseTuple(args, "OOKLO!:pack", &table, &sources, &address, &room, &PyList_Type, &skip)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKL|O!:pack", &table, &sources, &address, &room, &PyList_Type, &skip)) return NULL;
     Work work;
     if (!work_begin(&work, table, sources, room, skip)) return NULL;
     char *slab = (char *)(uintptr_t)address;
@@ -147,7 +147,7 @@ static void job_close(JobObject *self) {
     work_end(&self->work);
 }
 
-/* Job(table, sources, address, nbytes, threads): begin. The caller keeps leaves and slab until `close`. */
+/* Job(table, sources, address, nbytes, threads): begin. A context manager; the caller keeps leaves and slab until its end. */
 static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *table, *sources;
     unsigned long long address;
@@ -219,16 +219,23 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
     }
 }
 
-/* close(): return when no thread touches slab or leaves any more. */
-static PyObject *job_close_method(PyObject *object, PyObject *nothing) {
-    (void)nothing;
+/* The end of a `with` block: return when no thread touches slab or leaves any more. What nobody has begun is left out. */
+static PyObject *job_exit(PyObject *object, PyObject *raised) {
+    (void)raised;
     job_close((JobObject *)object);
     Py_RETURN_NONE;
 }
 
+static PyObject *job_enter(PyObject *object, PyObject *nothing) {
+    (void)nothing;
+    Py_INCREF(object);
+    return object;
+}
+
 static PyMethodDef job_methods[] = {
     {"wait", job_wait, METH_O, NULL},
-    {"close", job_close_method, METH_NOARGS, NULL},
+    {"__enter__", job_enter, METH_NOARGS, NULL},
+    {"__exit__", job_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef job_getters[] = {{"ends", job_ends, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};

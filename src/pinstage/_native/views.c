@@ -35,33 +35,42 @@ static PyObject *view(void *base, const Row *row, int64_t width) {
     return object;
 }
 
-/* cut(table, bases, nbytes, others): all leaves of a batch, in its order.
+/* slab.view(dtype) */
+static PyObject *base_of(PyObject *slab, int dtype) {
+    if (torch.dtype[dtype] == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the offset table names a dtype that this torch does not have");
+        return NULL;
+    }
+    return PyObject_CallFunctionObjArgs(torch.view, slab, torch.dtype[dtype], NULL);
+}
+
+/* cut(table, slab, nbytes, others): all leaves of a batch, in its order.
  *
- * bases: by the code of a dtype, a tensor of that dtype over the whole slab of `nbytes`; None for those that the table
- * does not have. others: what stands for the leaves that do not live in the slab, in order. */
+ * slab: a uint8 tensor of `nbytes`, a multiple of ALIGNMENT. others: what stands for the leaves that do not live in the
+ * slab, in order. */
 static PyObject *cut(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *table, *bases, *others;
+    PyObject *table, *slab, *others;
     long long nbytes;
-    if (!PyArg_ParseTuple(args, "OO!LO!:cut", &table, &PyList_Type, &bases, &nbytes, &PyList_Type, &others)) return NULL;
-    if (torch.wrap == NULL || torch.handle_at == 0) {
+    if (!PyArg_ParseTuple(args, "OO!LO!:cut", &table, torch.tensor, &slab, &nbytes, &PyList_Type, &others)) return NULL;
+    if (torch.wrap == NULL || torch.handle_at == 0 || Py_TYPE(slab) != torch.tensor) {
         PyErr_SetString(PyExc_RuntimeError, "torch cannot be asked for views here");
         return NULL;
     }
     Py_buffer buffer;
     const Header *header;
     if (!table_of(table, &buffer, &header)) return NULL;
+    PyObject *bases[MOST_DTYPES] = {NULL}; /* the slab as a tensor of a dtype, by its code */
     PyObject *leaves = PyList_New((Py_ssize_t)header->rows);
     Py_ssize_t other = 0;
     for (int64_t i = 0; leaves != NULL && i < header->rows; i++) {
         const Row *row = row_at(header, i);
         PyObject *leaf = NULL;
         if (row->kind == RAW || row->kind == STRIDED || row->kind == LAZY) {
-            PyObject *base = row->dtype < PyList_Size(bases) ? PyList_GetItem(bases, row->dtype) : Py_None;
-            if (base == NULL || Py_TYPE(base) != torch.tensor || !stays_inside(row, header->width, nbytes)) {
+            if (!stays_inside(row, header->width, nbytes)) {
                 PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
-            } else {
-                leaf = view(handle_of(base), row, header->width);
+            } else if (bases[row->dtype] != NULL || (bases[row->dtype] = base_of(slab, row->dtype)) != NULL) {
+                leaf = view(handle_of(bases[row->dtype]), row, header->width);
             }
         } else if (row->kind == ALIAS) {
             if (row->offset < 0 || row->offset >= i) {
@@ -82,6 +91,7 @@ static PyObject *cut(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "more leaves were passed than the offset table says");
         Py_CLEAR(leaves);
     }
+    for (int dtype = 0; dtype < MOST_DTYPES; dtype++) Py_XDECREF(bases[dtype]);
     PyBuffer_Release(&buffer);
     return leaves;
 }

@@ -34,6 +34,7 @@ def size_class(nbytes: int, granularity: int = 1) -> int:
     return -(-rounded // granularity) * granularity
 
 
+@lru_cache(maxsize=4096)
 def reuse_limit(nbytes: int, capacity: int) -> int:
     """Return the size of the largest idle slab that serves a request before the pool grows.
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .._errors import LeaseError
+from . import _refusals
 from ._slab import Event, Inbox, Slab
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ class Owner(Protocol):
 
     inbox: Inbox
     closed: bool
-
-    def check_process(self) -> None:
-        """Raise an error in a forked child."""
-        ...
+    is_forked: bool
 
     def tidy_later(self) -> None:
         """See that what comes back after the close is freed. One call of C."""
@@ -148,7 +146,10 @@ class Lease:
         Raises:
             LeaseError: the lease was released.
         """
-        self._held("guard()").event = event
+        slab = self._slab
+        if slab is None:
+            self._refuse("guard()")
+        slab.event = event
 
     def release(self, *, after: Event | None = None) -> None:
         """Give the slab back.
@@ -164,18 +165,18 @@ class Lease:
             ForkedPoolError: called in a forked child.
         """
         owner = self._owner
-        owner.check_process()
+        if owner.is_forked:
+            raise _refusals.forked()
         notices = owner.inbox.notices
         # From here to the notice nothing is called but C, so neither another thread nor an interrupt comes between: of
         # two releases at once one finds no slab, and none is half done.
         slab, self._slab = self._slab, None
         if slab is None:
             self._refuse("release()")
-        notice = slab.holder
         slab.event = after
         slab.holder = None
         self._exporter = None
-        notices.append(notice)
+        notices.append(slab)
         if owner.inbox.bells:
             owner.inbox.ring()
         if owner.closed:
@@ -195,8 +196,11 @@ class Lease:
 
     def _export(self, what: str) -> Any:
         owner = self._owner
-        owner.check_process()  # page-locked pages may be missing in a child: reading them would end it
-        slab = self._held(what)
+        if owner.is_forked:  # page-locked pages may be missing in a child: reading them would end it
+            raise _refusals.forked()
+        slab = self._slab
+        if slab is None:
+            self._refuse(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.owner = owner

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
 from .._errors import BudgetExceededError, PoolFrozenError
 from .._memory import MemoryResource
 from .._reaper import reaper
-from .._torch import owns
+from .._torch import ownership
 from . import _refusals
 from ._classes import reuse_limit, size_class
 from ._idle import IdleSlabs
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
-from ._slab import Event, Inbox, Notice, Slab
-from ._stats import Meter, PoolStats
+from ._slab import Event, Inbox, Meter, Notice, Slab
+from ._stats import PoolStats
 
-_fork_generation = 0
-
-
-def _count_fork() -> None:
-    global _fork_generation  # noqa: PLW0603 - one number for the process, written by the fork hook alone
-    _fork_generation += 1
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+"""Of this process and its parents."""
 
 
-os.register_at_fork(after_in_child=_count_fork)
+def _mark_forked() -> None:
+    for ledger in list(_ledgers):
+        ledger.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)
 
 
 class Ledger:
@@ -47,10 +49,12 @@ class Ledger:
         reason: how it came about.
 
     Attributes:
-        lock: for all but the inbox. A thread that has it may come again, by a finaliser; see `is_entered`.
+        lock: for all but the inbox. A thread that has it may come again, by a finaliser.
+        is_entered: says whether this thread has it.
         inbox: what has come back, and who waits.
         largest: the largest slab that the cap allows.
         closed: whether the pool was closed. May be set without the lock.
+        is_forked: whether this is the copy of a forked child, which must not use it.
         frozen: whether it must not allocate.
         forgotten: leases that nobody released, which nobody was told of yet: bytes asked for, and of the slab.
     """
@@ -60,11 +64,12 @@ class Ledger:
         self.reason = reason
         self.closed = False
         self.frozen = False
+        self.is_forked = False
         self.lock = threading.RLock()
+        self.is_entered = ownership(self.lock)
         self.inbox = Inbox()
         self.forgotten: list[tuple[int, int]] = []
         self._memory = memory
-        self._generation = _fork_generation
         self._granularity = memory.granularity
         self.largest = max_bytes // self._granularity * self._granularity
 
@@ -80,6 +85,7 @@ class Ledger:
         self._requested_bytes = 0
         self._promised_bytes = 0  # to jobs
         self._slabs_by_capacity: dict[int, int] = {}
+        _ledgers.add(self)
         reaper.watch(self, partial(free_what_is_done, self._slabs, memory))
 
     # -- the bounds of each call
@@ -112,7 +118,7 @@ class Ledger:
 
         A frozen pool leaves out 3 and 5, and refuses at once where it has no slab as large.
         """
-        capacity = self._capacity_for(nbytes)
+        capacity = min(size_class(nbytes, self._granularity), self.largest)
         limit = reuse_limit(nbytes, capacity)
         slab = self._idle.take(nbytes, limit)
         if slab is None and self._pending and self.ask_events():
@@ -135,7 +141,7 @@ class Ledger:
     def reserve(self, nbytes: int, count: int) -> Job | PoolFrozenError | BudgetExceededError | None:
         """Begin to allocate the slabs that are missing for `count` leases at once; None if none is."""
         self.ask_events()
-        capacity = self._capacity_for(nbytes)
+        capacity = min(size_class(nbytes, self._granularity), self.largest)
         missing = max(0, count - self._idle.count(nbytes, reuse_limit(nbytes, capacity)))
         if not missing:
             return None
@@ -164,9 +170,6 @@ class Ledger:
             self._settle_notices()
         return bool(done)
 
-    def _capacity_for(self, nbytes: int) -> int:
-        return min(size_class(nbytes, self._granularity), self.largest)
-
     def _headroom(self) -> int:
         return self.max_bytes - self._held.bytes - self._promised_bytes
 
@@ -190,7 +193,7 @@ class Ledger:
         slab.requested = nbytes
         slab.event = slab.exporter = None
         slab.holder = self.inbox.watch(lease, slab)
-        self._enter(slab, self._leased)
+        slab.enter(self._leased)
         self._requested_bytes += nbytes
         self._total_requested_bytes += nbytes
         return lease
@@ -200,17 +203,19 @@ class Ledger:
         notices = self.inbox.notices
         while notices:
             notice = notices.popleft()
-            if type(notice) is Job:
-                self._settle_job(notice)
-            else:
+            if type(notice) is Slab:
+                self._settle(notice)
+            elif type(notice) is Notice:
                 self._settle(notice.slab)
+            else:
+                self._settle_job(notice)
 
     def _settle(self, slab: Slab) -> None:
         """Bring a slab that came back to the state that it is in now. A notice may be late, or come twice."""
         if slab.state is self._leased:
-            if slab.has_lease():
-                return  # another one by now
-            if slab.holder is not None:  # it died unreleased
+            if slab.holder is not None:
+                if slab.holder() is not None:
+                    return  # another lease by now
                 self.forgotten.append((slab.requested, slab.capacity))
                 slab.holder = None
             self._requested_bytes -= slab.requested
@@ -218,9 +223,9 @@ class Ledger:
         elif slab.state is not self._in_flight:
             return  # idle already, or being freed
         if slab.has_view():
-            self._enter(slab, self._in_flight)
+            slab.enter(self._in_flight)
         elif slab.event is not None:
-            self._enter(slab, self._in_flight)
+            slab.enter(self._in_flight)
             self._pending[slab] = None
         else:
             self._make_idle(slab)
@@ -251,15 +256,8 @@ class Ledger:
         self.inbox.ring()
 
     def _make_idle(self, slab: Slab) -> None:
-        self._enter(slab, self._free)
+        slab.enter(self._free)
         self._idle.put(slab)
-
-    def _enter(self, slab: Slab, state: Meter) -> None:
-        if slab.state is not state:
-            if slab.state is not None:
-                slab.state.leave(slab.capacity)
-            slab.state = state
-            state.enter(slab.capacity)
 
     def _adopt(self, slab: Slab) -> None:
         capacity = slab.capacity
@@ -282,7 +280,8 @@ class Ledger:
             del self._jobs[job]  # who waits for its lease will find none, and ask again
         for job in self._jobs:
             job.settled, job.promised = job.gone, job.room_needed()
-        known = {notice.slab for notice in list(self.inbox.notices) if type(notice) is Notice}
+        notices = list(self.inbox.notices)
+        known = {notice if type(notice) is Slab else notice.slab for notice in notices if type(notice) is not Job}
         known.update(self._idle.slabs(), self._pending)
         being_freed = {slab for job in self._jobs for slab in job.victims[job.settled :]}
         coming = {slab for job in self._jobs for slab in list(job.made)}
@@ -319,23 +318,6 @@ class Ledger:
         self._held.recount([slab.capacity for slab in counted])
 
     # -- without the lock, but for `reap` and `snapshot`
-
-    def is_entered(self) -> bool:
-        """Say whether this thread is in the middle of a call, so that it was a finaliser that came again."""
-        return owns(self.lock)
-
-    def check_process(self) -> None:
-        """Raise an error in a forked child.
-
-        Raises:
-            ForkedPoolError: this is one.
-        """
-        if self._generation != _fork_generation:
-            raise _refusals.forked()
-
-    def is_forked(self) -> bool:
-        """Say whether this is a forked child."""
-        return self._generation != _fork_generation
 
     def tidy_later(self) -> None:
         """See that what came back after the close is freed."""

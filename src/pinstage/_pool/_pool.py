@@ -95,7 +95,8 @@ class SlabPool:
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         ledger = self._ledger
-        self._check_entry()
+        if ledger.is_forked or ledger.is_entered() or ledger.forgotten:
+            self._check_entry()
         with step("acquire"):
             with ledger.lock:
                 if ledger.closed or nbytes > ledger.largest:
@@ -171,7 +172,7 @@ class SlabPool:
         child it does nothing.
         """
         ledger = self._ledger
-        if ledger.is_forked():
+        if ledger.is_forked:
             return
         ledger.closed = True
         self._line.ring_all()
@@ -243,7 +244,8 @@ class SlabPool:
     def _check_entry(self) -> None:
         """Refuse a call in a forked child, or inside another one; tell of forgotten leases."""
         ledger = self._ledger
-        ledger.check_process()
+        if ledger.is_forked:
+            raise _refusals.forked()
         if ledger.is_entered():
             raise _refusals.entered_again()
         if ledger.forgotten:

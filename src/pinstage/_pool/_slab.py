@@ -1,4 +1,4 @@
-"""A slab, what may keep it busy, and the notices by which the pool learns that it came back."""
+"""A slab, what may keep it busy, where it is counted, and the notices by which the pool learns that it came back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     import threading
 
     from .._memory import Block
-    from ._stats import Meter
 
 
 class Event(Protocol):
@@ -23,6 +22,44 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the work is done."""
         ...
+
+
+class Meter:
+    """Bytes and slabs in one state: current, peak and total ever entered."""
+
+    __slots__ = ("bytes", "peak_bytes", "peak_slabs", "slabs", "total_bytes", "total_slabs")
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = self.total_bytes = 0
+        self.slabs = self.peak_slabs = self.total_slabs = 0
+
+    def enter(self, nbytes: int) -> None:
+        """Count a slab of `nbytes` that comes into this state."""
+        self.bytes += nbytes
+        self.slabs += 1
+        self.total_bytes += nbytes
+        self.total_slabs += 1
+        if self.bytes > self.peak_bytes:
+            self.peak_bytes = self.bytes
+        if self.slabs > self.peak_slabs:
+            self.peak_slabs = self.slabs
+
+    def leave(self, nbytes: int) -> None:
+        """Count a slab of `nbytes` that leaves this state."""
+        self.bytes -= nbytes
+        self.slabs -= 1
+
+    def recount(self, sizes: list[int]) -> None:
+        """Set what is in this state now."""
+        self.bytes, self.slabs = sum(sizes), len(sizes)
+
+    def figures(self, state: str) -> dict[str, int]:
+        """Return all six, named as in `PoolStats`."""
+        return {
+            f"{which}{state}_{unit}": getattr(self, f"{which}{unit}")
+            for which in ("", "peak_", "total_")
+            for unit in ("bytes", "slabs")
+        }
 
 
 class Slab:
@@ -54,6 +91,15 @@ class Slab:
         self.exporter: Notice | None = None
         self.event: Event | None = None
 
+    def enter(self, state: Meter) -> None:
+        """Be counted in a state from now on."""
+        before = self.state
+        if before is not state:
+            if before is not None:
+                before.leave(self.capacity)
+            self.state = state
+            state.enter(self.capacity)
+
     def has_lease(self) -> bool:
         """Say whether somebody has a lease of it that was not released."""
         return self.holder is not None and self.holder() is not None
@@ -64,7 +110,7 @@ class Slab:
 
 
 class Notice(weakref.ref[Any]):
-    """A weak reference that lies in the pool's inbox when its object has died, or when a release puts it there."""
+    """A weak reference that lies in the pool's inbox when its object has died."""
 
     __slots__ = ("slab",)
 
@@ -78,8 +124,8 @@ class Inbox:
     of Python. So all that it does is one call of C: the callback of a weak reference is ``notices.append``.
 
     Attributes:
-        notices: slabs to be looked at again, as `Notice`; and slow work that got on, as `Job`. Whoever next has the
-            pool's lock works them off.
+        notices: slabs to be looked at again, as such or as `Notice`; and slow work that got on, as `Job`. Whoever next
+            has the pool's lock works them off.
         bells: of those who wait for a slab, the one whose turn it is first. A bell is a lock that is rung by releasing it.
     """
 

@@ -5,44 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class Meter:
-    """Bytes and slabs in one state: current, peak and total ever entered."""
-
-    __slots__ = ("bytes", "peak_bytes", "peak_slabs", "slabs", "total_bytes", "total_slabs")
-
-    def __init__(self) -> None:
-        self.bytes = self.peak_bytes = self.total_bytes = 0
-        self.slabs = self.peak_slabs = self.total_slabs = 0
-
-    def enter(self, nbytes: int) -> None:
-        """Count a slab of `nbytes` that comes into this state."""
-        self.bytes += nbytes
-        self.slabs += 1
-        self.total_bytes += nbytes
-        self.total_slabs += 1
-        if self.bytes > self.peak_bytes:
-            self.peak_bytes = self.bytes
-        if self.slabs > self.peak_slabs:
-            self.peak_slabs = self.slabs
-
-    def leave(self, nbytes: int) -> None:
-        """Count a slab of `nbytes` that leaves this state."""
-        self.bytes -= nbytes
-        self.slabs -= 1
-
-    def recount(self, sizes: list[int]) -> None:
-        """Set what is in this state now."""
-        self.bytes, self.slabs = sum(sizes), len(sizes)
-
-    def figures(self, state: str) -> dict[str, int]:
-        """Return all six, named as in `PoolStats`."""
-        return {
-            f"{which}{state}_{unit}": getattr(self, f"{which}{unit}")
-            for which in ("", "peak_", "total_")
-            for unit in ("bytes", "slabs")
-        }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """A consistent snapshot of a pool's counters.

@@ -26,11 +26,12 @@ from typing import Any, Literal
 import torch
 
 from .._errors import RingError
-from .._layout import Layout
+from .._layout import Layout, Table
 from .._pool import Event
 from .._sizes import format_bytes
 from .._steps import step
-from .._torch import StorageUsers, check_storages_can_be_counted, owns
+from .._tree import Structure
+from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from ._targets import Target
 from ._transfer import Transfer
 
@@ -56,6 +57,7 @@ class RingSlab:
 
     Attributes:
         number: of the batch in it.
+        content: structure and table of this batch; None until it is packed.
         consumers: streams that were given this batch.
     """
 
@@ -68,9 +70,9 @@ class RingSlab:
         self._all_consumers: list[Any] = []
         self._in_use = False
         self._place: weakref.ref[Place] | None = None
-        self._layout: Layout | None = None
         self._events: list[Event] = []
         self.number = 0
+        self.content: tuple[Structure, Table] | None = None
         self.consumers: list[Any] = []
 
     # -- for who has the place
@@ -81,10 +83,6 @@ class RingSlab:
             self._target.wait_before_copies(event)
         self._events = []
         return self._slab if nbytes == self._nbytes else self._slab[:nbytes]
-
-    def carry(self, layout: Layout) -> None:
-        """Take note that the batch is packed, and what it is."""
-        self._layout = layout
 
     def hand_out(self, consumer: Any) -> list[torch.Tensor]:
         """Take note that a stream is given the batch; return the slab if it is for the first time in its life."""
@@ -100,7 +98,7 @@ class RingSlab:
     def take(self, number: int) -> Place:
         """Give the slab to a batch."""
         place = Place(self)
-        self._place, self._layout = weakref.ref(place), None
+        self._place, self.content = weakref.ref(place), None
         self._in_use, self.number = True, number
         return place
 
@@ -112,7 +110,7 @@ class RingSlab:
         """Take the slab back, behind events: whoever was given the batch has been told all that shall be done."""
         self._events += events
         self.consumers = []
-        self._place = self._layout = None
+        self._place = self.content = None
         self._in_use = False
 
     def is_free(self) -> bool:
@@ -126,8 +124,8 @@ class RingSlab:
     def holder(self) -> str:
         """Say in words who uses the batch."""
         if self._has_place():
-            return "it is being packed" if self._layout is None else "its transfer is alive and was not released"
-        path = None if self._layout is None else _path_of_a_leaf_over(self._slab, self._layout)
+            return "it is being packed" if self.content is None else "its transfer is alive and was not released"
+        path = None if self.content is None else _path_of_a_leaf_over(self._slab, Layout(*self.content))
         if path is not None:
             return f"batch{path} is still referred to"
         return "a tensor or array made from one of its leaves (a slice, a detach(), what autograd saved) is alive"
@@ -185,6 +183,7 @@ class Ring:
         self._taken = 0
         self._released: deque[tuple[Place, list[Event]]] = deque()  # written without the lock: see `release`
         self._lock = threading.RLock()
+        self._is_entered = ownership(self._lock)
 
     def take(self, nbytes: int) -> Place | None:
         """Take the free slab that was used longest ago.
@@ -195,7 +194,7 @@ class Ring:
         Raises:
             RingError: the batch is larger than the slabs, or none is free, or a finaliser asks in the middle of a call.
         """
-        if owns(self._lock):
+        if self._is_entered():
             raise RingError(
                 "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, asked "
                 "for a place; a finaliser may release() transfers, nothing else"
@@ -265,7 +264,7 @@ class RingTransfer(Transfer):
         super().__init__(*args)
         self._ring = ring
         self._place: Place | None = place
-        place.slab.carry(self.layout)
+        place.slab.content = self._structure, self._table
 
     def get(self, stream: torch.cuda.Stream | None = None) -> Any:
         """See `Transfer.get`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._copy import Packing, most_threads
+from .._copy import most_threads, start_packing
 from .._errors import StagingError
 from .._layout import Parts, Table, take_apart
 from .._memory import default_memory
@@ -156,22 +156,21 @@ class Stager:
         """
         with step("stage"):
             parts = take_apart(batch)
-            place = self._ring.take(parts.table.nbytes) if self._ring is not None and parts.table.nbytes else None
+            table, ring, place = parts.table, self._ring, None
+            if ring is not None and table.nbytes:
+                place = ring.take(table.nbytes)
             try:
-                return self._stage(parts, place)
+                slab, event, copies = self._copy_packed(parts, place) if table.nbytes else (None, None, 0)
+                others, moved, moved_event = move_others(self._target, table, parts.others())
+                self._count(table, copies)
+                carried = self._target, parts.structure, table, slab, event, copies, others, moved, moved_event
+                if ring is not None and place is not None:
+                    return RingTransfer(ring, place, *carried)
+                return Transfer(*carried)
             except BaseException:
-                if self._ring is not None and place is not None:
-                    self._ring.release(place)  # who keeps the error must not keep the slab
+                if ring is not None and place is not None:
+                    ring.release(place)  # who keeps the error must not keep the slab
                 raise
-
-    def _stage(self, parts: Parts, place: Place | None) -> Transfer:
-        slab, event, copies = self._copy_packed(parts, place) if parts.table.nbytes else (None, None, 0)
-        others, moved, moved_event = move_others(self._target, parts.table, parts.others())
-        self._count(parts.table, copies)
-        carried = self._target, parts.structure, parts.table, slab, event, copies, others, moved, moved_event
-        if self._ring is not None and place is not None:
-            return RingTransfer(self._ring, place, *carried)
-        return Transfer(*carried)
 
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
@@ -265,10 +264,10 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _copy_packed(self, parts: Parts, place: Place | None = None) -> tuple[torch.Tensor, Event | None, int]:
+    def _copy_packed(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         with self._target.copying():
-            lease = acquire(self._pool, parts.table.nbytes, self._timeout, "stage")
+            lease = acquire(self._pool, parts.table.nbytes, self._timeout)
             lease.guard(self._target.all_copies)  # an interrupt may come before the release
             try:
                 device, copies = self._pack_and_copy(parts, lease, place)
@@ -293,18 +292,21 @@ class Stager:
                 f"cannot stage where torch makes no memory of its own: a {type(device).__name__} came in place of a device "
                 "slab; leave the mode (FakeTensorMode, say), or move the batch by .to()"
             )
-        start = 0
-        with Packing(parts, host, self._threads) as packing:
-            for chunk, end in enumerate(packing.ends):
+        with step("pack"):
+            job = start_packing(parts, host, self._threads)
+        if job is None:
+            with step("copy"):
+                self._target.copy(device, host)
+            return device, 1
+        with job:
+            start = 0
+            for chunk, end in enumerate(job.ends):
                 with step("pack"):
-                    packing.wait(chunk)
+                    job.wait(chunk)
                 with step("copy"):
-                    if end - start == nbytes:
-                        self._target.copy(device, host)
-                    else:
-                        self._target.copy(device[start:end], host[start:end])
+                    self._target.copy(device[start:end], host[start:end])
                 start = end
-        return device, len(packing.ends)
+            return device, len(job.ends)
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()

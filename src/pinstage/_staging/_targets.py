@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from .._errors import StagingError
 from .._memory import disregard_captures
 from .._pool import Event
+from .._steps import NOTHING
 from ._streams import DeviceEvent, EventCache, ids_of, on_device, on_stream
 
 
@@ -147,15 +148,15 @@ class CpuTarget:
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return nullcontext()
+        return NOTHING
 
     def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return nullcontext()
+        return NOTHING
 
     def copying(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return nullcontext()
+        return NOTHING
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Target`. Not torch's ``copy_``: its threads wait for busy cpus, for milliseconds at a time."""

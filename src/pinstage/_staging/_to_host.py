@@ -131,8 +131,9 @@ class HostTransfer:
         for table in self._tables:
             for index in table.positions(*PACKED):
                 leaves[index] = duplicate(leaves[index])
+            first = table.rows["offset"]
             for index in table.positions(RowKind.ALIAS):
-                leaves[index] = leaves[int(table.rows[index]["offset"])]
+                leaves[index] = leaves[int(first[index])]
         return leaves
 
     def __repr__(self) -> str:
@@ -159,7 +160,7 @@ def to_host(
     nbytes = sum(share.table.nbytes for share in shares)
     host, event, copies = None, None, 0
     if nbytes:
-        lease = acquire(pool, nbytes, timeout, "to_host")
+        lease = acquire(pool, nbytes, timeout)
         streams = [sources.of(share.device).all_copies for share in shares]
         after: Event | None = Events([stream for stream in streams if stream is not None])
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event

@@ -6,8 +6,7 @@ A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes
 
 from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor
 from ._nodes import StagingNode, learn_containers, register_node
-from ._structure import Structure
-from ._walk import walk
+from ._structure import Structure, walk
 
 __all__ = [
     "ATOM_TYPES",

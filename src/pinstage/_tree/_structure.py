@@ -1,4 +1,4 @@
-"""The structure of a batch."""
+"""The structure of a batch, and how a batch is taken apart into it and its leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,25 @@ from typing import Any
 
 import optree
 
-from ._nodes import NAMESPACE, NodeType, node_types, path_text, path_texts
+from .._native import core
+from ._nodes import (
+    HANDLERS,
+    NAMESPACE,
+    NodeType,
+    flatten,
+    handler_of,
+    learn_containers,
+    node_types,
+    path_text,
+    path_texts,
+    too_deep,
+)
+
+_MOST_REMEMBERED = 32
+
+_last: dict[tuple[type, int], Any] = {}
+"""The structure of the last batch of each type and length, as the extension knows it, and the `Structure` of it: to
+verify that a batch has it costs a third of finding out the structure of the batch."""
 
 
 class Structure:
@@ -32,11 +50,6 @@ class Structure:
         if self._treespec is None:
             self._treespec = optree.tree_structure(self._native.skeleton(), namespace=NAMESPACE)
         return self._treespec
-
-    def leaves_of(self, batch: Any, handlers: dict[type, Any]) -> list[Any] | None:
-        """Return the leaves of a batch, if it has this very structure, the order of keys included."""
-        leaves: list[Any] | None = self._native.leaves(batch, handlers)
-        return leaves
 
     def rebuild(self, leaves: list[Any]) -> Any:
         """Put a batch together from all its leaves, in their order."""
@@ -74,3 +87,45 @@ class Structure:
 
 def _restore(_nodes: tuple[NodeType, ...], treespec: optree.PyTreeSpec) -> Structure:
     return Structure(None, treespec)
+
+
+def walk(batch: Any) -> tuple[list[Any], Structure]:
+    """Take a batch apart as far as there are containers, making those known that are met for the first time.
+
+    Returns:
+        The leaves, and the structure. Keys of a dict are sorted, as optree does it.
+
+    Raises:
+        LayoutError: the batch contains itself or is nested too deeply.
+    """
+    kind = type(batch)
+    key = (kind, len(batch) if kind in (dict, list, tuple) else 0)
+    try:
+        last = _last.get(key)
+        if last is not None:
+            native, structure = last
+            leaves = native.leaves(batch, HANDLERS)
+            if leaves is not None:
+                return leaves, structure
+        return _walk_anew(batch, key)
+    except RecursionError:
+        raise too_deep() from None
+
+
+def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]:
+    """Take a batch apart whose structure is not that of the last one."""
+    if core is not None:
+        while isinstance(found := core.Structure.of(batch, HANDLERS), type):
+            handler_of(found)
+        if found is not None:
+            native, leaves = found
+            structure = Structure(native, None)
+            _last[key] = native, structure
+            while len(_last) > _MOST_REMEMBERED:
+                _last.pop(next(iter(_last)), None)
+            return leaves, structure
+    # There is something in it that only optree knows.
+    leaves, treespec = flatten(batch)
+    while learn_containers(set(map(type, leaves))):
+        leaves, treespec = flatten(batch)
+    return leaves, Structure(None, treespec)
