@@ -6,7 +6,7 @@ import torch
 
 from .._host import usable_cpus
 from .._layout import Parts, compute_lazy_leaves, pack
-from .._native import core
+from .. import _native
 
 MOST_THREADS = 12
 """More threads gained nothing: 300 leaves of 1 MiB took as long with 8, 10 and 12 on the reference machine."""
@@ -59,7 +59,7 @@ class Packing:
         self.ends: tuple[int, ...] = (nbytes,)
         if threads > 1 and nbytes >= PARALLEL_FROM_BYTES and isinstance(parts.sources, bytes):
             compute_lazy_leaves(parts, slab)
-            self._job = core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)
+            self._job = _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)
             self.ends = self._job.ends
 
     def wait(self, chunk: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .._errors import LayoutError
-from .._native import core
+from .. import _native
 from .._steps import step
 from .._torch import is_dual, is_functional, is_zero_tensor, may_be_dual
 from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
@@ -96,9 +96,9 @@ def take_apart(tree: Any, device: torch.device = _CPU, *, arrays: bool = True) -
 def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
     """Describe the leaves of a tree; see `take_apart`."""
     plainly = _Plainly(structure, device, arrays)
-    if core is None:
+    if _native.core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-    data, sources, kept, has_lazy, *figures = core.describe(
+    data, sources, kept, has_lazy, *figures = _native.core.describe(
         leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays, not may_be_dual()
     )
     return Parts(structure, leaves, Table.of_figures(data, *figures), sources, kept, has_lazy)

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from .._native import core
+from .. import _native
 from ._describe import Described, Parts
 from ._dtypes import INTEGERS
 from ._table import PACKED, RowKind
@@ -22,7 +22,7 @@ def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> Non
     """
     compute_lazy_leaves(parts, slab)
     if isinstance(parts.sources, bytes):
-        core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
+        _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
     else:
         _pack_plainly(parts, slab, frozenset(skip or ()))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._native import core
+from .. import _native
 from .._torch import why_views_cannot_be_made
 from ._dtypes import DTYPES
 from ._table import PACKED, RowKind, Table
@@ -25,8 +25,8 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     """
     used = slab if slab.numel() == table.nbytes else slab[: table.nbytes]
     bases = [used.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
-    if core is not None and why_views_cannot_be_made() is None:
-        leaves: list[Any] = core.cut(table.data, bases, table.nbytes, others)
+    if _native.core is not None and why_views_cannot_be_made() is None:
+        leaves: list[Any] = _native.core.cut(table.data, bases, table.nbytes, others)
         return leaves
     return _cut_plainly(table, bases, others)
 

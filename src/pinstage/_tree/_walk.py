@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._native import core
+from .. import _native
 from ._nodes import HANDLERS, flatten, handler_of, learn_containers, too_deep
 from ._structure import Structure
 
@@ -24,7 +24,7 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
     Raises:
         LayoutError: the batch contains itself or is nested too deeply.
     """
-    if core is not None:
+    if _native.core is not None:
         found = _walk_natively(batch)
         if found is not None:
             return found
@@ -44,7 +44,7 @@ def _walk_natively(batch: Any) -> tuple[list[Any], Structure] | None:
             leaves = structure.leaves_of(batch, HANDLERS)
             if leaves is not None:
                 return leaves, structure
-        while isinstance(found := core.Structure.of(batch, HANDLERS), type):
+        while isinstance(found := _native.core.Structure.of(batch, HANDLERS), type):
             handler_of(found)
     except RecursionError:
         raise too_deep() from None
