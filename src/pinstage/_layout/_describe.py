@@ -168,16 +168,19 @@ class _Plainly:
             or tensor.is_nested
             or tensor.dtype not in CODES
             or tensor.requires_grad
-            or is_functional(tensor)
             or (may_be_dual() and is_dual(tensor))
         ):
-            return Described(RowKind.MOVED, CODES.get(tensor.dtype, 0))
+            return Described(RowKind.MOVED)
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
+            return Described(RowKind.MOVED)
         if tensor.numel():
+            if is_functional(tensor) or is_zero_tensor(tensor):
+                return Described(RowKind.MOVED)
             reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             needed = (tensor.storage_offset() + reach) * tensor.itemsize
-            if tensor.untyped_storage().nbytes() < needed:
-                if is_zero_tensor(tensor):
-                    return Described(RowKind.MOVED, CODES[tensor.dtype])
+            if storage.nbytes() < needed or not tensor.data_ptr():
                 self._refuse_without_memory(tensor, needed, index)
         return _plain(tensor)
 

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from .. import _native
+from .._torch import check_is_plain
 from ._describe import Described, Parts
 from ._dtypes import INTEGERS
 from ._table import PACKED, RowKind
@@ -34,6 +35,7 @@ def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
             source: torch.Tensor = parts.leaves[index]
             offset = int(parts.table.rows[index]["offset"])
             target = slab[offset : offset + source.nbytes].view(source.dtype)
+            check_is_plain(target)
             target.view(source.shape).copy_(source)
 
 
@@ -57,6 +59,7 @@ def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> Non
 def _copy_elements(found: Described, target: torch.Tensor) -> None:
     """Copy a strided leaf as integers: bits count, a copy of bools would make them 0 or 1, and some dtypes have no copy."""
     assert found.source is not None
+    check_is_plain(target)
     source = found.source.detach()
     integer = INTEGERS.get(source.itemsize, source.dtype)
     target.view(integer).view(source.shape).copy_(source.view(integer))

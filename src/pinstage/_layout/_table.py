@@ -6,6 +6,7 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import _native
 from .._errors import LayoutError
+from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
 _MAGIC = 0x70696E7374616702  # "pinstag", version 2
@@ -59,7 +62,7 @@ class Table:
     """Where each leaf of a batch lives in a slab. Immutable; equal if the bytes are. Holds nothing of the batch.
 
     Args:
-        data: the buffer.
+        data: the buffer, from elsewhere: what does not stay inside of its slab is refused here.
 
     Raises:
         LayoutError: it is no such table.
@@ -77,17 +80,17 @@ class Table:
     __slots__ = ("_rows", "data", "dtypes", "moved", "nbytes", "others", "packed", "payload_bytes")
 
     def __init__(self, data: bytes) -> None:
+        try:
+            if not isinstance(data, bytes):
+                raise ValueError(f"a {type(data).__name__}")
+            figures = _native.core.figures(data) if _native.core is not None else _figures_of(data)
+        except ValueError as error:
+            raise LayoutError(
+                f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+            ) from None
         self.data = data
         self._rows: np.ndarray[Any, np.dtype[np.void]] | None = None
-        if len(data) >= _HEADER.size:
-            magic, rows, width, *figures = _HEADER.unpack_from(data)
-            if magic == _MAGIC and 1 <= width <= _MOST_DIMS and rows >= 0:
-                if len(data) == _HEADER.size + rows * row_type(width).itemsize:
-                    self.nbytes, self.payload_bytes, self.packed, self.moved, self.others, self.dtypes = figures
-                    return
-        raise LayoutError(
-            f"not an offset table of this version of pinstage: {len(data)} bytes; compute it anew with Layout.of(batch)"
-        )
+        self.nbytes, self.payload_bytes, self.packed, self.moved, self.others, self.dtypes = figures
 
     @classmethod
     def of_figures(cls, data: bytes, *figures: int) -> Table:
@@ -107,8 +110,7 @@ class Table:
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, shape, stride."""
-        rows = self.rows
-        return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
+        return _entries(self.rows)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return which leaves are of some kinds."""
@@ -123,7 +125,8 @@ class Table:
             nbytes: of the slab then.
         """
         magic, count, width, _, *figures = _HEADER.unpack_from(self.data)
-        return Table(_HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes())
+        data = _HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes()
+        return Table.of_figures(data, nbytes, *figures)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Table) and self.data == other.data
@@ -133,6 +136,10 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Table, (self.data,)
+
+
+def _entries(rows: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
 
 def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Table:
@@ -160,4 +167,48 @@ def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Tabl
         int((array["kind"] == RowKind.OTHER).sum()),
         dtypes,
     )
-    return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes())
+    return Table.of_figures(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)
+
+
+def _figures_of(data: bytes) -> tuple[int, ...]:
+    """Return what a table from elsewhere says of itself, if all of it is true: ``nbytes`` to ``dtypes``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    magic, count, width, nbytes, *figures = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
+    if magic != _MAGIC or not 1 <= width <= _MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
+        raise ValueError("its header or its length is wrong")
+    if count < 0 or len(data) != _HEADER.size + count * row_type(width).itemsize:
+        raise ValueError("its header or its length is wrong")
+    payload = packed = moved = others = dtypes = 0
+    for index, row in enumerate(_entries(np.frombuffer(data, dtype=row_type(width), offset=_HEADER.size))):
+        offset, size, kind, dtype = row[:4]
+        is_possible = True
+        if kind in PACKED:
+            is_possible = _lies_in_slab(row, nbytes)
+            payload, packed, dtypes = payload + size, packed + 1, dtypes | 1 << dtype
+        elif kind == RowKind.ALIAS:
+            is_possible = 0 <= offset < index
+        elif kind == RowKind.MOVED:
+            moved += 1
+        else:
+            is_possible = kind == RowKind.OTHER
+            others += 1
+        if not is_possible:
+            raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
+    if figures != [payload, packed, moved, others, dtypes]:
+        raise ValueError("its header says something else than its rows")
+    return (nbytes, *figures)
+
+
+def _lies_in_slab(row: tuple[Any, ...], nbytes: int) -> bool:
+    """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
+    offset, size, _, code, ndim, shape, stride = row
+    dtype = DTYPES[code] if code < len(DTYPES) else None
+    if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
+        return False
+    if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
+        return False
+    reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
+    return offset + max(size, reach * dtype.itemsize) <= nbytes

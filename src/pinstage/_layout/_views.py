@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._torch import why_views_cannot_be_made
+from .._torch import check_is_plain, why_views_cannot_be_made
 from ._dtypes import DTYPES
 from ._table import PACKED, RowKind, Table
 
@@ -23,8 +23,16 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
         others: what stands for the leaves that do not live in the slab, in order.
     """
+    if slab.numel() < table.nbytes:
+        raise ValueError(f"the slab is too small: {slab.numel()} bytes for a layout of {table.nbytes}")
+    if len(others) != table.others + table.moved:
+        raise ValueError(
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in the "
+            "slab; pass layout.others(batch)"
+        )
     used = slab if slab.numel() == table.nbytes else slab[: table.nbytes]
     bases = [used.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
+    check_is_plain(next((base for base in bases if base is not None), used))
     if _native.core is not None and why_views_cannot_be_made() is None:
         leaves: list[Any] = _native.core.cut(table.data, bases, table.nbytes, others)
         return leaves

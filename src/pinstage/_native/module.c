@@ -179,7 +179,7 @@ PyMethodDef torch_methods[] = {
 };
 
 static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, describe_methods, pack_methods, view_methods};
+    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, view_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }

@@ -5,24 +5,6 @@
  * the slab's storage, so that `record_stream` works, and each has a version counter of its own. */
 #include "core.h"
 
-/* Whether a view, strides and all, stays inside the slab. */
-static bool stays_inside(const Row *row, int64_t width, int64_t nbytes) {
-    int64_t reach = 0, count = 1, part;
-    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0;
-    if (itemsize == 0 || row->ndim > width) return false;
-    if (row->offset < 0 || row->offset % itemsize || row->offset > nbytes) return false;
-    for (int d = 0; d < row->ndim; d++) {
-        int64_t size = row->sizes[d], stride = row->sizes[width + d];
-        if (size < 0 || stride < 0) return false;
-        if (size == 0) count = 0;
-        if (__builtin_mul_overflow(size > 0 ? size - 1 : 0, stride, &part) || __builtin_add_overflow(reach, part, &reach))
-            return false;
-    }
-    if (count == 0) return true;
-    if (__builtin_add_overflow(reach, 1, &reach) || __builtin_mul_overflow(reach, itemsize, &reach)) return false;
-    return reach <= nbytes - row->offset;
-}
-
 static PyObject *view(void *base, const Row *row, int64_t width) {
     void *made = NULL;
     int64_t offset = row->offset / torch.itemsize[row->dtype];
@@ -56,9 +38,9 @@ static PyObject *cut(PyObject *module, PyObject *args) {
     for (int64_t i = 0; leaves != NULL && i < header->rows; i++) {
         const Row *row = row_at(header, i);
         PyObject *leaf = NULL;
-        if (row->kind == RAW || row->kind == STRIDED || row->kind == LAZY) {
+        if (is_packed(row)) {
             PyObject *base = row->dtype < PyList_Size(bases) ? PyList_GetItem(bases, row->dtype) : Py_None;
-            if (base == NULL || Py_TYPE(base) != torch.tensor || !stays_inside(row, header->width, nbytes)) {
+            if (base == NULL || Py_TYPE(base) != torch.tensor || !lies_in_slab(row, header->width, nbytes)) {
                 PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
             } else {
                 leaf = view(handle_of(base), row, header->width);
