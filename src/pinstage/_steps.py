@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._native import core
+from . import _native
 from ._torch import is_profiling
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-NOTHING: AbstractContextManager[Any] = nullcontext() if core is None else core.Nothing()
+NOTHING: AbstractContextManager[Any] = nullcontext() if _native.core is None else _native.core.Nothing()
 """A context that does nothing, again and again."""
 _timed: dict[int, StepTimes] = {}  # by thread
 

@@ -139,6 +139,19 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_is_zerotensor", lambda: False)())
 
 
+def check_is_plain(made: torch.Tensor) -> None:
+    """Refuse what torch made in place of memory, or of a view of some.
+
+    Raises:
+        StagingError: a mode is on in which it makes something else.
+    """
+    if type(made) is not torch.Tensor:
+        raise StagingError(
+            f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
+            "(FakeTensorMode, say), or move the batch by .to()"
+        )
+
+
 _views: list[str | None] = ["the extension is not there"]
 """Why views cannot be made by the extension; None if they can."""
 

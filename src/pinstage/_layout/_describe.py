@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .._errors import LayoutError
-from .._native import core
+from .. import _native
 from .._steps import step
 from .._torch import is_dual, is_functional, is_zero_tensor, may_be_dual
 from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
@@ -109,6 +109,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         arrays: whether numpy arrays count as tensors; else they are no tensors.
     """
     plainly = partial(_describe_leaf, structure, device, arrays)
+    core = _native.core
     if core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
     figures, *found = core.describe(leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays)
@@ -170,16 +171,19 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         or tensor.is_nested
         or tensor.dtype not in CODES
         or tensor.requires_grad
-        or is_functional(tensor)
         or (may_be_dual() and is_dual(tensor))
     ):
-        return Described(RowKind.MOVED, CODES.get(tensor.dtype, 0))
+        return Described(RowKind.MOVED)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
+        return Described(RowKind.MOVED)
     if tensor.numel():
+        if is_functional(tensor) or is_zero_tensor(tensor):
+            return Described(RowKind.MOVED)
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         needed = (tensor.storage_offset() + reach) * tensor.itemsize
-        if tensor.untyped_storage().nbytes() < needed:
-            if is_zero_tensor(tensor):
-                return Described(RowKind.MOVED, CODES[tensor.dtype])
+        if storage.nbytes() < needed or not tensor.data_ptr():
             raise _without_memory(structure, tensor, needed, index)
     return _describe_plain(tensor)
 

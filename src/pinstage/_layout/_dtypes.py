@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._native import core
+from .. import _native
 from .._torch import learn_tensors
 
 _NAMES = (
@@ -44,13 +44,13 @@ def _tell_the_extension() -> None:
                 sample = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
             except (RuntimeError, TypeError, NotImplementedError):
                 sample = None  # it travels, but is described in Python
-            core.add_dtype(CODES[dtype], dtype, dtype.itemsize, sample, _FORMATS.get(name, ""))
+            _native.core.add_dtype(CODES[dtype], dtype, dtype.itemsize, sample, _FORMATS.get(name, ""))
             if sample is not None:
                 samples[CODES[dtype]] = sample
-    learn_tensors(core, samples)
+    learn_tensors(_native.core, samples)
 
 
-if core is not None:
+if _native.core is not None:
     _tell_the_extension()
 
 

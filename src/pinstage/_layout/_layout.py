@@ -115,12 +115,6 @@ class Layout:
             ValueError: `src` is not such a tensor, or `others` are too few or too many.
         """
         self._check_slab(src, "src")
-        expected = self._table.others + self._table.moved
-        if len(others) != expected:
-            raise ValueError(
-                f"others has the wrong length: {len(others)} for {expected} leaves that do not live in the slab; pass "
-                "layout.others(batch)"
-            )
         return self._structure.rebuild(cut(self._table, src, list(others)))
 
     def to_numpy(self) -> np.ndarray[Any, Any]:
@@ -159,14 +153,25 @@ class Layout:
         return parts
 
     def _check_slab(self, slab: torch.Tensor, name: str) -> None:
-        if slab.dtype is not torch.uint8 or slab.ndim != 1 or not slab.is_contiguous():
+        if (
+            type(slab) is not torch.Tensor
+            or slab.dtype is not torch.uint8
+            or slab.ndim != 1
+            or not slab.is_contiguous()
+        ):
             raise ValueError(
-                f"{name} must be a contiguous uint8 tensor of one dimension: {slab.dtype} {list(slab.shape)}; pass "
-                "lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
+                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__} {slab.dtype} "
+                f"{list(slab.shape)}; pass lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
             )
         if slab.numel() < self.nbytes:
             raise ValueError(
                 f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at least layout.nbytes"
+            )
+        held = slab.untyped_storage().nbytes() - slab.storage_offset()
+        if held < self.nbytes or (self.nbytes and slab.is_cpu and not slab.data_ptr()):
+            raise ValueError(
+                f"{name} has not the memory for its shape: {slab.numel()} bytes in a storage of "
+                f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: pass another one"
             )
         if self.nbytes and (slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT):
             raise ValueError(
@@ -197,7 +202,7 @@ class Layout:
         return hash(self._table)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self._structure, self._table)
+        return _restore, (self._structure, self._table)
 
     def __repr__(self) -> str:
         return f"<Layout nbytes={self.nbytes} slots={self._table.packed} {self._structure}>"
@@ -221,6 +226,15 @@ class Layout:
         slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
         lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
         return "\n".join(lines)
+
+
+def _restore(structure: Structure, table: Table) -> Layout:
+    if len(table.rows) != structure.num_leaves:
+        raise LayoutError(
+            f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the layout "
+            "anew with Layout.of(batch)"
+        )
+    return Layout(structure, table)
 
 
 def _slot(path: str, row: Any) -> Slot:

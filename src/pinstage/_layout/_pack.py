@@ -6,7 +6,8 @@ import ctypes
 
 import torch
 
-from .._native import core
+from .. import _native
+from .._torch import check_is_plain
 from ._describe import Described, Parts
 from ._dtypes import INTEGERS
 from ._table import PACKED, RowKind
@@ -22,8 +23,8 @@ def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> Non
     """
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    if core is not None:
-        core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
+    if isinstance(parts.sources, bytes):
+        _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
     else:
         _pack_plainly(parts, slab, frozenset(skip or ()))
 
@@ -34,6 +35,7 @@ def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
     for index in parts.table.positions(RowKind.LAZY):
         source: torch.Tensor = parts.leaves[index]
         target = slab[int(offsets[index]) :][: source.nbytes].view(source.dtype)
+        check_is_plain(target)
         target.view(source.shape).copy_(source)
 
 
@@ -58,6 +60,7 @@ def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> Non
 def _copy_elements(found: Described, target: torch.Tensor) -> None:
     """Copy a strided leaf as integers: bits count, a copy of bools would make them 0 or 1, and some dtypes have no copy."""
     assert found.source is not None
+    check_is_plain(target)
     source = found.source.detach()
     integer = INTEGERS.get(source.itemsize, source.dtype)
     target.view(integer).view(source.shape).copy_(source.view(integer))

@@ -6,6 +6,7 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import _native
 from .._errors import LayoutError
+from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
 _MAGIC = 0x70696E7374616702  # "pinstag", version 2
@@ -77,17 +80,21 @@ class Table(NamedTuple):
     def of_bytes(cls, data: bytes) -> Table:
         """Read a table.
 
+        Args:
+            data: from elsewhere: what does not stay inside of its slab is refused here.
+
         Raises:
-            LayoutError: it is none.
+            LayoutError: it is no such table.
         """
-        if len(data) >= _HEADER.size:
-            magic, rows, width, *figures = _HEADER.unpack_from(data)
-            if magic == _MAGIC and 1 <= width <= _MOST_DIMS and rows >= 0:
-                if len(data) == _HEADER.size + rows * row_type(width).itemsize:
-                    return cls(data, *figures)
-        raise LayoutError(
-            f"not an offset table of this version of pinstage: {len(data)} bytes; compute it anew with Layout.of(batch)"
-        )
+        try:
+            if not isinstance(data, bytes):
+                raise ValueError(f"a {type(data).__name__}")
+            figures = _native.core.figures(data) if _native.core is not None else _figures_of(data)
+        except ValueError as error:
+            raise LayoutError(
+                f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+            ) from None
+        return cls(data, *figures)
 
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.void]]:
@@ -97,8 +104,7 @@ class Table(NamedTuple):
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, shape, stride."""
-        rows = self.rows
-        return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
+        return _entries(self.rows)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return which leaves are of some kinds."""
@@ -117,6 +123,10 @@ class Table(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Table.of_bytes, (self.data,)
+
+
+def _entries(rows: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
 
 def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Table:

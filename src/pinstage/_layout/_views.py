@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from .._native import core
-from .._torch import why_views_cannot_be_made
+from .. import _native
+from .._torch import check_is_plain, why_views_cannot_be_made
 from ._dtypes import ALIGNMENT, DTYPES
 from ._table import PACKED, RowKind, Table
-
-_cut_natively: Any = None if core is None or why_views_cannot_be_made() is not None else core.cut
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
@@ -25,16 +23,26 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
         others: what stands for the leaves that do not live in the slab, in order.
     """
+    if slab.numel() < table.nbytes:
+        raise ValueError(f"the slab is too small: {slab.numel()} bytes for a layout of {table.nbytes}")
+    if len(others) != table.others + table.moved:
+        raise ValueError(
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in the "
+            "slab; pass layout.others(batch)"
+        )
     if slab.numel() % ALIGNMENT:
         slab = slab[: table.nbytes]
-    if _cut_natively is not None:
-        leaves: list[Any] = _cut_natively(table.data, slab, slab.numel(), others)
-        return leaves
+    if _native.core is not None and why_views_cannot_be_made() is None:
+        leaves: list[Any] | torch.Tensor = _native.core.cut(table.data, slab, slab.numel(), others)
+        if isinstance(leaves, list):
+            return leaves
+        check_is_plain(leaves)
     return _cut_plainly(table, slab, others)
 
 
 def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     bases = [slab.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
+    check_is_plain(next((base for base in bases if base is not None), slab))
     left = iter(others)
     leaves: list[Any] = []
     for offset, _, kind, dtype, ndim, shape, stride in table.entries():

@@ -11,7 +11,7 @@ import torch
 
 from .. import _torch
 from .._layout import Parts, pack
-from .._native import core
+from .. import _native
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are: known at once to be no containers."""
@@ -42,7 +42,7 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
     for index in stacked:
         stand_in, samples, found = stacks[id(parts.leaves[index])]
         if found is not None:
-            core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
+            _native.core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
         else:
             place = slab[offsets[index] : offsets[index] + stand_in.nbytes]
             torch.stack(samples, 0, out=place.view(stand_in.dtype).view(stand_in.shape))
@@ -59,8 +59,8 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = core.alike(batch) if core is not None else None
-        if found is None and not (core is None and _stacks_plainly(batch)):  # torch knows what to do, or what to say
+        found = _native.core.alike(batch) if _native.core is not None else None
+        if found is None and not (_native.core is None and _stacks_plainly(batch)):  # torch knows what to do, or what to say
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)

@@ -38,8 +38,13 @@ static inline Row *row_at(const Header *table, int64_t index) {
     return (Row *)((char *)(table + 1) + row_bytes(table->width) * (size_t)index);
 }
 
+static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED || row->kind == LAZY; }
+
 /* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */
 bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
+
+/* Whether a packed row's leaf, its strides and all, stays inside of a slab of so many bytes. */
+bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes);
 
 /* -- torch, as it was found when the extension was told of it ------------------------------------------------------- */
 
@@ -99,7 +104,7 @@ bool may_be_dual(void);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
-extern PyMethodDef describe_methods[], pack_methods[], view_methods[], torch_methods[];
+extern PyMethodDef table_methods[], describe_methods[], pack_methods[], view_methods[], torch_methods[];
 int add_structure_type(PyObject *module);
 int add_job_type(PyObject *module);
 

@@ -271,7 +271,7 @@ static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL
 static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
 
 static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, describe_methods, pack_methods, view_methods};
+    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, view_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }

@@ -9,33 +9,6 @@ static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
 /* How long a thread may work before it looks whether Ctrl-C was pressed. */
 enum { ANSWER_MS = 20 };
 
-bool table_of(PyObject *object, Py_buffer *buffer, const Header **table) {
-    if (PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) != 0) return false;
-    const Header *header = buffer->buf;
-    if (buffer->len >= (Py_ssize_t)sizeof(Header) && header->magic == TABLE_MAGIC && header->width >= 1 &&
-        header->width <= MAX_DIMS && header->rows >= 0 && header->nbytes >= 0) {
-        Py_ssize_t rows = (buffer->len - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
-        if (header->rows == rows && (size_t)buffer->len == sizeof(Header) + row_bytes(header->width) * (size_t)rows) {
-            *table = header;
-            return true;
-        }
-    }
-    PyBuffer_Release(buffer);
-    PyErr_SetString(PyExc_ValueError, "not an offset table of this version: its header or its length is wrong");
-    return false;
-}
-
-/* Whether a row's leaf lies in a slab of so many bytes, behind `end`. */
-static bool lies_in_slab(const Row *row, int64_t width, int64_t end, int64_t nbytes) {
-    int64_t count = 1;
-    if (row->ndim > width || row->dtype >= MOST_DTYPES || torch.itemsize[row->dtype] == 0) return false;
-    for (int d = 0; d < row->ndim; d++) {
-        if (row->sizes[d] < 0 || __builtin_mul_overflow(count, row->sizes[d], &count)) return false;
-    }
-    if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[row->dtype], &count) || count != row->nbytes) return false;
-    return row->offset >= end && row->offset % torch.itemsize[row->dtype] == 0 && row->offset <= nbytes && row->nbytes <= nbytes - row->offset;
-}
-
 typedef struct {
     Py_buffer table, sources;
     Leaf *leaves;
@@ -74,8 +47,8 @@ static bool work_begin(Work *work, PyObject *table, PyObject *sources, long long
         const Row *row = row_at(header, i);
         bool is_skipped = skipped < skips && PyLong_AsLongLong(PyList_GetItem(skip, skipped)) == i;
         if (is_skipped) skipped++;
-        if (row->kind != RAW && row->kind != STRIDED && row->kind != LAZY) continue;
-        if (!lies_in_slab(row, header->width, end, header->nbytes)) {
+        if (!is_packed(row)) continue;
+        if (row->offset < end || !lies_in_slab(row, header->width, header->nbytes)) {
             PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
             goto failed;
         }

@@ -5,24 +5,6 @@
  * the slab's storage, so that `record_stream` works, and each has a version counter of its own. */
 #include "core.h"
 
-/* Whether a view, strides and all, stays inside the slab. */
-static bool stays_inside(const Row *row, int64_t width, int64_t nbytes) {
-    int64_t reach = 0, count = 1, part;
-    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0;
-    if (itemsize == 0 || row->ndim > width) return false;
-    if (row->offset < 0 || row->offset % itemsize || row->offset > nbytes) return false;
-    for (int d = 0; d < row->ndim; d++) {
-        int64_t size = row->sizes[d], stride = row->sizes[width + d];
-        if (size < 0 || stride < 0) return false;
-        if (size == 0) count = 0;
-        if (__builtin_mul_overflow(size > 0 ? size - 1 : 0, stride, &part) || __builtin_add_overflow(reach, part, &reach))
-            return false;
-    }
-    if (count == 0) return true;
-    if (__builtin_add_overflow(reach, 1, &reach) || __builtin_mul_overflow(reach, itemsize, &reach)) return false;
-    return reach <= nbytes - row->offset;
-}
-
 static PyObject *view(void *base, const Row *row, int64_t width) {
     void *made = NULL;
     int64_t offset = row->offset / torch.itemsize[row->dtype];
@@ -47,7 +29,7 @@ static PyObject *base_of(PyObject *slab, int dtype) {
 /* cut(table, slab, nbytes, others): all leaves of a batch, in its order.
  *
  * slab: a uint8 tensor of `nbytes`, a multiple of ALIGNMENT. others: what stands for the leaves that do not live in the
- * slab, in order. */
+ * slab, in order. Returns no list but what torch made in place of a view, where it makes something else. */
 static PyObject *cut(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *table, *slab, *others;
@@ -61,15 +43,22 @@ static PyObject *cut(PyObject *module, PyObject *args) {
     const Header *header;
     if (!table_of(table, &buffer, &header)) return NULL;
     PyObject *bases[MOST_DTYPES] = {NULL}; /* the slab as a tensor of a dtype, by its code */
+    PyObject *strange = NULL;              /* what torch made in place of one, in a mode that makes no views */
     PyObject *leaves = PyList_New((Py_ssize_t)header->rows);
     Py_ssize_t other = 0;
     for (int64_t i = 0; leaves != NULL && i < header->rows; i++) {
         const Row *row = row_at(header, i);
         PyObject *leaf = NULL;
-        if (row->kind == RAW || row->kind == STRIDED || row->kind == LAZY) {
-            if (!stays_inside(row, header->width, nbytes)) {
+        if (is_packed(row)) {
+            if (!lies_in_slab(row, header->width, nbytes)) {
                 PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
-            } else if (bases[row->dtype] != NULL || (bases[row->dtype] = base_of(slab, row->dtype)) != NULL) {
+            } else if (bases[row->dtype] == NULL && (bases[row->dtype] = base_of(slab, row->dtype)) == NULL) {
+                /* the error is set */
+            } else if (Py_TYPE(bases[row->dtype]) != torch.tensor) {
+                strange = bases[row->dtype];
+                Py_INCREF(strange);
+                break;
+            } else {
                 leaf = view(handle_of(bases[row->dtype]), row, header->width);
             }
         } else if (row->kind == ALIAS) {
@@ -87,12 +76,16 @@ static PyObject *cut(PyObject *module, PyObject *args) {
         }
         if (leaf == NULL || PyList_SetItem(leaves, (Py_ssize_t)i, leaf) != 0) Py_CLEAR(leaves);
     }
-    if (leaves != NULL && other != PyList_Size(others)) {
+    if (strange == NULL && leaves != NULL && other != PyList_Size(others)) {
         PyErr_SetString(PyExc_ValueError, "more leaves were passed than the offset table says");
         Py_CLEAR(leaves);
     }
     for (int dtype = 0; dtype < MOST_DTYPES; dtype++) Py_XDECREF(bases[dtype]);
     PyBuffer_Release(&buffer);
+    if (strange != NULL) {
+        Py_XDECREF(leaves);
+        return strange;
+    }
     return leaves;
 }
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._copy import most_threads, start_packing
-from .._errors import StagingError
 from .._layout import Parts, Table, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._sizes import parse_bytes
 from .._steps import step
+from .._torch import check_is_plain
 from ._frames import clear_own_frames
 from ._host_slab import acquire
 from ._ring import Overflow, Place, Ring, RingTransfer
@@ -287,11 +287,8 @@ class Stager:
             device = torch.empty(nbytes, dtype=torch.uint8, device=self._target.device)
         else:
             device = place.slab.ready(nbytes)
-        if type(device) is not torch.Tensor or type(host) is not torch.Tensor:
-            raise StagingError(
-                f"cannot stage where torch makes no memory of its own: a {type(device).__name__} came in place of a device "
-                "slab; leave the mode (FakeTensorMode, say), or move the batch by .to()"
-            )
+        check_is_plain(device)
+        check_is_plain(host)
         with step("pack"):
             job = start_packing(parts, host, self._threads)
         if job is None:

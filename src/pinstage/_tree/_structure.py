@@ -6,7 +6,7 @@ from typing import Any
 
 import optree
 
-from .._native import core
+from .. import _native
 from ._nodes import (
     HANDLERS,
     NAMESPACE,
@@ -102,7 +102,7 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
     key = (kind, len(batch) if kind in (dict, list, tuple) else 0)
     try:
         last = _last.get(key)
-        if last is not None:
+        if last is not None and _native.core is not None:
             native, structure = last
             leaves = native.leaves(batch, HANDLERS)
             if leaves is not None:
@@ -114,8 +114,8 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
 
 def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]:
     """Take a batch apart whose structure is not that of the last one."""
-    if core is not None:
-        while isinstance(found := core.Structure.of(batch, HANDLERS), type):
+    if _native.core is not None:
+        while isinstance(found := _native.core.Structure.of(batch, HANDLERS), type):
             handler_of(found)
         if found is not None:
             native, leaves = found
