@@ -2,11 +2,27 @@
 
 import concurrent.futures
 import contextlib
+import os
 
 import pytest
 from doubles import CountingMemory, wait_until
+from hypothesis import HealthCheck, settings
+from paths import PATHS, on_path
 
 from pinstage import SlabPool
+
+# How long an example may take is not asked: the machine may be busy.
+_always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", _always, derandomize=True)  # the same examples in each run
+settings.register_profile("thorough", _always, max_examples=5000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.fixture(params=PATHS)
+def both_paths(request):
+    """Run a test twice: with the extension, which has to be there, and in plain Python."""
+    with on_path(request.param):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._layout import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, contiguous_stride
+from .._layout import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, contiguous_stride, place_of
 
 DIRECT_BYTES = 1024 * 1024
 """From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in
@@ -137,12 +137,12 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
 
 def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
     """Copy a leaf whose bytes are not its value as they lie: strided, expanded, lazily conjugated."""
-    offset, dtype = int(row["offset"]), source.dtype
-    if row["kind"] == RowKind.STRIDED and dtype.itemsize in INTEGERS:
+    place = place_of(row, slab)
+    if row["kind"] == RowKind.STRIDED and source.itemsize in INTEGERS:
         # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
-        dtype = INTEGERS[dtype.itemsize]
-        source = source.view(dtype)
-    slab[offset : offset + source.nbytes].view(dtype).view(source.shape).copy_(source)
+        integer = INTEGERS[source.itemsize]
+        place, source = place.view(integer), source.view(integer)
+    place.copy_(source)
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot
 from ._pack import compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
-from ._views import cut
+from ._views import cut, place_of
 
 __all__ = [
     "ALIGNMENT",
@@ -29,5 +29,6 @@ __all__ = [
     "cut",
     "describe",
     "pack",
+    "place_of",
     "take_apart",
 ]

@@ -15,7 +15,7 @@ import torch
 from .._errors import LayoutError
 from .. import _native
 from .._steps import step
-from .._torch import is_dual, is_functional, is_zero_tensor, may_be_dual
+from .._torch import check_is_plain, is_dual, is_functional, is_zero_tensor, may_be_dual
 from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
 from ._dtypes import ALIGNMENT, CODES
 from ._table import RowKind, Table, table_of_rows
@@ -190,7 +190,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
 
 def _tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
     try:
-        return from_array(array)
+        tensor = from_array(array)
     except TypeError as error:
         path = structure.path(index)
         raise LayoutError(
@@ -198,6 +198,9 @@ def _tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) 
             "convert it to a dtype that torch has",
             path,
         ) from error
+    if tensor is not None:
+        check_is_plain(tensor)
+    return tensor
 
 
 def _hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
@@ -243,7 +246,7 @@ def _describe_plain(tensor: torch.Tensor) -> Described:
     elif not dense_stride(shape, stride):
         kind, slab_stride = RowKind.STRIDED, contiguous_stride(shape)
     if tensor.is_conj() or tensor.is_neg():
-        kind, slab_stride = RowKind.LAZY, contiguous_stride(shape)
+        kind = RowKind.LAZY
     return Described(
         kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride
     )

@@ -36,8 +36,9 @@ class Slot(NamedTuple):
 class Layout:
     """The offset table of a nested batch, and its structure.
 
-    Made by `Layout.of`. Immutable, hashable, picklable; equal if structure and slots are equal. Holds nothing of a batch:
-    neither its values nor the leaves that do not live in the slab (strings, numbers, tensors that cannot be packed).
+    Made by `Layout.of`. Immutable, hashable, picklable. Equal if structure and slots are, and leaves come with their bytes
+    side by side or strided in the same places. Holds nothing of a batch: neither its values nor the leaves that do not
+    live in the slab (strings, numbers, tensors that cannot be packed).
     """
 
     __slots__ = ("_slots", "_structure", "_table")
@@ -99,7 +100,8 @@ class Layout:
         self._check_slab(dst, "dst")
         if not dst.is_cpu:
             raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
-        pack(parts, dst)
+        if self.nbytes:
+            pack(parts, dst)
 
     def unpack(self, src: torch.Tensor, others: Sequence[Any] = ()) -> Any:
         """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
@@ -167,13 +169,15 @@ class Layout:
             raise ValueError(
                 f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at least layout.nbytes"
             )
+        if not self.nbytes:
+            return
         held = slab.untyped_storage().nbytes() - slab.storage_offset()
-        if held < self.nbytes or (self.nbytes and slab.is_cpu and not slab.data_ptr()):
+        if held < self.nbytes or (slab.is_cpu and not slab.data_ptr()):
             raise ValueError(
                 f"{name} has not the memory for its shape: {slab.numel()} bytes in a storage of "
                 f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: pass another one"
             )
-        if self.nbytes and (slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT):
+        if slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT:
             raise ValueError(
                 f"{name} must start at a multiple of {ALIGNMENT} bytes: offset {slab.storage_offset()}, address "
                 f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"

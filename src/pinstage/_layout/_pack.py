@@ -11,6 +11,7 @@ from .._torch import check_is_plain
 from ._describe import Described, Parts
 from ._dtypes import INTEGERS
 from ._table import PACKED, RowKind
+from ._views import place_of
 
 
 def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> None:
@@ -31,12 +32,10 @@ def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> Non
 
 def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
     """Write those leaves to their places whose value torch has to compute."""
-    offsets = parts.table.rows["offset"]
     for index in parts.table.positions(RowKind.LAZY):
-        source: torch.Tensor = parts.leaves[index]
-        target = slab[int(offsets[index]) :][: source.nbytes].view(source.dtype)
-        check_is_plain(target)
-        target.view(source.shape).copy_(source)
+        place = place_of(parts.table.rows[index], slab)
+        check_is_plain(place)
+        place.copy_(parts.leaves[index])
 
 
 def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> None:

@@ -34,7 +34,7 @@ class RowKind(IntEnum):
     STRIDED = 2
     """It is copied element by element, and contiguous in the slab."""
     LAZY = 3
-    """Its value is not its bytes as they lie (lazy conjugation or negation): torch computes it; contiguous in the slab."""
+    """Its value is not its bytes as they lie (lazy conjugation or negation): torch computes it."""
     MOVED = 4
     """It cannot be packed, and travels by its own ``.to()``."""
     ALIAS = 5

@@ -56,3 +56,11 @@ def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[An
         else:
             leaves.append(leaves[offset] if kind == RowKind.ALIAS else next(left))
     return leaves
+
+
+def place_of(row: Any, slab: torch.Tensor) -> torch.Tensor:
+    """Return the place of one packed leaf, a row of `Table.rows`, as a view of a slab."""
+    dtype, offset, ndim = DTYPES[row["dtype"]], int(row["offset"]), int(row["ndim"])
+    assert dtype is not None
+    place = slab[offset : offset + int(row["nbytes"])].view(dtype)
+    return place.as_strided(row["shape"][:ndim].tolist(), row["stride"][:ndim].tolist())

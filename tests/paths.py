@@ -1,0 +1,20 @@
+"""The two paths that a batch can take: the extension in C, and plain Python beside it."""
+
+import contextlib
+
+import pytest
+
+from pinstage import _native
+
+PATHS = ("native", "plain")
+
+
+@contextlib.contextmanager
+def on_path(path):
+    """Stage on one path for a while, here and in processes that are started meanwhile."""
+    assert _native.core is not None, _native.why_not
+    with pytest.MonkeyPatch.context() as patch:
+        if path == "plain":
+            patch.setattr("pinstage._native.core", None)
+            patch.setenv("PINSTAGE_NATIVE", "0")
+        yield
