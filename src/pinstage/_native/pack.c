@@ -169,6 +169,7 @@ struct Job {
     Chunk *chunks;
     int64_t chunk_count;
     _Atomic int64_t next; /* piece that nobody has taken */
+    int64_t forks;        /* as many as there were when it was made */
     int wanted;           /* helpers that may still come; under the lock of the helpers */
     atomic_int helping;   /* helpers that are at it */
     Job *behind;          /* in the line of jobs; under the same lock */
@@ -269,6 +270,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t work_is_there = PTHREAD_COND_INITIALIZER;
 static Job *first_job, *last_job; /* that want helpers */
 static int threads, parked;
+static int64_t forks; /* that lie between the first process and this one */
 
 static void wait_while(atomic_int *word, int value, int milliseconds) {
     struct timespec pause = {milliseconds / 1000, (milliseconds % 1000) * 1000000L};
@@ -346,6 +348,7 @@ static void in_child(void) {
     pthread_cond_init(&work_is_there, NULL);
     first_job = last_job = NULL;
     threads = parked = 0;
+    forks++;
 }
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -365,7 +368,7 @@ int pack_threads(void) {
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads) {
     Job *job = calloc(1, sizeof(Job));
     if (job == NULL) return NULL;
-    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes};
+    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .forks = forks};
     job->piece_count = cut_pieces(leaves, count, NULL);
     job->pieces = calloc((size_t)(job->piece_count > 0 ? job->piece_count : 1), sizeof(Piece));
     job->chunks = calloc((size_t)(job->piece_count + 1), sizeof(Chunk));
@@ -403,7 +406,10 @@ int64_t job_chunks(const Job *job) { return job->chunk_count; }
 
 int64_t job_chunk_end(const Job *job, int64_t chunk) { return job->chunks[chunk].end; }
 
+bool job_is_lost(const Job *job) { return job->forks != forks; }
+
 bool job_work(Job *job, int64_t chunk, int milliseconds) {
+    if (job_is_lost(job)) return false;
     struct timespec start, now;
     clock_gettime(CLOCK_MONOTONIC, &start);
     atomic_int *left = &job->chunks[chunk].left;
@@ -423,7 +429,7 @@ void job_free(Job *job) {
     leave_line(job);
     pthread_mutex_unlock(&lock);
     int helping;
-    while ((helping = atomic_load(&job->helping)) != 0) wait_while(&job->helping, helping, -1);
+    while (!job_is_lost(job) && (helping = atomic_load(&job->helping)) != 0) wait_while(&job->helping, helping, -1);
     /* The last helper may still have the lock in which it counted itself out. */
     pthread_mutex_lock(&lock);
     pthread_mutex_unlock(&lock);

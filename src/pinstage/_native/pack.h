@@ -35,6 +35,10 @@ int64_t job_chunk_end(const Job *job, int64_t chunk);
 /* Work until a chunk is complete, or for about `milliseconds`; say whether it is complete. */
 bool job_work(Job *job, int64_t chunk, int milliseconds);
 
+/* Whether the process that began a job is not this one, but one that this one was forked from. The threads that work at
+ * it are that one's, and so may the slab be: here it is not worked at, and can only be freed. */
+bool job_is_lost(const Job *job);
+
 /* Leave out what nobody has begun, and return when no thread touches slab or leaves any more. Then free the job. */
 void job_free(Job *job);
 

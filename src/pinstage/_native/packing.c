@@ -107,7 +107,8 @@ PyMethodDef pack_methods[] = {
 typedef struct {
     PyObject_HEAD
     Work work;
-    Job *job; /* NULL when it is closed */
+    Job *job;    /* NULL when it is closed */
+    int waiting; /* calls of `wait` that are under way */
 } JobObject;
 
 static void job_close(JobObject *self) {
@@ -135,6 +136,7 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     JobObject *self = (JobObject *)alloc(type, 0);
     if (self == NULL) return NULL;
     self->job = NULL;
+    self->waiting = 0;
     if (!work_begin(&self->work, table, sources, room, NULL)) {
         Py_DECREF(self);
         return NULL;
@@ -181,20 +183,30 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
         PyErr_SetString(PyExc_ValueError, "there is no such chunk, or the job was closed");
         return NULL;
     }
-    for (;;) {
-        bool complete;
-        Job *job = self->job;
+    self->waiting++;
+    bool complete = false, raised = false;
+    while (!complete && !raised) {
         Py_BEGIN_ALLOW_THREADS
-        complete = job_work(job, chunk, ANSWER_MS);
+        complete = job_work(self->job, chunk, ANSWER_MS);
         Py_END_ALLOW_THREADS
-        if (complete) Py_RETURN_NONE;
-        if (PyErr_CheckSignals() != 0) return NULL;
+        if (!complete) raised = PyErr_CheckSignals() != 0;
+        if (!complete && !raised && job_is_lost(self->job)) { /* what answered a signal has forked, say */
+            PyErr_SetString(PyExc_RuntimeError, "this process was forked in the middle of packing; its parent packs on");
+            raised = true;
+        }
     }
+    self->waiting--;
+    if (raised) return NULL;
+    Py_RETURN_NONE;
 }
 
 /* The end of a `with` block: return when no thread touches slab or leaves any more. What nobody has begun is left out. */
 static PyObject *job_exit(PyObject *object, PyObject *raised) {
     (void)raised;
+    if (((JobObject *)object)->waiting > 0) {
+        PyErr_SetString(PyExc_RuntimeError, "this job is being waited for");
+        return NULL;
+    }
     job_close((JobObject *)object);
     Py_RETURN_NONE;
 }

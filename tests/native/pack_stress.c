@@ -1,0 +1,247 @@
+/* Packs random batches from several threads at once, as hard as it can, and compares every byte; see scripts/sanitize.sh.
+ *
+ * `pack_stress ROUNDS [SEED]`. Jobs are waited for chunk by chunk, given up in the middle, forked in the middle, and left
+ * behind at the end. It is meant to run under sanitizers: what a job gave back is freed or overwritten at once. */
+#define _GNU_SOURCE
+#include "../../src/pinstage/_native/pack.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { CALLERS = 4, MOST_LEAVES = 60, KIB = 1024 };
+
+#define CHECK(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            abort(); \
+        } \
+    } while (0)
+
+#if defined(__SANITIZE_THREAD__)
+enum { THREADS_AFTER_FORK = 1 }; /* TSan ends a forked child that starts a thread */
+#else
+enum { THREADS_AFTER_FORK = 4 };
+#endif
+
+typedef struct {
+    uint64_t state;
+} Random;
+
+static int64_t below(Random *random, int64_t bound) {
+    random->state ^= random->state << 13;
+    random->state ^= random->state >> 7;
+    random->state ^= random->state << 17;
+    return (int64_t)(random->state % (uint64_t)bound);
+}
+
+/* -- a batch ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    Leaf leaves[MOST_LEAVES];
+    char *memory[MOST_LEAVES];
+    int64_t shapes[MOST_LEAVES][3], strides[MOST_LEAVES][3];
+    int64_t count, nbytes;
+    char *slab, *expected;
+} Batch;
+
+static void *allocate(int64_t nbytes) {
+    void *memory = malloc((size_t)nbytes);
+    CHECK(memory != NULL || nbytes == 0);
+    return memory;
+}
+
+static void fill(Random *random, char *memory, int64_t nbytes) {
+    for (int64_t i = 0; i + 8 <= nbytes; i += 8) {
+        int64_t word = below(random, INT64_MAX);
+        memcpy(memory + i, &word, 8);
+    }
+    for (int64_t i = nbytes / 8 * 8; i < nbytes; i++) memory[i] = (char)below(random, 256);
+}
+
+/* A leaf as it lies, of no bytes or a few, of some KiB, or of more than one piece. */
+static void make_dense(Random *random, Batch *batch, int64_t i, int64_t largest) {
+    int64_t bound = below(random, 3) ? 300 : below(random, 2) ? 40 * KIB : largest;
+    int64_t nbytes = below(random, bound);
+    batch->leaves[i] = (Leaf){.nbytes = nbytes, .itemsize = 1, .ndim = 1};
+    batch->memory[i] = allocate(nbytes);
+    fill(random, batch->memory[i], nbytes);
+    batch->leaves[i].source = batch->memory[i];
+}
+
+/* One whose elements are apart from each other. */
+static void make_strided(Random *random, Batch *batch, int64_t i, int64_t largest) {
+    static const int32_t itemsizes[] = {1, 2, 4, 8, 16};
+    int32_t itemsize = itemsizes[below(random, 5)], ndim = (int32_t)below(random, 4);
+    int64_t *shape = batch->shapes[i], *strides = batch->strides[i];
+    int64_t count = 1, reach = 1, elements = largest / itemsize;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        shape[d] = 1 + below(random, d == 0 ? elements / count : 40);
+        if (count * shape[d] > elements) shape[d] = 1;
+        strides[d] = below(random, 8) ? reach + below(random, 3) : 0;
+        if (strides[d] * shape[d] * itemsize > 2 * largest) strides[d] = 0;
+        reach += strides[d] * (shape[d] - 1);
+        count *= shape[d];
+    }
+    batch->leaves[i] = (Leaf){
+        .nbytes = count * itemsize, .itemsize = itemsize, .ndim = ndim, .shape = shape, .strides = strides};
+    batch->memory[i] = allocate(reach * itemsize);
+    fill(random, batch->memory[i], reach * itemsize);
+    batch->leaves[i].source = batch->memory[i];
+}
+
+static void write_expected(const Leaf *leaf, char *expected) {
+    char *to = expected + leaf->offset;
+    if (leaf->source == NULL) return;
+    if (leaf->strides == NULL) {
+        memcpy(to, leaf->source, (size_t)leaf->nbytes);
+        return;
+    }
+    for (int64_t i = 0; i < leaf->nbytes / leaf->itemsize; i++) {
+        int64_t at = 0, rest = i;
+        for (int32_t d = leaf->ndim - 1; d >= 0; d--) {
+            at += rest % leaf->shape[d] * leaf->strides[d];
+            rest /= leaf->shape[d];
+        }
+        memcpy(to + i * leaf->itemsize, leaf->source + at * leaf->itemsize, (size_t)leaf->itemsize);
+    }
+}
+
+static Batch *batch_new(Random *random, int64_t largest) {
+    Batch *batch = calloc(1, sizeof(Batch));
+    CHECK(batch != NULL);
+    batch->count = below(random, MOST_LEAVES);
+    int64_t end = 0;
+    for (int64_t i = 0; i < batch->count; i++) {
+        (below(random, 4) ? make_dense : make_strided)(random, batch, i, largest);
+        end += 16 * below(random, 3);
+        batch->leaves[i].offset = end;
+        if (i == 0) batch->leaves[i].offset = end = 0;
+        end = (end + batch->leaves[i].nbytes + 15) / 16 * 16;
+        if (below(random, 12) == 0) batch->leaves[i].source = NULL; /* somebody else writes it */
+    }
+    batch->nbytes = end;
+    batch->slab = allocate(end);
+    batch->expected = calloc(1, (size_t)(end + 1));
+    CHECK(batch->expected != NULL);
+    if (end > 0) memset(batch->slab, 0x5a, (size_t)end);
+    for (int64_t i = 0; i < batch->count; i++) {
+        const Leaf *leaf = &batch->leaves[i];
+        write_expected(leaf, batch->expected);
+        if (leaf->source == NULL && leaf->nbytes > 0) memset(batch->expected + leaf->offset, 0x5a, (size_t)leaf->nbytes);
+    }
+    return batch;
+}
+
+static void batch_free(Batch *batch) {
+    for (int64_t i = 0; i < batch->count; i++) free(batch->memory[i]);
+    free(batch->slab);
+    free(batch->expected);
+    free(batch);
+}
+
+static Job *start(const Batch *batch, int threads) {
+    Job *job = job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads);
+    CHECK(job != NULL);
+    return job;
+}
+
+/* Wait for `chunks` of a job, in order, and compare each while the next ones are still written. */
+static void wait_for_chunks(const Batch *batch, Job *job, int64_t chunks, int milliseconds) {
+    int64_t from = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        while (!job_work(job, chunk, milliseconds)) {
+        }
+        int64_t end = job_chunk_end(job, chunk);
+        CHECK(end >= from && end <= batch->nbytes);
+        CHECK(memcmp(batch->slab + from, batch->expected + from, (size_t)(end - from)) == 0);
+        from = end;
+    }
+    if (chunks == job_chunks(job)) CHECK(from == batch->nbytes);
+}
+
+/* -- what is done with batches ------------------------------------------------------------------------------------ */
+
+static void one_round(Random *random) {
+    Batch *batch = batch_new(random, below(random, 8) ? 100 * KIB : 3000 * KIB);
+    if (batch->count > 0 && below(random, 8) == 0) {
+        pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes);
+        CHECK(memcmp(batch->slab, batch->expected, (size_t)batch->nbytes) == 0);
+    } else {
+        Job *job = start(batch, 1 + (int)below(random, 6));
+        int64_t chunks = below(random, 3) ? job_chunks(job) : below(random, job_chunks(job) + 1);
+        wait_for_chunks(batch, job, chunks, (int)below(random, 3));
+        job_free(job);
+    }
+    batch_free(batch);
+}
+
+typedef struct {
+    pthread_t thread;
+    Random random;
+    int64_t rounds;
+} Caller;
+
+static void *call(void *argument) {
+    Caller *caller = argument;
+    for (int64_t i = 0; i < caller->rounds; i++) one_round(&caller->random);
+    return NULL;
+}
+
+static void from_several_threads(Random *random, int64_t rounds) {
+    Caller callers[CALLERS];
+    for (int i = 0; i < CALLERS; i++) {
+        callers[i].random.state = (uint64_t)below(random, INT64_MAX) + 1;
+        callers[i].rounds = rounds;
+        CHECK(pthread_create(&callers[i].thread, NULL, call, &callers[i]) == 0);
+    }
+    for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(callers[i].thread, NULL) == 0);
+}
+
+/* The child has none of the threads. It ends its copy of the job without them, and packs with threads of its own. */
+static void fork_in_the_middle(Random *random) {
+    Batch *batch = batch_new(random, 3000 * KIB);
+    Job *job = start(batch, 4);
+    wait_for_chunks(batch, job, below(random, job_chunks(job) + 1), 1);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        alarm(60); /* instead of waiting for ever */
+        CHECK(pack_threads() == 0);
+        job_free(job);
+        batch_free(batch);
+        for (int i = 0; i < 3; i++) {
+            batch = batch_new(random, 1000 * KIB);
+            job = start(batch, THREADS_AFTER_FORK);
+            wait_for_chunks(batch, job, job_chunks(job), 1);
+            job_free(job);
+            batch_free(batch);
+        }
+        _exit(0);
+    }
+    wait_for_chunks(batch, job, job_chunks(job), 1);
+    job_free(job);
+    batch_free(batch);
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+int main(int count, char **arguments) {
+    CHECK(count > 1);
+    int64_t rounds = atoll(arguments[1]);
+    Random random = {count > 2 ? strtoull(arguments[2], NULL, 10) : 88172645463325252u};
+    from_several_threads(&random, rounds);
+    CHECK(pack_threads() > 0);
+    for (int64_t i = 0; i < rounds / 10 + 1; i++) fork_in_the_middle(&random);
+    from_several_threads(&random, rounds / 10 + 1);
+    static Batch *left;
+    left = batch_new(&random, 3000 * KIB);
+    start(left, 4); /* the process ends while it is at it */
+    printf("%lld rounds in %d threads, %d threads of ours\n", (long long)rounds, CALLERS, pack_threads());
+    return 0;
+}

@@ -1,0 +1,86 @@
+"""Stages batches of many kinds and compares them bit for bit: a program, for where there is pinstage and no pytest.
+
+::
+
+    python smoke.py FOLDER      # where pinstage has to come from
+
+Ends with an error where the extension is not in use; ``PINSTAGE_NATIVE=0`` asks for the plain path, and gets it.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pinstage as ps
+from pinstage import _native
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
+
+
+def batches() -> list[Any]:
+    """Return nested batches: small and ragged, of several chunks, and whatever is odd."""
+    bits = torch.Generator().manual_seed(0)
+
+    def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape, generator=bits).to(torch.float32).to(dtype)
+
+    wide = tensor(torch.float32, 1000, 3000)
+    return [
+        {str(i): tensor(DTYPES[i % 6], i % 7, 1 + i % 5) for i in range(300)},
+        [tensor(torch.uint8, 3 << 20), (wide, wide.t(), wide[:, ::2], wide[::2].expand(2, 500, 3000)), wide],
+        {"array": np.arange(7000.0).reshape(70, 100)[:, ::3], "scalar": torch.tensor(2.5), "none": torch.empty(0, 4), "text": "x"},
+    ]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def check(staged: Any, batch: Any) -> None:
+    """Raise if a staged batch is not the one that was given."""
+    match batch:
+        case dict():
+            assert list(staged) == list(batch)
+            for key in batch:
+                check(staged[key], batch[key])
+        case list() | tuple():
+            assert type(staged) is type(batch)
+            for one, other in zip(staged, batch, strict=True):
+                check(one, other)
+        case np.ndarray():
+            check(staged, torch.from_numpy(batch.copy()))
+        case torch.Tensor():
+            assert (staged.dtype, staged.shape) == (batch.dtype, batch.shape)
+            assert batch.numel() == 0 or staged.untyped_storage().data_ptr() != batch.untyped_storage().data_ptr()
+            assert torch.equal(raw(staged), raw(batch))
+        case _:
+            assert staged == batch
+
+
+def load() -> None:
+    samples = [{"x": torch.full((64,), float(i)), "n": i} for i in range(64)]
+    for batch, first in zip(ps.DataLoader(samples, batch_size=16, num_workers=2, device="cpu"), range(0, 64, 16), strict=True):
+        check(batch, torch.utils.data.default_collate(samples[first : first + 16]))
+
+
+def main() -> None:
+    source = Path(ps.__file__)
+    assert source.is_relative_to(Path(sys.argv[1]).resolve()), f"pinstage is from {source}"
+    assert (_native.core is None) == (os.environ.get("PINSTAGE_NATIVE") == "0"), _native.why_not
+    for threads in (1, 4):
+        for ring in (None, 2):
+            with ps.Stager("cpu", max_bytes="1GiB", ring=ring, ring_bytes=ring and "64MiB", threads=threads) as stager:
+                for batch in 3 * batches():
+                    check(stager.to_device(batch), batch)
+    load()
+    threads = 0 if _native.core is None else _native.core.threads()
+    assert (threads > 0) == (_native.core is not None), "no thread of the extension has packed"
+    print(f"smoke: {source.parent}: {_native.core or _native.why_not}, {threads} threads of its own")
+
+
+if __name__ == "__main__":
+    main()
