@@ -160,7 +160,9 @@ def over_to_host(storm):
 def over_loader(storm):
     numbers = torch.arange(4000.0).reshape(40, 100)
     loaders = [
-        ps.DataLoader(torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more)
+        ps.DataLoader(
+            torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more
+        )
         for workers, more in ((1, {"persistent_workers": True}), (0, {}), (1, {}))
     ]
     turns = iter(range(10**9))

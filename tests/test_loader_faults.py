@@ -24,7 +24,6 @@ import torch
 from doubles import PATIENCE_SECONDS, Background, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
-from pinstage._loader._arrivals import Arrival
 from pinstage._loader._server import LEAKED
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD

@@ -22,7 +22,7 @@ class Sent(Transfer):
     """A transfer that nobody sent."""
 
     def __init__(self, arrival):
-        self.number = arrival.layout
+        self.number = arrival.number
 
 
 class Server:
@@ -57,9 +57,9 @@ class Loop:
 
     def send(self, arrival):
         self.server.arrivals.pop(arrival.number)
-        if arrival.layout == "cannot be sent":
+        if arrival.others == ["cannot be sent"]:
             raise ValueError("no")
-        self.sent.append(arrival.layout)
+        self.sent.append(arrival.number)
         return Sent(arrival)
 
     def wake(self):
@@ -79,8 +79,8 @@ class Loop:
             self.queue.receive()
             self.queue.send()
 
-    def batch(self, number, layout=None):
-        return number, Arrival(self.server, number if layout is None else layout, number, None, [], 0.0)
+    def batch(self, number, *others):
+        return number, Arrival(self.server, None, None, number, None, list(others), 0.0)
 
     def ready(self):
         """Take what is there."""

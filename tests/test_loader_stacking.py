@@ -1,13 +1,16 @@
-"""Which samples a worker stacks by itself, and that a quick look at all of them decides as a look at each would."""
+"""Samples are stacked in the slab, and the batch is the one that torch's default collation would have made."""
 
-import weakref
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from loader_data import same
 from torch.utils.data import default_collate
 
+from pinstage import _native
+from pinstage._layout import cut, take_apart
 from pinstage._loader import _stacking
 
 KINDS = {
@@ -20,63 +23,65 @@ KINDS = {
     "requires grad": lambda: torch.randn(4, 3, requires_grad=True),
     "parameter": lambda: torch.nn.Parameter(torch.randn(4, 3), requires_grad=False),
     "sparse": lambda: torch.randn(4, 3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "on meta": lambda: torch.empty(4, 3, device="meta"),
     "complex": lambda: torch.randn(4, 3, dtype=torch.complex64),
     "conjugated": lambda: torch.randn(4, 3, dtype=torch.complex64).conj(),
+    "empty": lambda: torch.empty(4, 0),
     "a number": lambda: 1.0,
 }
-SOME = st.sampled_from(sorted(KINDS))
+ALIKE = ["plain", "other values", "transposed", "expanded"]
 
 
-def one_by_one(batch):
-    """What `_stacks_plainly` says of plain tensors, without torch's guard."""
-    first = batch[0]
-    return all(
-        type(sample) is torch.Tensor
-        and (sample.dtype, sample.shape, sample.layout) == (first.dtype, first.shape, torch.strided)
-        and sample.is_cpu
-        and not sample.requires_grad
-        for sample in batch
-    )
+@pytest.fixture(params=["native", "plain"])
+def stacking(request):
+    """Either way to stack: by the extension, or by torch."""
+    if request.param == "plain":
+        with mock.patch.object(_stacking, "core", None):
+            yield
+    elif _native.core is None:
+        pytest.skip(f"no extension: {_native.why_not}")
+    else:
+        yield
 
 
-@given(first=SOME.filter(lambda kind: kind != "a number"), others=st.lists(SOME, max_size=5), twice=st.booleans())
-def test_a_quick_look_decides_as_a_look_at_each_would(first, others, twice):
-    batch = [KINDS[kind]() for kind in (first, *others)]
-    batch += batch if twice else []
-    assert _stacking._stacks_plainly(batch) == one_by_one(batch)
+def in_slab(samples):
+    """Return the batch as a worker writes it into a slab, and how many stacks there were."""
+    stacks = {}
+    parts = take_apart(_stacking.collate_lazily(samples, stacks))
+    slab = torch.full((parts.table.nbytes + 64,), 0xDD, dtype=torch.uint8)
+    _stacking.pack_and_stack(parts, stacks, slab)
+    assert slab[parts.table.nbytes :].eq(0xDD).all()
+    return parts.structure.rebuild(cut(parts.table, slab, parts.others())), len(stacks)
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
-def test_samples_that_look_alike_are_not_looked_at_one_by_one(twice):
-    batch = [torch.randn(4, 3) for _ in range(8)]
-    assert _stacking._look_alike(batch + batch if twice else batch)
-
-
-@given(st.lists(SOME.filter(lambda kind: kind not in {"sparse", "on meta", "a number"}), min_size=1, max_size=4))
-def test_what_is_stacked_later_is_what_torch_stacks_or_refuses(kinds):
-    samples = [{"x": KINDS[kind]()} for kind in kinds]
+@pytest.mark.usefixtures("stacking")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), st.booleans())
+@example(["plain", "plain", "nested"], False)
+@example(["nested", "plain"], False)
+def test_a_batch_is_what_torch_stacks_or_refuses(kinds, twice):
+    samples = [{"x": KINDS[kind](), "y": torch.tensor(index)} for index, kind in enumerate(kinds)]
+    samples += samples if twice else []
     try:
-        expected = default_collate(samples)["x"]
+        expected = default_collate(samples)
     except Exception as error:  # noqa: BLE001 - whatever torch says
         with pytest.raises(type(error)):
-            _stacking.collate_lazily(samples, {})
+            in_slab(samples)
         return
-    stacks = {}
-    found = _stacking.stacked(_stacking.collate_lazily(samples, stacks)["x"], stacks)
-    assert (found.dtype, found.shape, found.requires_grad) == (expected.dtype, expected.shape, expected.requires_grad)
-    assert torch.equal(found.detach().resolve_conj(), expected.detach().resolve_conj())
+    found, _ = in_slab(samples)
+    if expected["x"].is_meta or expected["x"].is_nested:
+        assert repr(found) == repr(expected)
+    else:
+        assert same(found, expected | {"x": expected["x"].resolve_conj()})
 
 
-def test_fields_of_ever_new_shapes_leave_no_more_behind_than_some():
-    for size in (*range(_stacking.GUARDS_KEPT + 10), 0):
-        assert _stacking._look_alike([torch.ones(size), torch.zeros(size)])
-    assert len(_stacking._guards) <= _stacking.GUARDS_KEPT
-
-
-def test_a_guard_keeps_no_sample():
-    batch = [torch.ones(17, 3), torch.zeros(17, 3)]
-    seen = weakref.ref(batch[0])
-    assert _stacking._look_alike(batch)
-    batch.clear()
-    assert seen() is None
+@pytest.mark.usefixtures("stacking")
+@pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
+def test_samples_that_are_alike_are_stacked_nowhere_but_in_the_slab(twice):
+    samples = [(KINDS[kind](), index) for index, kind in enumerate(ALIKE)]
+    samples += samples if twice else []
+    found, stacks = in_slab(samples)
+    assert stacks == 1
+    assert same(found, default_collate(samples))

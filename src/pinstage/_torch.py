@@ -7,6 +7,7 @@ was found to fail, for ``pinstage doctor``.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import struct
 import sys
 import threading
@@ -282,7 +283,7 @@ def _collation() -> Any:
 
 
 def is_default_collate(function: Collate) -> bool:
-    """Say whether a function is what a loader has for its `collate_fn` if the user gave none, and can be taken apart."""
+    """Say whether a function is a loader's `collate_fn` where the user gave none, and can be taken apart."""
     found = _collation()
     return found is not None and function is found.default_collate
 
@@ -420,10 +421,8 @@ class Workers:
         """Ask the workers to end, and make them; say whether all did. Blocks for three times `_END_SECONDS` at most."""
         if self._set_done():
             for queue in self._index_queues:
-                try:
+                with contextlib.suppress(OSError, ValueError):  # closed
                     queue.put(None)
-                except (OSError, ValueError):
-                    pass  # closed
             left = self._wait(self.processes)
         else:
             left = self.processes

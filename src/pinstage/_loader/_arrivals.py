@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from .._layout import Table
 from .._tree import Structure
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Known:

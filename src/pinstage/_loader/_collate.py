@@ -18,8 +18,8 @@ from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import Terms, WorkerSlots
 
 LOOKS_KNOWN = 64
-"""Structures of batches that a worker and the main process know by number, each with the last batch's offset table. What
-is ragged alone sends its table each time; a batch of a structure that is not known sends that, too."""
+"""Structures of batches that a worker and the main process know by number, each with the last batch's offset table.
+What is only ragged sends its table each time; a batch of a structure that is not known sends that, too."""
 
 
 class SlabCollate:
@@ -29,7 +29,7 @@ class SlabCollate:
 
     Args:
         collate: the loader's collate function.
-        token: number of the main process's keeper.
+        token: number of the main process's server.
         channels: one for each worker.
         terms: how slots are had.
     """
@@ -80,8 +80,9 @@ class SlabCollate:
         for worker, channel in enumerate(self._channels):
             if worker != info.id:
                 channel.close()
-        if _torch.stacking() is not None and _torch.stacking() is _torch.shipped_stacking():  # also for a collate_fn that calls torch's
-            _torch.set_stacking(stack_privately)
+        stacking = _torch.stacking()
+        if stacking is not None and stacking is _torch.shipped_stacking():
+            _torch.set_stacking(stack_privately)  # also for a collate_fn that calls torch's
         self._slots = WorkerSlots(self._channels[info.id], self._terms)
         return self._slots
 

@@ -31,8 +31,8 @@ _STARVED_MS = 1
 """How often copies are looked at while a worker waits for a slab. Nobody looks while none waits."""
 
 _IDLE_MS = 100
-"""How often the thread looks around by itself while there is something that nobody may have told it of: a batch that was
-dropped, or a word that an interrupt swallowed."""
+"""How often the thread looks around by itself while there is something that nobody may have told it of: a batch that
+was dropped, or a word that an interrupt swallowed."""
 
 _tokens = itertools.count()
 

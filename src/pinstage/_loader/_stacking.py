@@ -96,12 +96,12 @@ def _stacks_plainly(batch: Any) -> bool:
     first = batch[0]
     return all(
         type(sample) is torch.Tensor
-        and sample.dtype is first.dtype
-        and sample.shape == first.shape
         and sample.is_cpu
         and sample.layout is torch.strided
-        and not sample.is_nested
-        and not sample.requires_grad
+        and not sample.is_nested  # which has no shape to look at
         and not sample.is_quantized
+        and not sample.requires_grad
+        and sample.dtype is first.dtype
+        and sample.shape == first.shape
         for sample in batch
     )
