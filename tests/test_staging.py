@@ -36,7 +36,7 @@ from pinstage._layout._fragments import CHUNK_BYTES
 from pinstage._packing import PARALLEL_FROM_BYTES
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._staging._targets import CpuTarget
-from pinstage._staging._transfer import memory_of
+from pinstage._torch import memory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 

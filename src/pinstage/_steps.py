@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._torch import is_profiling
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-_is_torch_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _timed: dict[int, StepTimes] = {}  # by thread
 
 
 def step(name: str) -> AbstractContextManager[Any]:
     """Return the context of one step. Its range in a profile is ``pinstage.<name>``."""
-    return _Step(name) if _timed or _is_torch_profiling() else _NOTHING
+    return _Step(name) if _timed or is_profiling() else _NOTHING
 
 
 def profile() -> StepTimes:
@@ -104,7 +105,7 @@ class _Step:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._range: Any = torch.profiler.record_function(f"pinstage.{name}") if _is_torch_profiling() else None
+        self._range: Any = torch.profiler.record_function(f"pinstage.{name}") if is_profiling() else None
 
     def __enter__(self) -> None:
         if self._range is not None:

@@ -103,7 +103,7 @@ class SlabPool:
                 ledger.begin()
                 found = None if ledger.inbox.bells else ledger.serve(nbytes)
                 ledger.end()
-            return found if type(found) is Lease else self._wait_or_grow(nbytes, found, timeout)
+            return found if isinstance(found, Lease) else self._wait_or_grow(nbytes, found, timeout)
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
