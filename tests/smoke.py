@@ -32,7 +32,12 @@ def batches() -> list[Any]:
     return [
         {str(i): tensor(DTYPES[i % 6], i % 7, 1 + i % 5) for i in range(300)},
         [tensor(torch.uint8, 3 << 20), (wide, wide.t(), wide[:, ::2], wide[::2].expand(2, 500, 3000)), wide],
-        {"array": np.arange(7000.0).reshape(70, 100)[:, ::3], "scalar": torch.tensor(2.5), "none": torch.empty(0, 4), "text": "x"},
+        {
+            "array": np.arange(7000.0).reshape(70, 100)[:, ::3],
+            "scalar": torch.tensor(2.5),
+            "none": torch.empty(0, 4),
+            "text": "x",
+        },
     ]
 
 
@@ -63,7 +68,9 @@ def check(staged: Any, batch: Any) -> None:
 
 def load() -> None:
     samples = [{"x": torch.full((64,), float(i)), "n": i} for i in range(64)]
-    for batch, first in zip(ps.DataLoader(samples, batch_size=16, num_workers=2, device="cpu"), range(0, 64, 16), strict=True):
+    for batch, first in zip(
+        ps.DataLoader(samples, batch_size=16, num_workers=2, device="cpu"), range(0, 64, 16), strict=True
+    ):
         check(batch, torch.utils.data.default_collate(samples[first : first + 16]))
 
 

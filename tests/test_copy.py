@@ -9,10 +9,6 @@ import weakref
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, outcome, wait_until
-from strategies import bits, tensor_of
-
-from pinstage._host import usable_cpus
-from pinstage._layout import Moves, Table, plan
 from pinstage._layout._fragments import (
     CHUNK_BYTES,
     CHUNKS,
@@ -24,6 +20,10 @@ from pinstage._layout._fragments import (
     Part,
 )
 from pinstage._packing import MAX_THREADS, PARALLEL_FROM_BYTES, Packer, threads_for
+from strategies import bits, tensor_of
+
+from pinstage._host import usable_cpus
+from pinstage._layout import Moves, Table, plan
 
 BATCHES = {
     "nothing": [],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from strategies import batches
+from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
 from pinstage.inspect import Bus, InspectError, TargetError
@@ -229,21 +230,17 @@ def test_tensors_that_are_not_on_the_cpu_would_make_the_loader_fail():
 
 def test_the_answer_is_torch_s_own_and_not_a_copy_of_its_rules(monkeypatch):
     # Were torch to learn another type tomorrow, the audit would say so.
-    import pinstage.inspect._audit._pinning as pinning
-
-    original = pinning.torch_pin_memory
+    original = torchs.pin_memory
 
     def newer(data, device=None):
         return newer(data.value) if isinstance(data, Sample) else original(data, device)
 
-    monkeypatch.setattr(pinning, "torch_pin_memory", newer)
+    monkeypatch.setattr(torchs, "pin_memory", newer)
     leaves = by_path(Sample(torch.zeros(1)))
     assert leaves[".value"].loader_pins
 
 
 def test_asking_pins_nothing_and_is_seen_by_no_other_thread(background, monkeypatch):
-    import pinstage.inspect._audit._pinning as pinning
-
     inside = []
 
     def asked(data, device=None):
@@ -255,7 +252,8 @@ def test_asking_pins_nothing_and_is_seen_by_no_other_thread(background, monkeypa
 
     if torch.cuda.is_available():
         pytest.skip("with a GPU the other thread's call would succeed")
-    monkeypatch.setattr(pinning, "torch_pin_memory", asked)
+    by_path(torch.zeros(1))  # tries torch's function, once
+    monkeypatch.setattr(torchs, "pin_memory", asked)
     assert by_path(torch.zeros(1))[""].loader_pins
     assert inside
 

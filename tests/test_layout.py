@@ -530,7 +530,9 @@ def test_a_slab_whose_storage_was_taken_away_is_refused(batch, nbytes):
     layout = Layout.of(batch)
     slab = slab_for(layout)
     slab.untyped_storage().resize_(nbytes)
-    with pytest.raises(ValueError, match=rf"dst has not the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"):
+    with pytest.raises(
+        ValueError, match=rf"dst has not the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"
+    ):
         layout.pack(batch, slab)
     with pytest.raises(ValueError, match="src has not the memory"):
         layout.unpack(slab, layout.others(batch))
@@ -597,7 +599,9 @@ def test_unpack_wants_each_leaf_that_does_not_live_in_the_slab():
     layout = Layout.of([torch.eye(2).to_sparse(), torch.ones(3)])
     slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for others in ([], [torch.ones(1), torch.ones(1)]):
-        with pytest.raises(ValueError, match=rf"wrong length: {len(others)} for 1 leaves .*; pass layout.others\(batch\)"):
+        with pytest.raises(
+            ValueError, match=rf"wrong length: {len(others)} for 1 leaves .*; pass layout.others\(batch\)"
+        ):
             layout.unpack(slab, others)
     stand_in = torch.ones(1)
     assert layout.unpack(slab, [stand_in])[0] is stand_in

@@ -9,10 +9,6 @@ import strategies as known
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import assert_same, batches, bits, tensors
-
-from pinstage import Layout
-from pinstage._layout import ALIGNMENT, Moves, plan
 from pinstage._layout._fragments import (
     LARGE_FRAGMENT_BYTES,
     PIECE_BYTES,
@@ -21,6 +17,10 @@ from pinstage._layout._fragments import (
     Part,
 )
 from pinstage._packing import Packer
+from strategies import assert_same, batches, bits, tensors
+
+from pinstage import Layout
+from pinstage._layout import ALIGNMENT, Moves, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 moderate = settings(max_examples=250, deadline=None)

@@ -16,6 +16,8 @@ import strategies as known
 import torch
 from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, outcome, record_work, stays_blocked
 from hypothesis import given, settings
+from pinstage._layout._fragments import CHUNK_BYTES
+from pinstage._packing import PARALLEL_FROM_BYTES
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
@@ -32,11 +34,9 @@ from pinstage import (
     StagingError,
     Transfer,
 )
-from pinstage._layout._fragments import CHUNK_BYTES
-from pinstage._packing import PARALLEL_FROM_BYTES
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._staging._targets import CpuTarget
-from pinstage._staging._transfer import memory_of
+from pinstage._torch import memory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pinstage._layout._walk import walk
 from strategies import assert_same, batches, through_slab
 
 from pinstage import LayoutError, register_node
 from pinstage._layout import _walk
-from pinstage._layout._walk import walk
 
 OFTEN = 8
 

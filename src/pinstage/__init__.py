@@ -9,8 +9,14 @@ allowed:
     for batch in loader:
         batch = stager.to_device(batch)  # one slab, one asynchronous copy; safe on the current stream
 
-Importing the package pins nothing and does not initialise CUDA.
+Importing the package pins nothing and does not initialise CUDA. The loader and `audit` are loaded when they are first
+asked for.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ._errors import (
     AcquireTimeoutError,
@@ -25,7 +31,6 @@ from ._errors import (
     UnreleasedLeaseWarning,
 )
 from ._layout import Layout, Slot
-from ._loader import DataLoader, LoaderStats, collate_into_slab
 from ._memory import (
     Block,
     HostAllocMemory,
@@ -38,9 +43,12 @@ from ._memory import (
 )
 from ._pool import Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Stager, StagerStats, Transfer
-from ._tree import StagingNode, register_node
 from ._steps import StepTime, StepTimes, profile
-from .inspect import audit
+from ._tree import StagingNode, register_node
+
+if TYPE_CHECKING:
+    from ._loader import DataLoader, LoaderStats, collate_into_slab
+    from .inspect import audit
 
 __version__ = "0.1.0"
 
@@ -82,3 +90,23 @@ __all__ = [
     "profile",
     "register_node",
 ]
+
+_LATER = {
+    "DataLoader": "._loader",
+    "LoaderStats": "._loader",
+    "audit": ".inspect",
+    "collate_into_slab": "._loader",
+    "inspect": ".inspect",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LATER[name], __name__)
+    found = globals()[name] = module if name == "inspect" else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -1,7 +1,7 @@
 """Private names of torch, CPython and optree: all that pinstage uses, each behind a probe of what it *does*.
 
-A probe runs when a name is first needed. Where it fails, there is a slow way, or a clear refusal; `problems` lists what
-was found to fail, for ``pinstage doctor``.
+A probe runs when a name is first needed. Where it fails, there is a slow way, or a clear refusal, which is told once;
+`problems` tries them all, for ``pinstage doctor``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 
+from . import _native
 from ._errors import StagingError
 from ._host import process_exists
 
+_WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
+"""What a name raises that is gone, or does something else by now."""
 
 _told: set[str] = set()
 
@@ -36,9 +39,71 @@ def tell_once(text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def ownership(lock: threading.RLock) -> Callable[[], bool]:  # type: ignore[valid-type]
-    """Return what says whether the calling thread has a lock. `threading.Condition` asks in this way; none is public."""
-    return lock._is_owned  # type: ignore[attr-defined,no-any-return]
+class Problem(NamedTuple):
+    """A private name that does not do what is expected."""
+
+    name: str
+    """What it is about."""
+    reason: str
+    remedy: str
+    """What follows from it, and what to do."""
+
+
+def problems() -> list[Problem]:
+    """Try everything here that needs neither a worker nor, where there is none, a GPU."""
+    tried = [
+        ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
+        ("views", _views[0] if _views[0] != _NO_EXTENSION else None, "views of a slab are made in Python, one by one"),
+        ("streams", why_streams_cannot_be_set() if torch.cuda.is_available() else None, "torch.cuda.stream is used"),
+        ("profiles", _why_profilers_are_not_seen(), "steps are not marked in torch's profiles: use pinstage.profile()"),
+        (
+            "tensors without memory",
+            _why_kinds_are_not_seen(),
+            "those of forward-mode AD and functionalisation are refused",
+        ),
+        ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
+        ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
+        ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
+        ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
+        ("default collation", _why_collation_is_unknown(), "workers stack batches first, and pack them then"),
+    ]
+    return [Problem(name, reason, remedy) for name, reason, remedy in tried if reason is not None]
+
+
+def _in_this_torch(what: str) -> str:
+    return f"torch {torch.__version__} {what}"
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _why_owners_are_not_seen() -> str | None:
+    lock: Any = threading.RLock()
+    try:
+        before = lock._is_owned()
+        with lock:
+            if (before, lock._is_owned()) == (False, True):
+                return None
+    except _WRONG as error:
+        return f"threading.RLock does not tell whose it is ({error!r})"
+    return "threading.RLock does not tell whose it is"
+
+
+def ownership(lock: Any) -> Callable[[], bool]:
+    """Return what says whether the calling thread has a `threading.RLock`. What is public says so by an error."""
+    if _why_owners_are_not_seen() is None:
+        return lock._is_owned  # type: ignore[no-any-return]
+    condition = threading.Condition(lock)
+
+    def is_owned() -> bool:
+        try:
+            condition.notify(0)
+        except RuntimeError:
+            return False
+        return True
+
+    return is_owned
 
 
 # -- who uses a storage ------------------------------------------------------------------------------------------------
@@ -70,12 +135,17 @@ class StorageUsers:
 @cache
 def why_storages_cannot_be_counted() -> str | None:
     """Say why it cannot be told who uses a storage; None if it can."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    if not has_interpreter_lock():
         return "without the interpreter lock counts of references cannot be trusted"
     try:
         return _probe_storage_users()
-    except (AttributeError, TypeError, RuntimeError) as error:
-        return f"torch {torch.__version__} does not count a storage's users as expected ({error!r})"
+    except _WRONG as error:
+        return _in_this_torch(f"does not count a storage's users as expected ({error!r})")
+
+
+def has_interpreter_lock() -> bool:
+    """Say whether one thread at a time runs Python. Before Python 3.13 there is nothing to ask."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def _probe_storage_users() -> str | None:
@@ -92,17 +162,17 @@ def _probe_storage_users() -> str | None:
             "what autograd saved": lambda: (leaf() * weight).sum(),
             "an array": lambda: leaf().numpy(),
             "the storage": lambda: leaf().untyped_storage(),
-            "a capsule": lambda: torch.utils.dlpack.to_dlpack(leaf()),
+            "a capsule": lambda: leaf().__dlpack__(),
         }
         if users.are_there():
-            return f"torch {torch.__version__} counts a user of a storage that has none"
+            return _in_this_torch("counts a user of a storage that has none")
         for name, make in holders.items():
             holder = make()
             if not users.are_there():
-                return f"torch {torch.__version__} does not count {name} as a user of a storage"
+                return _in_this_torch(f"does not count {name} as a user of a storage")
             del holder
             if users.are_there():
-                return f"torch {torch.__version__} counts {name} as a user of a storage after its end"
+                return _in_this_torch(f"counts {name} as a user of a storage after its end")
     return None
 
 
@@ -114,20 +184,33 @@ def check_storages_can_be_counted() -> None:
     """
     reason = why_storages_cannot_be_counted()
     if reason is not None:
-        raise StagingError(f"ring= is not possible here: {reason}; leave it out, and each batch gets a fresh device slab")
+        raise StagingError(
+            f"ring= is not possible here: {reason}; leave it out, and each batch gets a fresh device slab"
+        )
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
+@cache
+def _why_levels_are_not_seen() -> str | None:
+    level = getattr(torch.autograd.forward_ad, "_current_level", None)  # to open one would disturb other threads
+    return None if type(level) is int else _in_this_torch("does not tell whether a level of forward-mode AD is open")
+
+
 def may_be_dual() -> bool:
     """Say whether tensors may have a tangent: a level of forward-mode AD is open."""
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    reason = _why_levels_are_not_seen()
+    if reason is None:
+        return torch.autograd.forward_ad._current_level >= 0
+    tell_once(f"each tensor is asked whether it has a tangent, which takes longer: {reason}")
+    return True
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
     """Say whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    unpack: Callable[[torch.Tensor], Any] = torch.autograd.forward_ad.unpack_dual
+    return unpack(tensor).tangent is not None
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
@@ -153,13 +236,52 @@ def check_is_plain(made: torch.Tensor) -> None:
         )
 
 
-_views: list[str | None] = ["the extension is not there"]
+def _why_kinds_are_not_seen() -> str | None:
+    plain = torch.zeros(1, device="cpu")
+    try:
+        if not (plain._is_zerotensor() or torch._is_functional_tensor(plain)):
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
+    return _in_this_torch("takes a plain tensor for one without memory")
+
+
+def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one.
+
+    Raises:
+        RuntimeError: torch shows the parts of a sparse tensor no more unless that is coalesced.
+    """
+    if tensor.is_nested:
+        return [tensor.values()]
+    if tensor.layout is torch.sparse_coo:  # torch's manual names both, for tensors that are not coalesced
+        return [getattr(tensor, "_indices", tensor.indices)(), getattr(tensor, "_values", tensor.values)()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
+# -- what the extension has to know --------------------------------------------------------------------------------------
+
+_NO_EXTENSION = "the extension is not there"
+
+_views: list[str | None] = [_NO_EXTENSION]
 """Why views cannot be made by the extension; None if they can."""
 
 
 def why_views_cannot_be_made() -> str | None:
     """Say why the extension cannot make views of a slab; None if it can."""
     return _views[0]
+
+
+def tell_of_extension() -> None:
+    """Tell, once, if it is by torch that the extension, or a part of it, is not in use."""
+    if _native.core is None and str(_native.why_not).startswith("torch "):
+        tell_once(f"batches are described and packed in Python, which takes longer: {_native.why_not}")
+    elif _native.core is not None and _views[0] is not None:
+        tell_once(f"views of a slab are made in Python, which takes longer: {_views[0]}; see `pinstage doctor`")
 
 
 def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
@@ -176,8 +298,8 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
     core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
         _views[0] = _probe_shim(core, samples)
-    except (AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
-        _views[0] = f"torch {torch.__version__} does not do what is expected of its C shim ({error!r})"
+    except _WRONG as error:
+        _views[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
     if _views[0] is not None:
         core.find_handle([], [])  # forget it
 
@@ -187,18 +309,18 @@ def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
     names = ("libtorch_cpu.so", "libc10.so", "libtorch_python.so")
     missing = core.find_shim(*(str(libraries / name) for name in names))
     if missing:
-        return f"torch {torch.__version__} has no {', '.join(missing)}"
+        return _in_this_torch(f"has no {', '.join(missing)}")
     with torch.inference_mode(mode=False), torch.enable_grad():
         slab = torch.arange(256, dtype=torch.uint8, device="cpu")
         tensors = [slab, slab[64:128], slab.view(torch.float32), torch.zeros((), device="cpu"), slab.clone()]
         if not core.find_handle(tensors, [tensor._cdata for tensor in tensors]):
-            return f"torch {torch.__version__}: a tensor object holds its C++ tensor in an unknown place"
+            return _in_this_torch("keeps the C++ tensor of a tensor object in an unknown place")
         for tensor in tensors:
             if core.storage_bytes(tensor) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
-                return f"torch {torch.__version__}: its C shim tells another size of a storage"
+                return _in_this_torch("tells another size of a storage by its C shim")
         for code, sample in samples.items():
             if not core.add_scalar(code, sample):
-                return f"torch {torch.__version__}: its C shim does not tell {sample.dtype} from other dtypes"
+                return _in_this_torch(f"does not tell {sample.dtype} from other dtypes by its C shim")
         if not _tells_flags(core):
             core.forget_flags()
         return _probe_views(core, slab)
@@ -207,7 +329,9 @@ def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
 def _tells_flags(core: Any) -> bool:
     """Say whether torch's C++ functions tell what the methods of a tensor do. If not, the extension asks these."""
     real, imaginary = torch.zeros(3, device="cpu"), torch.zeros(3, dtype=torch.complex64, device="cpu")
-    return [core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)] == [
+    return [
+        core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)
+    ] == [
         (0, 0, 0),
         (1, 0, 0),
         (0, 0, 1),
@@ -216,34 +340,118 @@ def _tells_flags(core: Any) -> bool:
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
-    """Cut a slab into a view, and look whether that is what torch would make."""
-    expected = slab.view(torch.int32)[4:20].view(4, 4).t()
+    """Cut a slab into two views of one place, and look whether that is what torch would make.
+
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could use
+    none of them any more.
+    """
+    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
     shape, stride = (4, 4), (1, 4)
-    header = struct.pack("=9q", 0x70696E7374616702, 1, 2, 256, 64, 1, 0, 0, 0)
-    row = struct.pack("=qqBBB5x4q", 16, 64, 1, _INT32, 2, *shape, *stride)
-    [view] = core.cut(header + row, slab, 256, [])
-    is_as_expected = (
-        type(view) is torch.Tensor
-        and torch.equal(view, expected)
-        and (view.stride(), view.data_ptr()) == (stride, expected.data_ptr())
-        and view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
-        and (view._base, view._version, view.requires_grad) == (None, 0, False)
-    )
-    weight = torch.ones(4, 4, requires_grad=True, device="cpu")
-    (view.float() @ weight).sum().backward()
-    if not is_as_expected or not torch.equal(weight.grad, expected.float().sum(0).unsqueeze(1).expand(4, 4)):  # type: ignore[arg-type]
-        return f"torch {torch.__version__} makes other views by its C shim than by its own methods"
-    view.add_(1)
-    if slab._version or view._version != 1 or slab[16] != 17:
-        return f"torch {torch.__version__}: a view by its C shim shares its version, or not its memory"
+    header = struct.pack("=9q", 0x70696E7374616702, 2, 2, 256, 128, 2, 0, 0, 0)
+    row = struct.pack("=qqBBB5x4q", 16, 64, 1, _FLOAT32, 2, *shape, *stride)
+    saved, changed = views = core.cut(header + row + row, slab, 256, [])
+    for view in views:
+        is_as_expected = (
+            type(view) is torch.Tensor
+            and torch.equal(view, expected)
+            and (view.stride(), view.data_ptr()) == (stride, expected.data_ptr())
+            and view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+            and (view._base, view._version, view.requires_grad) == (None, 0, False)
+        )
+        if not is_as_expected:
+            return _in_this_torch("makes other views by its C shim than by its own methods")
+    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
+    changed.zero_()
+    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[16:80].any():
+        return _in_this_torch("makes views by its C shim that share their version, or not their memory")
+    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
+    if not torch.equal(gradient, saved):
+        return _in_this_torch("does not keep a view by its C shim for autograd")
     return None
 
 
-_INT32 = 3
-"""The code of int32 in tables; see `pinstage._layout`."""
+_FLOAT32 = 11
+"""The code of float32 in tables; see `pinstage._layout`."""
+
+
+# -- CUDA's current device and stream --------------------------------------------------------------------------------------
+
+
+def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
+    """Return what torch knows a stream by, in the order in which its functions take and give it."""
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+class CudaCalls(NamedTuple):
+    """How torch is asked for what is current in this thread. To make an object of a stream takes ten times as long."""
+
+    device: Callable[[], int]
+    stream: Callable[[int], tuple[int, int, int]]
+    """The ids of a device's current stream."""
+    set_stream: Callable[[int, int, int], object]
+    """Makes a stream current, by its ids, and its device."""
+
+
+@cache
+def cuda_calls() -> CudaCalls:
+    """Return the private functions, or, where these do something else, what is public. Needs a GPU."""
+    reason = why_streams_cannot_be_set()
+    if reason is None:
+        return CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
+    tell_once(f"streams are made current by torch.cuda.set_stream, which takes longer: {reason}")
+    return CudaCalls(
+        torch.cuda.current_device,
+        lambda device: ids_of(torch.cuda.current_stream(device)),
+        lambda stream, device, kind: torch.cuda.set_stream(
+            torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
+        ),
+    )
+
+
+@cache
+def why_streams_cannot_be_set() -> str | None:
+    """Say why torch's private functions for streams are of no use; None if they are of use. Needs a GPU."""
+    device = torch.cuda.current_device()
+    before, another = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    try:
+        told = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(device)
+        torch._C._cuda_setStream(*ids_of(another))
+        inside = torch.cuda.current_stream(device)
+        torch._C._cuda_setStream(*told[1])
+        works = (*told, inside, torch.cuda.current_stream(device)) == (device, ids_of(before), another, before)
+    except _WRONG as error:
+        return _in_this_torch(f"does not set streams as expected ({error!r})")
+    finally:
+        torch.cuda.set_stream(before)
+    return None if works else _in_this_torch("does not set streams as expected")
+
+
+def empty_host_cache() -> None:
+    """Give back the page-locked memory that torch keeps, where that can be asked for."""
+    private = getattr(torch._C, "_host_emptyCache", lambda: None)
+    getattr(torch.accelerator, "empty_host_cache", private)()
 
 
 # -- optree ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def why_namespaces_cannot_be_read() -> str | None:
+    """Say why classes that are registered in a namespace of another's cannot be found; None if they can."""
+    sample: Any = type("Sample", (), {})
+    try:
+        optree.register_pytree_node(sample, lambda _: ((), None), lambda *_: sample(), namespace=_PROBE)
+        try:
+            [entry] = _entries(sample, ())
+            works = list(entry.flatten_func(sample())[0]) == _entries(sample, (_PROBE,)) == []
+        finally:
+            optree.unregister_pytree_node(sample, namespace=_PROBE)
+    except _WRONG as error:
+        return f"optree {optree.__version__} keeps its registry in another way ({error!r})"
+    return None if works else f"optree {optree.__version__} keeps its registry in another way"
+
+
+_PROBE = "pinstage.probe"
 
 
 def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
@@ -251,14 +459,63 @@ def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
 
     Empty where optree keeps this in another way: then such a class has to be registered with pinstage, too.
     """
-    found = dict.copy(getattr(optree.registry, "_NODETYPE_REGISTRY", {}))  # others may add
+    reason = why_namespaces_cannot_be_read()
+    if reason is None:
+        return _entries(cls, but)
+    tell_once(
+        f"classes that others registered with optree are not known: {reason}; give them to pinstage.register_node"
+    )
+    return []
+
+
+def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
+    found = dict.copy(optree.registry._NODETYPE_REGISTRY)  # others may add
     return [entry for key, entry in found.items() if isinstance(key, tuple) and key[1] is cls and key[0] not in but]
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
-is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+def _why_profilers_are_not_seen() -> str | None:
+    try:
+        answer: object = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if type(answer) is bool:
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not tell whether a profiler runs ({error!r})")
+    return _in_this_torch("does not tell whether a profiler runs")
+
+
+def _nobody() -> bool:
+    return False
+
+
+is_profiling: Callable[[], bool] = (
+    torch.autograd._profiler_enabled if _why_profilers_are_not_seen() is None else _nobody  # type: ignore[attr-defined]
+)
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
+
+
+# -- page-locking by torch's loader --------------------------------------------------------------------------------------
+
+
+@cache
+def why_pinning_cannot_be_asked() -> str | None:
+    """Say why torch cannot be asked what ``DataLoader(pin_memory=True)`` does with a batch; None if it can."""
+    thing = object()
+    try:
+        if pin_as_loader([thing, "text"]) == [thing, "text"] and pin_as_loader({"a": thing}) == {"a": thing}:
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not show what pin_memory=True does ({error!r})")
+    return _in_this_torch("changes what it does not know, with pin_memory=True")
+
+
+def pin_as_loader(batch: Any) -> Any:
+    """Do what ``DataLoader(pin_memory=True)`` does with a batch."""
+    from torch.utils.data._utils import pin_memory
+
+    return pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 # -- default collation -------------------------------------------------------------------------------------------------
@@ -280,6 +537,10 @@ def _collation() -> Any:
     except (AttributeError, ImportError, TypeError, IndexError):
         return None
     return collate if works else None
+
+
+def _why_collation_is_unknown() -> str | None:
+    return None if _collation() is not None else _in_this_torch("collates in another way")
 
 
 def is_default_collate(function: Collate) -> bool:

@@ -23,6 +23,7 @@ import torch
 from pinstage._bench import batches
 from pinstage._bench.harness import Outcome, Variant
 from pinstage._bench.rivals import Stage
+from pinstage._torch import empty_host_cache
 
 FEWEST_REPEATS = 7
 FEWEST_WARM_UPS = 3
@@ -130,4 +131,4 @@ def empty_caches(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()
+        empty_host_cache()

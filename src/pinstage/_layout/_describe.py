@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._errors import LayoutError
 from .. import _native
+from .._errors import LayoutError
 from .._steps import step
 from .._torch import check_is_plain, is_dual, is_functional, is_zero_tensor, may_be_dual
 from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
@@ -62,7 +62,13 @@ class Parts:
     __slots__ = ("has_lazy", "kept", "leaves", "sources", "structure", "table")
 
     def __init__(
-        self, structure: Structure, leaves: list[Any], table: Table, sources: Any, kept: list[torch.Tensor], has_lazy: bool
+        self,
+        structure: Structure,
+        leaves: list[Any],
+        table: Table,
+        sources: Any,
+        kept: list[torch.Tensor],
+        has_lazy: bool,
     ) -> None:
         self.structure = structure
         self.leaves = leaves
@@ -247,9 +253,7 @@ def _describe_plain(tensor: torch.Tensor) -> Described:
         kind, slab_stride = RowKind.STRIDED, contiguous_stride(shape)
     if tensor.is_conj() or tensor.is_neg():
         kind = RowKind.LAZY
-    return Described(
-        kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride
-    )
+    return Described(kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

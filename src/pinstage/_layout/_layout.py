@@ -133,7 +133,8 @@ class Layout:
             return (*sizes, *[-1] * (width - len(sizes)))
 
         rows = [
-            (s.path, s.offset, s.nbytes, name_of(s.dtype), len(s.shape), padded(s.shape), padded(s.stride)) for s in slots
+            (s.path, s.offset, s.nbytes, name_of(s.dtype), len(s.shape), padded(s.shape), padded(s.stride))
+            for s in slots
         ]
         path_width = max((len(slot.path) for slot in slots), default=1) or 1
         name_width = max((len(name_of(slot.dtype)) for slot in slots), default=1)

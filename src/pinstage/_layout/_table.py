@@ -6,7 +6,6 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -17,7 +16,6 @@ import numpy as np
 
 from .. import _native
 from .._errors import LayoutError
-from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
 _MAGIC = 0x70696E7374616702  # "pinstag", version 2

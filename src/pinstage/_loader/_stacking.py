@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _torch
+from .. import _native, _torch
 from .._layout import Parts, pack
-from .. import _native
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are: known at once to be no containers."""
@@ -60,7 +59,9 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
         found = _native.core.alike(batch) if _native.core is not None else None
-        if found is None and not (_native.core is None and _stacks_plainly(batch)):  # torch knows what to do, or what to say
+        if found is None and not (
+            _native.core is None and _stacks_plainly(batch)
+        ):  # torch knows what to do, or what to say
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)

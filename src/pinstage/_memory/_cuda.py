@@ -142,7 +142,7 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
 
     There torch's current device is the one that is current here, and nothing spoils a capture.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
     device = torch.cuda.current_device()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from .._memory import MemoryResource, as_called_here
 from .._reaper import reaper, running
@@ -141,7 +140,7 @@ class Job:
             self._slabs.pop(slab, None)
             try:
                 self._memory.deallocate(slab.block)
-            except Exception:  # noqa: BLE001, S110 - the first error is the one that is told
+            except Exception:  # noqa: BLE001 - the first error is the one that is told
                 pass
 
 

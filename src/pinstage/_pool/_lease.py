@@ -38,7 +38,9 @@ class Owner(Protocol):
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {})  # a class of Python's: with a __dict__ and weak references
+    return type(
+        "SlabBytes", (ctypes.c_ubyte * capacity,), {}
+    )  # a class of Python's: with a __dict__ and weak references
 
 
 class Lease:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from .._errors import UnreleasedLeaseWarning
 from .._memory import MemoryResource, cap_bytes, default_memory
@@ -11,8 +11,8 @@ from .._sizes import parse_bytes
 from .._steps import step
 from . import _refusals
 from ._jobs import Job
-from ._ledger import Ledger
 from ._lease import Lease
+from ._ledger import Ledger
 from ._stats import PoolStats
 from ._waiting import Line
 
@@ -104,7 +104,7 @@ class SlabPool:
                 ledger.begin()
                 found = None if ledger.inbox.bells else ledger.serve(nbytes)
                 ledger.end()
-            return found if type(found) is Lease else self._wait_or_grow(nbytes, found, timeout)
+            return found if isinstance(found, Lease) else self._wait_or_grow(nbytes, found, timeout)
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.

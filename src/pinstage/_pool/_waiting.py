@@ -6,11 +6,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from ._slab import Inbox
-
-T = TypeVar("T")
 
 _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
@@ -43,9 +41,7 @@ class Line:
             with contextlib.suppress(RuntimeError):  # rung already
                 bell.release()
 
-    def wait(
-        self, attempt: Callable[[bool], T | None], timeout: float | None, too_late: Callable[[int], Exception]
-    ) -> T:
+    def wait(self, attempt: Callable[[bool], Any], timeout: float | None, too_late: Callable[[int], Exception]) -> Any:
         """Wait until an attempt brings something, and return that. Blocks.
 
         Args:

@@ -18,4 +18,14 @@ from ._targets import Target, target_for
 from ._to_host import HostTransfer
 from ._transfer import Transfer, send_packed
 
-__all__ = ["clear_own_frames", "HostTransfer", "RunAhead", "Stager", "StagerStats", "Target", "Transfer", "send_packed", "target_for"]
+__all__ = [
+    "clear_own_frames",
+    "HostTransfer",
+    "RunAhead",
+    "Stager",
+    "StagerStats",
+    "Target",
+    "Transfer",
+    "send_packed",
+    "target_for",
+]

@@ -29,9 +29,8 @@ from .._errors import RingError
 from .._layout import Layout, Table
 from .._pool import Event
 from .._sizes import format_bytes
-from .._steps import step
-from .._tree import Structure
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
+from .._tree import Structure
 from ._targets import Target
 from ._transfer import Transfer
 

@@ -346,4 +346,3 @@ class Stager:
 
     def __repr__(self) -> str:
         return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"
-

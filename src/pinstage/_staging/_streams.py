@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .._torch import cuda_calls, ids_of
+
 E = TypeVar("E", bound=torch.cuda.Event)
 
 ALONE = next(map(sys.getrefcount, [object()]))
@@ -23,17 +25,12 @@ _HERE = nullcontext()
 
 def on_device(index: int) -> AbstractContextManager[Any]:
     """Make a device current in this thread."""
-    return _HERE if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
-
-
-def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
-    """Return what torch knows a stream by, in the order in which its functions take and give it."""
-    return stream.stream_id, stream.device_index, stream.device_type
+    return _HERE if cuda_calls().device() == index else torch.cuda.device(index)
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     """Make a stream current, and its device."""
-    if torch._C._cuda_getDevice() != stream.device_index:
+    if cuda_calls().device() != stream.device_index:
         return _on_device_and_stream(stream)
     return _OnStream(stream)
 
@@ -47,11 +44,12 @@ class _OnStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._previous = torch._C._cuda_getCurrentStream(self._stream.device_index)
-        torch._C._cuda_setStream(*ids_of(self._stream))
+        calls = cuda_calls()
+        self._previous = calls.stream(self._stream.device_index)
+        calls.set_stream(*ids_of(self._stream))
 
     def __exit__(self, *_: object) -> None:
-        torch._C._cuda_setStream(*self._previous)
+        cuda_calls().set_stream(*self._previous)
 
 
 @contextmanager
@@ -73,7 +71,7 @@ class DeviceEvent(torch.cuda.Event):
     """
 
     def query(self) -> bool:
-        if torch._C._cuda_getDevice() == self.device.index:
+        if cuda_calls().device() == self.device.index:
             return bool(super().query())  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device.index):
             return bool(super().query())  # type: ignore[no-untyped-call]

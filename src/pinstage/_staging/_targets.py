@@ -12,7 +12,8 @@ from .._errors import StagingError
 from .._memory import disregard_captures
 from .._pool import Event
 from .._steps import NOTHING
-from ._streams import DeviceEvent, EventCache, ids_of, on_device, on_stream
+from .._torch import cuda_calls, ids_of, tell_of_extension
+from ._streams import DeviceEvent, EventCache, on_device, on_stream
 
 
 class Target(Protocol):
@@ -115,7 +116,7 @@ class CudaTarget:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
         if stream is not None:
             return stream
-        ids = torch._C._cuda_getCurrentStream(self.device.index)
+        ids = cuda_calls().stream(self.device.index)
         known, current = self._last_consumer
         if ids != known:
             current = torch.cuda.current_stream(self.device.index)
@@ -188,6 +189,7 @@ def target_for(device: torch.device) -> Target:
         ValueError: neither a CUDA device nor the CPU.
         StagingError: CUDA is not available.
     """
+    tell_of_extension()
     if device.type == "cuda":
         return CudaTarget(device)
     if device.type == "cpu":

@@ -9,6 +9,7 @@ import torch
 from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
+from .._torch import memory_of
 from .._tree import Structure
 from ._targets import Target
 
@@ -120,6 +121,7 @@ class Transfer:
             if not self._is_whole:
                 self._cut()
                 leaves, self._leaves, self._others = self._leaves, None, []
+                assert leaves is not None
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(leaves)
                 self._is_whole = True
@@ -161,22 +163,7 @@ class Transfer:
         )
 
 
-def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one."""
-    if tensor.is_nested:
-        return [tensor.values()]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor] if tensor.layout is torch.strided else []
-
-
-def move_others(
-    target: Target, table: Table, others: list[Any]
-) -> tuple[list[Any], list[torch.Tensor], Event | None]:
+def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[torch.Tensor], Event | None]:
     """Move tensors that cannot be packed by their own ``.to()``, on the current stream.
 
     Args:

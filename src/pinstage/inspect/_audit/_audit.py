@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..._sizes import format_bytes
+from ..._torch import memory_of
 from .. import _format as fmt
 from .._bus import Bus
 from .._report import Block, Line, Table, as_rich, as_text
@@ -85,7 +86,9 @@ class Audit:
 
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
-        """Leaves on the host that ``pin_memory=True`` would leave pageable without a word."""
+        """Leaves on the host that ``pin_memory=True`` would leave pageable without a word; none where that is not known."""
+        if self.pinning.unknown is not None:
+            return ()
         return tuple(leaf for leaf in self.leaves if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned))
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class Audit:
                 "left_bytes": sum(leaf.nbytes for leaf in left),
                 "stopped_by": {name: len(leaves) for name, leaves in self._by_stop().items()},
                 "error": self.pinning.error,
+                "unknown": self.pinning.unknown,
             },
             "to_each": dataclasses.asdict(self.each),
             "slab": dataclasses.asdict(self.slab),
@@ -148,6 +152,8 @@ class Audit:
         return [Line("total: " + "; ".join(parts))]
 
     def _pinning_lines(self) -> list[Block]:
+        if self.pinning.unknown is not None:
+            return [Line(f"what pin_memory=True would pin is not known: {self.pinning.unknown}", "info")]
         if self.pinning.error is not None:
             return [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
         pinned = sum(leaf.loader_pins for leaf in self.leaves)
@@ -325,13 +331,7 @@ def _parts(leaf: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a tensor consists of."""
     if leaf.is_nested:
         return list(leaf.unbind())
-    if leaf.layout is torch.sparse_coo:
-        return [leaf._indices(), leaf._values()]
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
-    if leaf.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
-    return [leaf]
+    return memory_of(leaf) or [leaf]
 
 
 def _contiguity(leaf: _costs.Leaf) -> str:

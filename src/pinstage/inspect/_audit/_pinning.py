@@ -1,6 +1,6 @@
 """What ``DataLoader(pin_memory=True)`` would pin, found by asking torch's own function.
 
-The DataLoader gives each batch to `torch.utils.data._utils.pin_memory.pin_memory`, which enters some containers, calls
+The DataLoader gives each batch to a function (`pinstage._torch.pin_as_loader`), which enters some containers, calls
 ``pin_memory()`` where an object has it, and hands back what it does not know as it is. That function is run on the
 batch itself, so that it decides and nobody else; only the call at the end, ``Tensor.pin_memory``, is recorded and not
 carried out. So nothing is pinned or copied, it works without a GPU, and it is seen by no other thread.
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
+from ..._torch import pin_as_loader, why_pinning_cannot_be_asked
 from ._walk import Place
 
 
@@ -28,12 +28,14 @@ class Pinning:
         stopped_by: for each leaf that would not, the name of the type that stops torch; else None.
         made: tensors that a ``pin_memory()`` method in the batch makes itself and pins, so that they are no leaves.
         error: what would be raised instead; None if nothing would.
+        unknown: why torch cannot be asked; None if it can. If it cannot, nothing counts as pinned.
     """
 
     pinned: tuple[bool, ...]
     stopped_by: tuple[str | None, ...]
     made: int
     error: str | None
+    unknown: str | None = None
 
 
 def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:
@@ -46,6 +48,9 @@ def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:
     Returns:
         The answer; the batch is as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
     """
+    unknown = why_pinning_cannot_be_asked()
+    if unknown is not None:
+        return Pinning((False,) * len(found), (None,) * len(found), 0, None, unknown)
     asked = _Asked()
     _, seen, error = asked.about(batch)
     error = error or _refusal(seen)
@@ -91,7 +96,7 @@ class _Asked:
         """Return what torch's function makes of an object, the tensors it would pin, and what it raises."""
         with _Recorder() as recorder:
             try:
-                return torch_pin_memory(obj), recorder.seen, None  # type: ignore[no-untyped-call]
+                return pin_as_loader(obj), recorder.seen, None
             except Exception as error:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
                 return None, recorder.seen, f"{type(error).__name__}: {error}"
 

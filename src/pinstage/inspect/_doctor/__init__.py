@@ -1,8 +1,8 @@
 """What on this machine makes copies to the GPU slow, and what to do about it.
 
 Facts are gathered first (`_host`, `_gpus`, and the measurement of `.._bandwidth`); the checks (`_host_checks`,
-`_gpu_checks`, `_transfer_checks`) are pure functions of facts, so that each of their branches is tested without the
-machine that it is about; `_doctor` puts them together and `_plot` draws the bandwidth.
+`_gpu_checks`, `_software_checks`, `_transfer_checks`) are pure functions of facts, so that each of their branches is
+tested without the machine that it is about; `_doctor` puts them together and `_plot` draws the bandwidth.
 """
 
 from ._check import Check

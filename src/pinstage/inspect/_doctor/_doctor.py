@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Set
@@ -17,13 +16,13 @@ import torch
 
 import pinstage as ps
 
-from ... import _host
+from ... import _host, _native, _torch
 from ..._sizes import format_bytes
 from .. import _format as fmt
 from .._bandwidth import PAGEABLE, PINNED, REGISTERED, SIZES, TO_DEVICE, TO_HOST, Point, measure, pin_seconds
 from .._errors import InspectError
 from .._report import Block, Line, Table
-from . import _gpu_checks, _host_checks, _transfer_checks
+from . import _gpu_checks, _host_checks, _software_checks, _transfer_checks
 from ._check import Check, Status
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
 
@@ -156,6 +155,7 @@ def diagnose(
             _gpu_checks.numa(gpu, affinity, nodes),
             _gpu_checks.host_page_tables(gpu),
         ]
+    checks += [_software_checks.extension(_native.why_not), *_software_checks.private_names(_torch.problems())]
     checks += host_checks(root, affinity)
     measured, more = _measure(gpus, device, reason, measuring, root, advance)
     return Diagnosis((*checks, *more), measured)
@@ -164,7 +164,7 @@ def diagnose(
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything that is no GPU."""
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
-    gil = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+    gil = _torch.has_interpreter_lock()
     cap = ps.SlabPool(ps.PageableMemory()).stats()
     return [
         _host_checks.python(platform.python_version(), free_threaded=free_threaded, gil=gil),
