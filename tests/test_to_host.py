@@ -24,7 +24,7 @@ from pinstage import (
 )
 from pinstage._staging import _sources
 from pinstage._staging._sources import CpuSource, Events
-from pinstage._staging._to_host import DIRECT_BYTES
+from pinstage._copy import DIRECT_BYTES
 
 SOME_FLOATS = 40
 
