@@ -6,7 +6,7 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +104,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     core = _native.core
     if core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays)
+    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, *_dlpack_device(device), arrays)
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), *found))
 
@@ -127,6 +127,11 @@ def _described(leaves: list[Any], structure: Structure, described: list[Describe
             dtypes |= 1 << found.dtype
     has_lazy = any(found.kind is RowKind.LAZY for found in described)
     return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
+
+
+@lru_cache
+def _dlpack_device(device: torch.device) -> tuple[int, int]:
+    return _DLPACK[device.type], device.index or 0
 
 
 class _IsContainer(Exception):

@@ -55,6 +55,7 @@ class Bindings:
 
     runtime: Any
     driver: Any
+    host_to_device: Any = None
     contexts: dict[int, Any] = field(default_factory=dict)
     """The primary context of each device used. Retained once and never released, as torch does: releasing the last
     reference would destroy the context, and page-locked memory with it."""
@@ -113,7 +114,7 @@ def why_unusable() -> str | None:
         _call(runtime, "cudaGetDeviceCount")
     except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
-    _bindings = Bindings(runtime, driver)
+    _bindings = Bindings(runtime, driver, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
     return None
 
 
@@ -262,7 +263,7 @@ def unregister(address: int, device: int) -> None:
 
 def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """``cudaMemcpyAsync`` from host to device, by addresses, on a stream of the device that is current in this thread."""
-    runtime = _loaded().runtime
-    (code,) = runtime.cudaMemcpyAsync(target, source, nbytes, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, stream)
+    bindings = _bindings or _loaded()
+    (code,) = bindings.runtime.cudaMemcpyAsync(target, source, nbytes, bindings.host_to_device, stream)
     if code:
-        raise _cleared(runtime, "cudaMemcpyAsync", code, nbytes)
+        raise _cleared(bindings.runtime, "cudaMemcpyAsync", code, nbytes)

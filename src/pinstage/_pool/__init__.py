@@ -12,8 +12,8 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
                                                                           and the last view has died
 
 Where to look: `_pool` has the public verbs, and who waits; `_ledger` the budget and every decision; `_slab` what keeps a
-slab busy, and the inbox for what came back; `_lease` the lease and its views; `_jobs` slow work in threads of its own;
-`_idle` the slabs that nobody uses; `_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes;
+slab busy, which are idle, and the inbox for what came back; `_lease` the lease and its views; `_jobs` slow work in threads of its own;
+`_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes;
 `_stats` the counters.
 
 Three things may break into any line of Python: a finaliser that the garbage collector runs in the middle of it, an

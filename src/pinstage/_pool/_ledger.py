@@ -164,7 +164,7 @@ class Ledger:
         for slab in done:
             del self._pending[slab]
             slab.event = None
-            self._settle(slab)
+            self._make_idle(slab)
         if self.inbox.notices:  # an event may have collected garbage
             self._settle_notices()
         return bool(done)

@@ -1,5 +1,4 @@
-"""A slab, what may keep it busy, where it is counted, those that are idle, and the notices by which the pool learns that
-one came back."""
+"""A slab, what may keep it busy, where it is counted, and the notices by which the pool learns that it came back."""
 
 from __future__ import annotations
 
@@ -95,12 +94,13 @@ class Slab:
 
     def enter(self, state: Meter) -> None:
         """Be counted in a state from now on."""
-        before = self.state
+        before, nbytes = self.state, self.capacity
         if before is not state:
             if before is not None:
-                before.leave(self.capacity)
+                before.bytes -= nbytes
+                before.slabs -= 1
             self.state = state
-            state.enter(self.capacity)
+            state.enter(nbytes)
 
     def has_lease(self) -> bool:
         """Say whether somebody has a lease of it that was not released."""

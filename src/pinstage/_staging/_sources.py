@@ -57,7 +57,7 @@ class CudaSource:
         """See `Source`."""
         consumer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(consumer)
-        event = DeviceEvent()  # type: ignore[no-untyped-call]
+        event = DeviceEvent.of(self.stream.device_index)
         try:
             with on_stream(self.stream):
                 for there, here, owned in pieces:
@@ -69,7 +69,7 @@ class CudaSource:
             self.stream.synchronize()
             raise
         if not all(piece.owned for piece in pieces):
-            consumer.wait_event(event)
+            event.wait(consumer)
         return event
 
 
