@@ -198,4 +198,4 @@ def _lies_in_slab(row: tuple[Any, ...], nbytes: int) -> bool:
     if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
         return False
     reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
-    return offset + max(size, reach * dtype.itemsize) <= nbytes
+    return bool(offset + max(size, reach * dtype.itemsize) <= nbytes)
