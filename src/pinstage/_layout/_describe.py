@@ -16,7 +16,17 @@ from .. import _native
 from .._errors import LayoutError
 from .._steps import step
 from .._torch import check_is_plain, is_dual, is_functional, is_zero_tensor, may_be_dual
-from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
+from .._tree import (
+    ATOM_TYPES,
+    KINDS,
+    Kind,
+    Structure,
+    from_array,
+    holds_tensor,
+    is_container_by_now,
+    learn_containers,
+    walk,
+)
 from ._dtypes import ALIGNMENT, CODES
 from ._table import RowKind, Table, table_of_rows
 
@@ -87,7 +97,7 @@ def take_apart(tree: Any, device: torch.device = _CPU) -> Parts:
         try:
             with step("describe"):
                 return describe(leaves, structure, device)
-        except _IsContainer:
+        except IsContainer:
             continue  # somebody made a class known since its objects were met as leaves
 
 
@@ -99,6 +109,10 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         structure: of the tree.
         device: where tensors are that can be packed.
         arrays: whether numpy arrays count as tensors; else they are no tensors.
+
+    Raises:
+        IsContainer: a leaf is none; walk again.
+        LayoutError: as `take_apart`.
     """
     plainly = partial(_describe_leaf, structure, device, arrays)
     core = _native.core
@@ -134,7 +148,7 @@ def _dlpack_device(device: torch.device) -> tuple[int, int]:
     return _DLPACK[device.type], device.index or 0
 
 
-class _IsContainer(Exception):
+class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
     """A leaf is of a class that has become a container."""
 
 
@@ -154,8 +168,10 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
         if tensor is not None:
             return _describe_plain(tensor)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
-        raise _IsContainer
+        raise IsContainer
     if _hides_tensor(structure, leaf, index):
+        if is_container_by_now(type(leaf)):
+            raise IsContainer
         raise _unknown(structure, leaf, index)
     return Described(RowKind.OTHER)
 
@@ -180,7 +196,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         if is_functional(tensor) or is_zero_tensor(tensor):
             return Described(RowKind.MOVED)
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        needed = (tensor.storage_offset() + reach) * tensor.itemsize
+        needed = int(tensor.storage_offset() + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise _without_memory(structure, tensor, needed, index)
     return _describe_plain(tensor)
@@ -261,8 +277,8 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
+    for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
+        if distance != expected:
             return False
         expected *= size
     return True

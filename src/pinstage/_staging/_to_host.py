@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
-from .._layout import PACKED, RowKind, Table, cut, describe
+from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
 from .._tree import Structure, walk
@@ -152,10 +152,15 @@ def to_host(
         sources: the stager's.
         copy: whether the result shall be ordinary tensors.
     """
-    with step("walk"):
-        leaves, structure = walk(tree)
-    with step("describe"):
-        shares, left = _divide(leaves, structure, home, sources)
+    while True:
+        with step("walk"):
+            leaves, structure = walk(tree)
+        try:
+            with step("describe"):
+                shares, left = _divide(leaves, structure, home, sources)
+            break
+        except IsContainer:
+            continue  # see `take_apart`
     nbytes = sum(share.table.nbytes for share in shares)
     host, event, copies = None, None, 0
     if nbytes:
