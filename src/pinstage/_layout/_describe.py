@@ -142,7 +142,7 @@ def _described(leaves: list[Any], structure: Structure, described: list[Describe
     return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
 
 
-class _IsContainer(Exception):
+class _IsContainer(Exception):  # noqa: N818 - no error: it is walked again
     """A leaf is of a class that has become a container."""
 
 
@@ -188,7 +188,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         if is_functional(tensor) or is_zero_tensor(tensor):
             return Described(RowKind.MOVED)
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        needed = (tensor.storage_offset() + reach) * tensor.itemsize
+        needed = (int(tensor.storage_offset()) + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise _without_memory(structure, tensor, needed, index)
     return _describe_plain(tensor)
@@ -269,8 +269,8 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
+    for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
+        if distance != expected:
             return False
         expected *= size
     return True
