@@ -158,7 +158,7 @@ def _probe_storage_users() -> str | None:
 
         holders: dict[str, Callable[[], Any]] = {
             "a view": leaf,
-            "what autograd saved": lambda: (leaf() * weight).sum(),
+            "what autograd saved": lambda: leaf() * weight,
             "an array": lambda: leaf().numpy(),
             "the storage": lambda: leaf().untyped_storage(),
             "a capsule": lambda: leaf().__dlpack__(),
@@ -262,7 +262,7 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided else []
 
 
-# -- what the extension has to know --------------------------------------------------------------------------------------
+# -- what the extension has to know ------------------------------------------------------------------------------------
 
 _NO_EXTENSION = "the extension is not there"
 
@@ -341,8 +341,8 @@ def _tells_flags(core: Any) -> bool:
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     """Cut a slab into two views of one place, and look whether that is what torch would make.
 
-    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could use
-    none of them any more.
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
+    use none of them any more.
     """
     expected = slab.view(torch.float32)[4:20].view(4, 4).t()
     shape, stride = (4, 4), (1, 4)
@@ -373,7 +373,7 @@ _FLOAT32 = 11
 """The code of float32 in tables; see `pinstage._layout`."""
 
 
-# -- CUDA's current device and stream --------------------------------------------------------------------------------------
+# -- CUDA's current device and stream ----------------------------------------------------------------------------------
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -495,7 +495,7 @@ is_profiling: Callable[[], bool] = (
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
-# -- page-locking by torch's loader --------------------------------------------------------------------------------------
+# -- page-locking by torch's loader ------------------------------------------------------------------------------------
 
 
 @cache
@@ -532,7 +532,7 @@ def _collation() -> Any:
             [(torch.ones(2), 1), (torch.ones(2), 2)],
             collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: lambda batch, **_: len(batch)},
         )
-        works = stacked[0] == 2 and callable(collate.collate_tensor_fn) and callable(collate.default_collate)
+        works = stacked[0] == 2 and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
     except (AttributeError, ImportError, TypeError, IndexError):
         return None
     return collate if works else None
@@ -638,7 +638,7 @@ def next_batch(batches: Any) -> Any:
         or is_profiling()
     ):
         return next(batches)
-    batch = batches._next_data()
+    batch: object = batches._next_data()  # type: ignore[no-untyped-call]
     batches._num_yielded += 1
     return batch
 
@@ -661,20 +661,21 @@ class Workers:
     """
 
     def __init__(self, batches: Any, instead: Callable[[], object]) -> None:
-        from torch.utils.data._utils import signal_handling
+        import torch.utils.data._utils.signal_handling
 
+        signals: Any = torch.utils.data._utils.signal_handling
         self.processes: list[Any] = list(batches._workers)
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
         self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
-        self._signals = signal_handling
+        self._signals = signals
         # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
         # which another one may have when the workers have ended.
         if batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(batches))
+            signals._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
-        signal_handling._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
+        signals._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
         batches._shutdown_workers = instead
 
     def end(self) -> bool:

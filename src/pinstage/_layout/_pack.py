@@ -81,7 +81,7 @@ def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> Non
 
 
 def _copy_elements(found: Described, target: torch.Tensor) -> None:
-    """Copy a strided leaf as integers: bits count, a copy of bools would make them 0 or 1, and some dtypes have no copy."""
+    """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
     assert found.source is not None
     check_is_plain(target)
     source = found.source.detach()

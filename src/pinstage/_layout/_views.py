@@ -15,8 +15,8 @@ from ._table import PACKED, RowKind, Table
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
 
-    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version counter
-    of its own: an in-place change of one does not make autograd refuse another.
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version
+    counter of its own: an in-place change of one does not make autograd refuse another.
 
     Args:
         table: the offset table.
@@ -27,8 +27,8 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         raise ValueError(f"the slab is too small: {slab.numel()} bytes for a layout of {table.nbytes}")
     if len(others) != table.others + table.moved:
         raise ValueError(
-            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in the "
-            "slab; pass layout.others(batch)"
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in "
+            "the slab; pass layout.others(batch)"
         )
     if slab.numel() % ALIGNMENT:
         slab = slab[: table.nbytes]

@@ -193,7 +193,8 @@ class Inbox:
     Attributes:
         notices: slabs to be looked at again, as such or as `Notice`; and slow work that got on, as `Job`. Whoever next
             has the pool's lock works them off.
-        bells: of those who wait for a slab, the one whose turn it is first. A bell is a lock that is rung by releasing it.
+        bells: of those who wait for a slab, the one whose turn it is first. A bell is a lock that is rung by releasing
+            it.
     """
 
     def __init__(self) -> None:
@@ -208,7 +209,7 @@ class Inbox:
 
     def ring(self) -> None:
         """Let the first of those who wait look again."""
-        try:
+        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
             self.bells[0].release()
         except (IndexError, RuntimeError):
             pass  # nobody waits, or it was rung and not heard yet

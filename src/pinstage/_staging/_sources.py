@@ -88,8 +88,8 @@ class Sources:
     """The sources of a stager, made when a device is first met. May be used by several threads.
 
     Attributes:
-        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the same
-            few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
+            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
     """
 
     def __init__(self) -> None:

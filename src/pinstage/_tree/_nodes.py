@@ -148,7 +148,8 @@ def learn_containers(types: set[type]) -> bool:
 
     One that another thread has registered since the batch was walked counts too: no container is remembered as none.
     """
-    return any([_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None])  # noqa: C419 - learn them all
+    learned = [_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None]  # all of them, not up to the first
+    return any(learned)
 
 
 def handler_of(cls: type) -> Any:
@@ -160,9 +161,8 @@ def handler_of(cls: type) -> Any:
     found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     if found is None and _learn(cls):
         found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
-    handler: Any
     if found is None:
-        handler = None
+        handler: Any = None
     elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
         handler = True
     else:
