@@ -1,7 +1,5 @@
 """Samples are stacked in the slab, and the batch is the one that torch's default collation would have made."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from loader_data import same
 from torch.utils.data import default_collate
 
-from pinstage import _native
 from pinstage._layout import cut, take_apart
 from pinstage._loader import _stacking
 
@@ -33,18 +30,6 @@ KINDS = {
 ALIKE = ["plain", "other values", "transposed", "expanded"]
 
 
-@pytest.fixture(params=["native", "plain"])
-def stacking(request):
-    """Either way to stack: by the extension, or by torch."""
-    if request.param == "plain":
-        with mock.patch.object(_stacking, "core", None):
-            yield
-    elif _native.core is None:
-        pytest.skip(f"no extension: {_native.why_not}")
-    else:
-        yield
-
-
 def in_slab(samples):
     """Return the batch as a worker writes it into a slab, and how many stacks there were."""
     stacks = {}
@@ -55,7 +40,7 @@ def in_slab(samples):
     return parts.structure.rebuild(cut(parts.table, slab, parts.others())), len(stacks)
 
 
-@pytest.mark.usefixtures("stacking")
+@pytest.mark.usefixtures("both_paths")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), st.booleans())
@@ -77,7 +62,7 @@ def test_a_batch_is_what_torch_stacks_or_refuses(kinds, twice):
         assert same(found, expected | {"x": expected["x"].resolve_conj()})
 
 
-@pytest.mark.usefixtures("stacking")
+@pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
 def test_samples_that_are_alike_are_stacked_nowhere_but_in_the_slab(twice):
     samples = [(KINDS[kind](), index) for index, kind in enumerate(ALIKE)]
