@@ -1,15 +1,17 @@
 """The extension in C. All else is in pyproject.toml, which cannot say where it can be built.
 
-``PINSTAGE_NATIVE=1`` makes it an error where it cannot be built; without it pinstage is installed all the same, and goes
-the plain path. ``PINSTAGE_NATIVE=0`` leaves it out.
+Where it cannot be built, pinstage is installed without it, and takes the plain path; with ``PINSTAGE_NATIVE=1`` in the
+environment that is an error. ``PINSTAGE_NATIVE=0`` leaves it out.
 """
 
 import os
 import sys
 import sysconfig
-from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+
+NATIVE = Path("src/pinstage/_native")
 
 wish = os.environ.get("PINSTAGE_NATIVE")
 # Free-threaded Python has no limited API before 3.15.
@@ -23,8 +25,8 @@ if wish == "1" and lacking:
 
 core = Extension(
     "pinstage._native._core",
-    sources=sorted(glob("src/pinstage/_native/*.c")),
-    depends=["setup.py", *glob("src/pinstage/_native/*.h")],
+    sources=sorted(map(str, NATIVE.glob("*.c"))),
+    depends=["setup.py", *map(str, NATIVE.glob("*.h"))],
     # No -march: what the cpu has is found out at run time, in pack.c.
     extra_compile_args=[
         "-std=gnu11",
