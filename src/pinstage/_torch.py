@@ -121,15 +121,14 @@ class StorageUsers:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
-        self._alone = self._count()
+        self._address: int = self._storage._cdata
+        self._count: Callable[[int], int] = torch._C._storage_Use_Count
+        self._alone = self._count(self._address), sys.getrefcount(self._storage)
 
     def are_there(self) -> bool:
         """Say whether there is another user."""
-        users, references = self._count()
-        return users > self._alone[0] or references > self._alone[1]
-
-    def _count(self) -> tuple[int, int]:
-        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
+        users, references = self._alone
+        return self._count(self._address) > users or sys.getrefcount(self._storage) > references
 
 
 @cache

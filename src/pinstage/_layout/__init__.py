@@ -9,7 +9,7 @@ pool, touches no device.
 from ._describe import Described, Parts, contiguous_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot
-from ._pack import compute_lazy_leaves, pack
+from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
 from ._views import cut, place_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "INTEGERS",
     "PACKED",
     "Described",
+    "HostSlab",
     "Layout",
     "Parts",
     "RowKind",

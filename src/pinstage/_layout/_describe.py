@@ -47,35 +47,21 @@ class Described(NamedTuple):
     """Of the source, in elements."""
 
 
-class Parts:
-    """A batch taken apart.
+class Parts(NamedTuple):
+    """A batch taken apart."""
 
-    Attributes:
-        structure: which containers it is made of.
-        leaves: what is in them.
-        table: a row for each leaf.
-        sources: what is read: of the extension a buffer of addresses, else the `Described` of each leaf.
-        kept: what has to stay alive for that beside the leaves.
-        has_lazy: whether torch has to compute some of the values.
-    """
-
-    __slots__ = ("has_lazy", "kept", "leaves", "sources", "structure", "table")
-
-    def __init__(
-        self,
-        structure: Structure,
-        leaves: list[Any],
-        table: Table,
-        sources: Any,
-        kept: list[torch.Tensor],
-        has_lazy: bool,
-    ) -> None:
-        self.structure = structure
-        self.leaves = leaves
-        self.table = table
-        self.sources = sources
-        self.kept = kept
-        self.has_lazy = has_lazy
+    structure: Structure
+    """Which containers it is made of."""
+    leaves: list[Any]
+    """What is in them."""
+    table: Table
+    """A row for each leaf."""
+    sources: Any
+    """What is read: of the extension a buffer of addresses, else the `Described` of each leaf."""
+    kept: list[torch.Tensor]
+    """What has to stay alive for that beside the leaves."""
+    has_lazy: bool
+    """Whether torch has to compute some of the values."""
 
     def others(self) -> list[Any]:
         """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
@@ -119,7 +105,8 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     if core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
     figures, *found = core.describe(leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays)
-    return Parts(structure, leaves, tuple.__new__(Table, figures), *found)
+    # Not by their classes, whose constructors are functions of Python.
+    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), *found))
 
 
 def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:

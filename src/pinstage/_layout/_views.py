@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._torch import check_is_plain, why_views_cannot_be_made
+from .._torch import check_is_plain
 from ._dtypes import ALIGNMENT, DTYPES
 from ._table import PACKED, RowKind, Table
 
@@ -32,11 +32,12 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         )
     if slab.numel() % ALIGNMENT:
         slab = slab[: table.nbytes]
-    if _native.core is not None and why_views_cannot_be_made() is None:
-        leaves: list[Any] | torch.Tensor = _native.core.cut(table.data, slab, slab.numel(), others)
+    if _native.core is not None:
+        leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, slab.numel(), others)
         if isinstance(leaves, list):
             return leaves
-        check_is_plain(leaves)
+        if leaves is not None:
+            check_is_plain(leaves)
     return _cut_plainly(table, slab, others)
 
 

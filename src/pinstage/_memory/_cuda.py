@@ -76,14 +76,19 @@ def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
     """Call a runtime or driver function; returns what it gives beside the code, or clears the error and raises."""
     code, *results = getattr(module, name)(*args)
     if int(code):
-        prefix = name[: 4 if name.startswith("cuda") else 2]
-        if prefix == "cuda":  # only the runtime keeps a last error
-            module.cudaGetLastError()
-        error, text = (
-            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
-        )
-        raise (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
+        raise _cleared(module, name, code, nbytes)
     return results[0] if results else None
+
+
+def _cleared(module: Any, name: str, code: Any, nbytes: int | None) -> CudaError:
+    """Clear the error of a call, and return it as an exception."""
+    prefix = name[: 4 if name.startswith("cuda") else 2]
+    if prefix == "cuda":  # only the runtime keeps a last error
+        module.cudaGetLastError()
+    error, text = (
+        getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
+    )
+    return (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
 
 
 def why_unusable() -> str | None:
@@ -253,3 +258,11 @@ def unregister(address: int, device: int) -> None:
     """``cudaHostUnregister``: waits for the device. ``address`` is exactly what was registered."""
     with on_device(device):
         _call(_loaded().runtime, "cudaHostUnregister", address)
+
+
+def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """``cudaMemcpyAsync`` from host to device, by addresses, on a stream of the device that is current in this thread."""
+    runtime = _loaded().runtime
+    (code,) = runtime.cudaMemcpyAsync(target, source, nbytes, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice, stream)
+    if code:
+        raise _cleared(runtime, "cudaMemcpyAsync", code, nbytes)

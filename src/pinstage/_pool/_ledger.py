@@ -14,11 +14,10 @@ from .._reaper import reaper
 from .._torch import ownership
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._idle import IdleSlabs
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
-from ._slab import Event, Inbox, Meter, Notice, Slab
+from ._slab import Event, IdleSlabs, Inbox, Meter, Notice, Slab
 from ._stats import PoolStats
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()

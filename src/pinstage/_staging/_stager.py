@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._copy import most_threads, start_packing
+from .._errors import AcquireTimeoutError
 from .._layout import Parts, Table, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._sizes import parse_bytes
 from .._steps import step
-from .._torch import check_is_plain
-from ._frames import clear_own_frames
-from ._host_slab import acquire
-from ._ring import Overflow, Place, Ring, RingTransfer
+from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead
 from ._sources import Sources
 from ._targets import target_for
@@ -156,20 +154,19 @@ class Stager:
         """
         with step("stage"):
             parts = take_apart(batch)
-            table, ring, place = parts.table, self._ring, None
-            if ring is not None and table.nbytes:
-                place = ring.take(table.nbytes)
+            table, place = parts.table, None
+            if self._ring is not None and table.nbytes:
+                place = self._ring.take(table.nbytes)
             try:
-                slab, event, copies = self._copy_packed(parts, place) if table.nbytes else (None, None, 0)
+                slab, event, copies = self._send(parts, place) if table.nbytes else (None, None, 0)
                 others, moved, moved_event = move_others(self._target, table, parts.others())
                 self._count(table, copies)
-                carried = self._target, parts.structure, table, slab, event, copies, others, moved, moved_event
-                if ring is not None and place is not None:
-                    return RingTransfer(ring, place, *carried)
-                return Transfer(*carried)
+                return Transfer(
+                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, place
+                )
             except BaseException:
-                if ring is not None and place is not None:
-                    ring.release(place)  # who keeps the error must not keep the slab
+                if place is not None:
+                    place.release()  # who keeps the error must not keep the slab
                 raise
 
     def to_device(self, batch: Any) -> Any:
@@ -206,7 +203,7 @@ class Stager:
         """
         # A pool of no device in particular pins on the current one.
         with step("to_host"), self._target.selected():
-            transfer = to_host(tree, self.device, self._pool, self._sources, copy=copy, timeout=self._timeout)
+            transfer = to_host(tree, self.device, self._acquire, self._sources, copy=copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
@@ -264,46 +261,48 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _copy_packed(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
+    def _send(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
-        with self._target.copying():
-            lease = acquire(self._pool, parts.table.nbytes, self._timeout)
-            lease.guard(self._target.all_copies)  # an interrupt may come before the release
+        target, nbytes = self._target, parts.table.nbytes
+        with target.selected():
+            lease = self._acquire(nbytes)
+            lease.guard(target.all_copies)  # an interrupt may come before the release
             try:
-                device, copies = self._pack_and_copy(parts, lease, place)
-            except BaseException as error:
-                clear_own_frames(error)  # who keeps the error must not keep views of the slab
-                raise
+                device = target.empty(nbytes) if place is None else place.ready()
+                host = lease.data_ptr()
+                with step("pack"):
+                    job = start_packing(parts, lease, self._threads)
+                if job is None:
+                    with step("copy"):
+                        target.copy(device, host, 0, nbytes)
+                    copies = 1
+                else:
+                    with job:
+                        copies = self._copy_chunks(job, device, host)
             finally:
-                event = self._target.record_copies()
+                event = target.record_copies()
                 lease.release(after=event)
         return device, event, copies
 
-    def _pack_and_copy(self, parts: Parts, lease: Lease, place: Place | None) -> tuple[torch.Tensor, int]:
-        # The host views must not outlive this call, so that the event alone decides when the slab is free.
-        host = lease.tensor()
-        nbytes = parts.table.nbytes
-        if place is None:
-            device = torch.empty(nbytes, dtype=torch.uint8, device=self._target.device)
-        else:
-            device = place.slab.ready(nbytes)
-        check_is_plain(device)
-        check_is_plain(host)
-        with step("pack"):
-            job = start_packing(parts, host, self._threads)
-        if job is None:
+    def _copy_chunks(self, job: Any, device: torch.Tensor, host: int) -> int:
+        """Send each chunk as soon as it is packed; return how many there are."""
+        start = 0
+        for chunk, end in enumerate(job.ends):
+            with step("pack"):
+                job.wait(chunk)
             with step("copy"):
-                self._target.copy(device, host)
-            return device, 1
-        with job:
-            start = 0
-            for chunk, end in enumerate(job.ends):
-                with step("pack"):
-                    job.wait(chunk)
-                with step("copy"):
-                    self._target.copy(device[start:end], host[start:end])
-                start = end
-            return device, len(job.ends)
+                self._target.copy(device, host, start, end)
+            start = end
+        return len(job.ends)
+
+    def _acquire(self, nbytes: int) -> Lease:
+        try:
+            return self._pool.acquire(nbytes, timeout=self._timeout)
+        except AcquireTimeoutError as error:
+            error.add_note(
+                "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass copy=True"
+            )
+            raise
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()
