@@ -262,7 +262,7 @@ def unregister(address: int, device: int) -> None:
 
 
 def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """``cudaMemcpyAsync`` from host to device, by addresses, on a stream of the device that is current in this thread."""
+    """``cudaMemcpyAsync`` to a device, by addresses, on a stream of the device that is current in this thread."""
     bindings = _bindings or _loaded()
     (code,) = bindings.runtime.cudaMemcpyAsync(target, source, nbytes, bindings.host_to_device, stream)
     if code:

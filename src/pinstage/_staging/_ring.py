@@ -8,8 +8,8 @@
      |          the copy stream waits for these events, the host never          |
      +--------------------------------------------------------------------------+
 
-The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any way
-(``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's storage:
+The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
+way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's storage:
 every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on the batch
 can be begun, so an event recorded then on the consumer's stream is behind all of it.
 """
@@ -206,8 +206,8 @@ class Ring:
         """
         if self._is_entered():
             raise RingError(
-                "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, asked "
-                "for a place; a finaliser may release() transfers, nothing else"
+                "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, "
+                "asked for a place; a finaliser may release() transfers, nothing else"
             )
         place = self._try_to_take(nbytes)
         if place is None and self.overflow == "error":

@@ -300,7 +300,8 @@ class Stager:
             return self._pool.acquire(nbytes, timeout=self._timeout)
         except AcquireTimeoutError as error:
             error.add_note(
-                "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass copy=True"
+                "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass "
+                "copy=True"
             )
             raise
 

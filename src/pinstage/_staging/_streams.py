@@ -82,7 +82,7 @@ class DeviceEvent(torch.cuda.Event):
     @classmethod
     def of(cls, index: int) -> DeviceEvent:
         """Make an event of a device."""
-        event = cls()  # type: ignore[no-untyped-call]
+        event = cls()
         event.index = index
         return event
 

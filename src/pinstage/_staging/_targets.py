@@ -37,7 +37,7 @@ class Target(Protocol):
         ...
 
     def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
-        """Copy bytes of a host slab to their place in a device slab, on the copy stream. While the device is `selected`.
+        """Copy bytes of a host slab to a device slab, on the copy stream. While the device is `selected`.
 
         Args:
             slab: of the device.
@@ -123,7 +123,7 @@ class CudaTarget:
         return slab
 
     def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
-        """See `Target`. Not torch's ``copy_``: to make a tensor over the host slab takes longer than the copy's call."""
+        """See `Target`. Not torch's ``copy_``: a tensor over the host slab takes longer to make than the copy."""
         if self._has_bindings:
             start_copy(slab.data_ptr() + start, host + start, end - start, self._stream_handle)
             return
