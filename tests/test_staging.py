@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 import strategies as known
 import torch
-from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, outcome, record_work, stays_blocked
+from doubles import (
+    PATIENCE_SECONDS,
+    CountingMemory,
+    HeldTarget,
+    Interrupts,
+    ManualEvent,
+    outcome,
+    record_work,
+    stays_blocked,
+)
 from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
@@ -33,7 +42,6 @@ from pinstage import (
     Transfer,
 )
 from pinstage._staging._run_ahead import RUN_AHEAD
-from pinstage._staging._targets import CpuTarget
 from pinstage._torch import memory_of
 
 MIB = 1024 * 1024
@@ -63,21 +71,6 @@ def make_stager(memory):
 @pytest.fixture
 def stager(make_stager):
     return make_stager()
-
-
-class HeldTarget(CpuTarget):
-    """A device whose copies are under way until the test says so."""
-
-    def __init__(self):
-        self.all_copies = ManualEvent()
-        self.copies = 0
-
-    def copy(self, *args):
-        self.copies += 1
-        super().copy(*args)
-
-    def record_copies(self):
-        return self.all_copies
 
 
 def some_batch(seed=0):
