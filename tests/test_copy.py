@@ -26,6 +26,16 @@ KIB, MIB = 1 << 10, 1 << 20
 GUARD = 64
 
 
+@pytest.fixture
+def native():
+    with on_path("native"):
+        yield
+
+
+in_chunks = pytest.mark.usefixtures("native")
+"""Only the extension packs in chunks, and by threads."""
+
+
 def bytes_of(*sizes, skipped=0):
     """Return leaves of so many bytes, which begin at odd addresses if some are `skipped`."""
     return [tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:] for seed, size in enumerate(sizes)]
@@ -113,7 +123,8 @@ def ends_of(sizes):
     """Return where the chunks of a batch of leaves end. All of them lie in one place."""
     source = torch.zeros(max(sizes), dtype=torch.uint8)
     parts = take_apart([source[:size] for size in sizes])
-    with start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 2) as job:
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 2) as job:
         return job.ends
 
 
@@ -127,6 +138,7 @@ def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
     assert ends[-1] == expected.numel()
 
 
+@in_chunks
 @pytest.mark.parametrize("threads", [2, 4])
 def test_what_is_reported_is_in_the_slab_already(batch, threads):
     leaves, expected = batch
@@ -175,12 +187,14 @@ def test_a_small_batch_is_not_worth_a_second_thread():
     assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
 
 
+@in_chunks
 def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
     assert [end / MIB for end in ends_of([MIB] * 24)] == [2, 6, 14, 24]
     assert [end / MIB for end in ends_of([64 * MIB])] == [2, 6, 14, 30, 46, 62, 64]
     assert [end / MIB for end in ends_of([MIB] * 3)] == [3]
 
 
+@in_chunks
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -209,6 +223,7 @@ def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
     assert max(lengths) <= 16 * MIB + 2 * MIB + slack
 
 
+@in_chunks
 @pytest.mark.parametrize("chunk", [-1, 3, 10**30])
 def test_there_is_nothing_to_wait_for_behind_the_last_chunk(chunk):
     parts = take_apart(bytes_of(10 * MIB))
@@ -226,6 +241,7 @@ def tasks():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+@in_chunks
 def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
     packed(bytes_of(8 * MIB), 3)
     before = tasks(), _native.core.threads(), threading.active_count()
@@ -235,6 +251,7 @@ def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
     assert (tasks(), _native.core.threads(), threading.active_count()) == before
 
 
+@in_chunks
 def test_several_threads_pack_at_once():
     barrier = threading.Barrier(3)
 
@@ -256,6 +273,7 @@ def slow_leaves():
     return [tensor_of(torch.uint8, (2 * KIB,), 3).expand(64 * KIB, 2 * KIB)[:, ::2]]
 
 
+@in_chunks
 @pytest.mark.parametrize("threads", [1, 2])
 def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, background):
     parts = take_apart(slow_leaves())
@@ -281,6 +299,7 @@ def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, back
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
+@in_chunks
 @pytest.mark.parametrize("wait_for", [None, 0])
 @pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
 def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
@@ -302,9 +321,11 @@ def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
         assert not slab.any(), "written after its end"
 
 
+@in_chunks
 def test_a_job_that_has_ended_has_no_chunks():
     parts = take_apart(bytes_of(4 * MIB))
-    job = start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 2)
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, 2)
     with job:
         pass
     assert job.ends == ()
@@ -313,6 +334,7 @@ def test_a_job_that_has_ended_has_no_chunks():
     job.__exit__()  # once more
 
 
+@in_chunks
 def test_a_job_does_not_end_under_a_thread_that_waits_for_it(background):
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -336,6 +358,7 @@ class Pressed(Exception):  # noqa: N818 - stands for a key
     pass
 
 
+@in_chunks
 def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on():
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -357,6 +380,7 @@ def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on(
     assert not slab.any()
 
 
+@in_chunks
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_threads():
     leaves = slow_leaves()
