@@ -65,7 +65,7 @@ def problems() -> list[Problem]:
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
-        ("default collation", _why_collation_is_unknown(), "workers stack batches first, and pack them then"),
+        ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
     ]
     return [Problem(name, reason, remedy) for name, reason, remedy in tried if reason is not None]
 
@@ -92,8 +92,10 @@ def _why_owners_are_not_seen() -> str | None:
 
 def ownership(lock: Any) -> Callable[[], bool]:
     """Return what says whether the calling thread has a `threading.RLock`. What is public says so by an error."""
-    if _why_owners_are_not_seen() is None:
+    reason = _why_owners_are_not_seen()
+    if reason is None:
         return lock._is_owned  # type: ignore[no-any-return]
+    tell_once(f"locks are asked by way of a Condition, which takes longer: {reason}")
     condition = threading.Condition(lock)
 
     def is_owned() -> bool:
@@ -212,14 +214,22 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return unpack(tensor).tangent is not None
 
 
-def is_functional(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a wrapper of functionalisation, which has no memory of its own."""
-    return bool(getattr(torch, "_is_functional_tensor", lambda _: False)(tensor))
+@cache
+def _why_kinds_are_not_seen() -> str | None:
+    try:
+        if not (_PLAIN._is_zerotensor() or torch._is_functional_tensor(_PLAIN)):
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
+    return _in_this_torch("takes a plain tensor for one without memory")
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor stands for zeros without memory, as forward-mode AD makes some."""
-    return bool(getattr(tensor, "_is_zerotensor", lambda: False)())
+_PLAIN = torch.zeros(1, device="cpu")  # made here: the first question may come in a mode that makes no such tensors
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
+    return _why_kinds_are_not_seen() is None and (torch._is_functional_tensor(tensor) or tensor._is_zerotensor())
 
 
 def check_is_plain(made: torch.Tensor) -> None:
@@ -233,16 +243,6 @@ def check_is_plain(made: torch.Tensor) -> None:
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )
-
-
-def _why_kinds_are_not_seen() -> str | None:
-    plain = torch.zeros(1, device="cpu")
-    try:
-        if not (plain._is_zerotensor() or torch._is_functional_tensor(plain)):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
-    return _in_this_torch("takes a plain tensor for one without memory")
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -270,11 +270,6 @@ _views: list[str | None] = [_NO_EXTENSION]
 """Why views cannot be made by the extension; None if they can."""
 
 
-def why_views_cannot_be_made() -> str | None:
-    """Say why the extension cannot make views of a slab; None if it can."""
-    return _views[0]
-
-
 def tell_of_extension() -> None:
     """Tell, once, if it is by torch that the extension, or a part of it, is not in use."""
     if _native.core is None and str(_native.why_not).startswith("torch "):
@@ -294,7 +289,8 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
         core: the extension.
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
-    core.watch_level(torch.autograd.forward_ad, "_current_level")
+    if _why_levels_are_not_seen() is None:  # else it takes no tensor for one without a tangent
+        core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
         _views[0] = _probe_shim(core, samples)
     except _WRONG as error:
@@ -538,7 +534,8 @@ def _collation() -> Any:
     return collate if works else None
 
 
-def _why_collation_is_unknown() -> str | None:
+def why_collation_is_unknown() -> str | None:
+    """Say why default collation cannot be taken apart; None if it can."""
     return None if _collation() is not None else _in_this_torch("collates in another way")
 
 

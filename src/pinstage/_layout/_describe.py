@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._errors import LayoutError
 from .._steps import step
-from .._torch import check_is_plain, is_dual, is_functional, is_zero_tensor, may_be_dual
+from .._torch import check_is_plain, has_no_memory, is_dual, may_be_dual
 from .._tree import (
     ATOM_TYPES,
     KINDS,
@@ -193,7 +193,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
     except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
         return Described(RowKind.MOVED)
     if tensor.numel():
-        if is_functional(tensor) or is_zero_tensor(tensor):
+        if has_no_memory(tensor):
             return Described(RowKind.MOVED)
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         needed = int(tensor.storage_offset() + reach) * tensor.itemsize
