@@ -1,12 +1,17 @@
-"""A storm of interrupts, in a process of its own: ``python storm.py WHAT COUNT``.
+"""Storms of interrupts, in a process of their own: ``python storm.py WHAT COUNT [threads]``.
 
 The main thread works without end; each time that it is inside pinstage, a SIGINT comes, as from a stop button that is
-pressed again and again. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
+pressed again and again. With ``threads`` others work, and each time that one is inside pinstage, it gets an interrupt by
+`PyThreadState_SetAsyncExc`. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
 """
 
+import _thread
+import ctypes
+import faulthandler
 import gc
 import json
 import os
+import queue
 import random
 import signal
 import sys
@@ -17,7 +22,18 @@ import torch
 
 import pinstage as ps
 
+START_NEW_THREAD = _thread.start_new_thread
+
 INSIDE = os.path.dirname(ps.__file__)  # noqa: PTH120 - compared with the names in code objects
+
+
+def is_inside(frame):
+    """Say whether a frame was called, directly or not, by pinstage."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(INSIDE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Storm:
@@ -27,10 +43,12 @@ class Storm:
         count: how often.
     """
 
+    begun = staticmethod(iter)
+    persistent = True
+
     def __init__(self, count, pause=0.0003):
         self.left = count
         self._pause = pause
-        self._ready = threading.Semaphore(0)
         self._work_is_done = False
 
     def over(self, work):
@@ -56,11 +74,81 @@ class Storm:
             time.sleep(random.expovariate(1 / self._pause))
 
     def _interrupt(self, _, frame):
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(INSIDE):
+        if is_inside(frame):
+            self.left -= 1
+            raise KeyboardInterrupt
+
+
+class ThreadStorm:
+    """Interrupts three other threads wherever they are inside pinstage, but for while one of them starts a thread.
+
+    Before Python 3.12 a thread that has not begun counts as the one that starts it, and may get the interrupt in its
+    place: it would never begin.
+
+    Args:
+        count: how often.
+    """
+
+    persistent = False  # such a loader is of one thread
+
+    def __init__(self, count, pause=0.0003):
+        self.left = self._count = count
+        self._pause = pause
+        self._started = self._begun = 0
+        self._asked = queue.SimpleQueue()
+        START_NEW_THREAD(self._make_iterators, ())
+
+    def over(self, work):
+        """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        sys.setswitchinterval(1e-3)  # so that threads are met everywhere
+        _thread.start_new_thread = self._start_new_thread
+        threads = [threading.Thread(target=self._repeat, args=(work,), daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        interrupt = ctypes.py_object(KeyboardInterrupt)
+        while True:
+            time.sleep(random.expovariate(1 / self._pause))
+            thread = random.choice(threads)
+            number = ctypes.c_ulong(thread.ident)
+            frame = sys._current_frames().get(thread.ident)
+            if self.left <= 0:
+                break  # and no thread is interrupted that has its number
+            # While this thread has the interpreter lock, for a millisecond, that one is where it is.
+            if is_inside(frame) and self._begun == self._started and self.left > 0:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, interrupt)
+        for thread in threads:
+            thread.join(30)
+            if thread.is_alive():
+                faulthandler.dump_traceback()
+                os._exit(1)
+        return self._count - self.left
+
+    def begun(self, loader):
+        """Return an iterator of a loader. Another thread makes it: what starts processes cannot be interrupted."""
+        answer = queue.SimpleQueue()
+        self._asked.put((loader, answer))
+        return answer.get()
+
+    def _make_iterators(self):
+        while True:
+            loader, answer = self._asked.get()
+            answer.put(iter(loader))
+            del answer
+
+    def _start_new_thread(self, run, *args):
+        def begin(*args):
+            self._begun += 1
+            run(*args)
+
+        self._started += 1  # no interrupt from here on
+        return START_NEW_THREAD(begin, *args)
+
+    def _repeat(self, work):
+        while self.left > 0:
+            try:
+                work()
+            except KeyboardInterrupt:
                 self.left -= 1
-                raise KeyboardInterrupt
-            frame = frame.f_back
 
 
 def left_in(pool):
@@ -98,7 +186,7 @@ def over_pool(storm):
             tensor = lease.tensor()
             lease.numpy()[0] = 1
             del tensor
-        leases = [pool.acquire(200_000, timeout=5) for _ in range(4)]
+        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]  # three threads have to wait for one another
         for lease in leases:
             lease.release()
         if number % 50 == 0:
@@ -115,7 +203,7 @@ def batch():
 
 
 def over_stager(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=20)
 
     def work():
         stager.to_device(batch())
@@ -129,7 +217,7 @@ def over_stager(storm):
 
 
 def over_ring(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", ring=4, timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", ring=16, timeout=20)
 
     def work():
         for _ in range(5):
@@ -139,13 +227,13 @@ def over_ring(storm):
             staged["x"].add_(1)
 
     interrupted = storm.over(work)
-    staged = [stager.to_device(batch()) for _ in range(4)]
+    staged = [stager.to_device(batch()) for _ in range(16)]
     wrong = [] if all(torch.equal(one["x"], batch()["x"]) for one in staged) else ["bytes are wrong"]
     return interrupted, wrong + left_in(stager.pool)
 
 
 def over_to_host(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=20)
     there = batch()
 
     def work():
@@ -163,12 +251,12 @@ def over_loader(storm):
         ps.DataLoader(
             torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more
         )
-        for workers, more in ((1, {"persistent_workers": True}), (0, {}), (1, {}))
+        for workers, more in ((1, {"persistent_workers": storm.persistent}), (0, {}), (1, {}))
     ]
     turns = iter(range(10**9))
 
     def work():
-        found = [x[0, 0].item() for [x] in loaders[next(turns) % len(loaders)]]
+        found = [x[0, 0].item() for [x] in storm.begun(loaders[next(turns) % len(loaders)])]
         assert found == list(range(0, 4000, 200))
 
     interrupted = storm.over(work)
@@ -183,7 +271,8 @@ def over_loader(storm):
 
 
 if __name__ == "__main__":
-    what, count = sys.argv[1:]
+    what, count, *threads = sys.argv[1:]
     torch.set_num_threads(1)
-    interrupted, wrong = globals()[f"over_{what}"](Storm(int(count)))
-    print(json.dumps({"interrupted": interrupted, "wrong": wrong}))
+    storm = (ThreadStorm if threads else Storm)(int(count))
+    interrupted, wrong = globals()[f"over_{what}"](storm)
+    print(json.dumps({"interrupted": interrupted, "wrong": wrong}))  # noqa: T201
