@@ -1,11 +1,12 @@
 """Storms of interrupts, in a process of their own: ``python storm.py WHAT COUNT [threads]``.
 
 The main thread works without end; each time that it is inside pinstage, a SIGINT comes, as from a stop button that is
-pressed again and again. With ``threads`` others work, and each time that one is inside pinstage, it gets an interrupt by
-`PyThreadState_SetAsyncExc`. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
+pressed again and again. With ``threads`` others work, and each time that one is inside pinstage, it gets an interrupt
+by `PyThreadState_SetAsyncExc`. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
 """
 
 import _thread
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -82,8 +83,8 @@ class Storm:
 class ThreadStorm:
     """Interrupts three other threads wherever they are inside pinstage, but for while one of them starts a thread.
 
-    Before Python 3.12 a thread that has not begun counts as the one that starts it, and may get the interrupt in its
-    place: it would never begin.
+    Before Python 3.12 a thread that has not begun has the number of the one that starts it, and may get the interrupt
+    in its place: it would never begin.
 
     Args:
         count: how often.
@@ -94,7 +95,7 @@ class ThreadStorm:
     def __init__(self, count, pause=0.0003):
         self.left = self._count = count
         self._pause = pause
-        self._started = self._begun = 0
+        self._starting = threading.Lock()
         self._asked = queue.SimpleQueue()
         START_NEW_THREAD(self._make_iterators, ())
 
@@ -102,26 +103,48 @@ class ThreadStorm:
         """Do work again and again, until all interrupts have come; return how often it was ended by one."""
         sys.setswitchinterval(1e-3)  # so that threads are met everywhere
         _thread.start_new_thread = self._start_new_thread
-        threads = [threading.Thread(target=self._repeat, args=(work,), daemon=True) for _ in range(3)]
+        threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
-        interrupt = ctypes.py_object(KeyboardInterrupt)
-        while True:
+        while self.left > 0:
+            self._interrupt(random.choice(threads))
             time.sleep(random.expovariate(1 / self._pause))
-            thread = random.choice(threads)
-            number = ctypes.c_ulong(thread.ident)
-            frame = sys._current_frames().get(thread.ident)
-            if self.left <= 0:
-                break  # and no thread is interrupted that has its number
-            # While this thread has the interpreter lock, for a millisecond, that one is where it is.
-            if is_inside(frame) and self._begun == self._started and self.left > 0:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, interrupt)
         for thread in threads:
             thread.join(30)
             if thread.is_alive():
                 faulthandler.dump_traceback()
                 os._exit(1)
         return self._count - self.left
+
+    def _interrupt(self, thread):
+        number, interrupt = ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+        with self._starting:
+            if is_inside(sys._current_frames().get(thread.ident)) and self.left > 0:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, interrupt)
+
+    def _work(self, work):
+        while self.left > 0:
+            with contextlib.suppress(KeyboardInterrupt):  # one that came late
+                self._repeat(work)
+
+    def _repeat(self, work):
+        while self.left > 0:
+            try:
+                work()
+            except KeyboardInterrupt:
+                self.left -= 1
+
+    def _start_new_thread(self, run, *args):
+        def begin(*args):
+            self._starting.release()
+            run(*args)
+
+        try:
+            self._starting.acquire()
+        except KeyboardInterrupt:  # which comes at the end of the call
+            self._starting.release()
+            raise
+        return START_NEW_THREAD(begin, *args)
 
     def begun(self, loader):
         """Return an iterator of a loader. Another thread makes it: what starts processes cannot be interrupted."""
@@ -134,21 +157,6 @@ class ThreadStorm:
             loader, answer = self._asked.get()
             answer.put(iter(loader))
             del answer
-
-    def _start_new_thread(self, run, *args):
-        def begin(*args):
-            self._begun += 1
-            run(*args)
-
-        self._started += 1  # no interrupt from here on
-        return START_NEW_THREAD(begin, *args)
-
-    def _repeat(self, work):
-        while self.left > 0:
-            try:
-                work()
-            except KeyboardInterrupt:
-                self.left -= 1
 
 
 def left_in(pool):

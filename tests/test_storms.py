@@ -24,7 +24,7 @@ def storm(*arguments):
         capture_output=True,
         text=True,
         timeout=100,
-        preexec_fn=ignore_interrupts,  # noqa: PLW1509
+        preexec_fn=ignore_interrupts,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
