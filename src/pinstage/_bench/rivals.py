@@ -142,11 +142,11 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
 
 
 @contextmanager
-def _pinstage_ring(device: torch.device) -> Iterator[Stage]:
+def _pinstage_ring(device: torch.device, slab_bytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
     # Five: the check keeps three batches at once, beside the one that is staged.
-    stager = ps.Stager(device, max_bytes="8GiB", ring=5)
+    stager = ps.Stager(device, max_bytes="8GiB", ring=5, ring_bytes=slab_bytes)
     try:
         yield stager.to_device
     finally:
@@ -212,9 +212,10 @@ VARIANTS = (
     Variant(
         "pinstage_ring",
         _pinstage_ring,
-        "the same with `ring=5`: fixed device slabs, views made once",
+        "the same with `ring=5`: fixed device slabs",
         package="pinstage",
         ours=True,
+        sized=True,
     ),
     Variant(
         "pinstage_lease",
