@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 export CC=${CC:-cc}
-[ $# -gt 0 ] || set -- tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
+[ $# -gt 0 ] || set -- -k "not plain" tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
 build=build/sanitize
 rm -rf "$build"
 mkdir -p "$build"
