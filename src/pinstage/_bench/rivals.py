@@ -108,7 +108,7 @@ def _pinstage(device: torch.device) -> Iterator[Stage]:
 def _pinstage_in_place(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     import pinstage as ps
 
-    with ps.Stager(device, max_bytes="8GiB") as stager, ExitStack() as leases:
+    with ps.Stager(device, max_bytes="8GiB", borrow_pinned=True) as stager, ExitStack() as leases:
         yield stager.to_device, partial(_into_leases, stager.pool, leases)
 
 
@@ -204,7 +204,7 @@ VARIANTS = (
     Variant(
         "pinstage",
         _pinstage,
-        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`",
+        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place `borrow_pinned=True`",
         package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
