@@ -299,6 +299,6 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)
         assert (count, error) == (24, None) or error.startswith("DataLoader worker"), lines[nth - 1]
-        # Torch's error comes at any line of the main thread: so perhaps the iterator is ended by another one, as dropped.
+        # Torch's error may come at any line of the main thread: then the iterator is dropped, and ended by another one.
         wait_until(lambda stats=loader.stats: stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0)
         assert not LEAKED
