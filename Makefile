@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types docs bench bench-smoke clean
+.PHONY: help demo test sanitize wheels lint types docs bench bench-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,12 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
+	scripts/sanitize.sh $(PYTEST_ARGS)
+
+wheels: $(VENV)/.stamp-wheels ## build wheels for x86_64 and aarch64 into dist/, and try one
+	scripts/build_wheels.sh
 
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .
@@ -39,9 +45,17 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# One stamp for each extra of pyproject.toml: a second call installs nothing.
-$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+# The extension; a file of it that changes is compiled anew.
+NATIVE := setup.py $(wildcard src/pinstage/_native/*.[ch])
+
+# The tests need it: for them it is an error if it cannot be compiled.
+$(VENV)/.stamp-test: MUST_COMPILE := 1
+
+# One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
+# first, so that none is left of other sources.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	rm -f src/pinstage/_native/*.so
+	PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from pinstage import Block
+from pinstage._staging._targets import CpuTarget
 
 PATIENCE_SECONDS = 20
 """How long a test waits for what must happen, before it fails instead of hanging."""
@@ -129,6 +130,21 @@ class ManualEvent:
         if self.error is not None:
             raise self.error
         assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
+
+
+class HeldTarget(CpuTarget):
+    """A device whose copies are under way until the test says so."""
+
+    def __init__(self):
+        self.all_copies = ManualEvent()
+        self.copies = 0
+
+    def copy(self, *args):
+        self.copies += 1
+        super().copy(*args)
+
+    def record_copies(self):
+        return self.all_copies
 
 
 class Interrupts:

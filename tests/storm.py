@@ -285,4 +285,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     storm = (ThreadStorm if threads else Storm)(int(count))
     interrupted, wrong = globals()[f"over_{what}"](storm)
-    print(json.dumps({"interrupted": interrupted, "wrong": wrong}))  # noqa: T201
+    print(json.dumps({"interrupted": interrupted, "wrong": wrong}))

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from pinstage import _host, _packing
+from pinstage import _host
+from pinstage._copy import _packing
 from pinstage.inspect._doctor._doctor import host_checks
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -1,11 +1,13 @@
 """The real pool against a plain model: what is busy, for what reason, and whose bytes are in it.
 
-The model never looks at the pool. It knows the memory's live blocks, and of each lease what keeps its slab busy; from
-that follow all the numbers, and whether a request must be served.
+The model never looks at the pool, and calls none of its functions: what the documentation says of sizes is written out
+here once more. It knows the memory's live blocks, and of each lease what keeps its slab busy; from that follow all the
+numbers, and whether a request must be served.
 """
 
 import ctypes
 import itertools
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import pytest
@@ -32,11 +34,13 @@ from pinstage import (
     PoolFrozenError,
     SlabPool,
 )
-from pinstage._pool import reuse_limit, size_class
 
 pytestmark = pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # any next call may tell it
 
 VIEWS = [Lease.tensor, Lease.numpy, Lease.memoryview, lambda lease: lease.view(lease.nbytes, torch.bool)]
+CLASSES = sorted({steps << doublings for steps in range(1, 17) for doublings in range(8)})
+"""What a slab may have: from eight steps to a doubling to the next, 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
+
 sizes = st.sampled_from([1, 60, 64, 100, 120, 200, 256, 500]) | st.integers(1, 1000)
 
 
@@ -77,6 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = None
         self.frozen = False
         self.every_event = []
+        self.hits = self.misses = 0
 
     @initialize(
         max_bytes=st.sampled_from([256, 600, 1000, 2500]) | st.integers(1, 2500),
@@ -103,7 +108,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def class_of(self, nbytes):
         largest = self.max_bytes // self.granularity * self.granularity
-        return min(size_class(nbytes, self.granularity), largest)
+        size = CLASSES[bisect_left(CLASSES, nbytes)]
+        return min(-(-size // self.granularity) * self.granularity, largest)
 
     def can_serve(self, nbytes):
         if any(capacity >= nbytes for capacity in self.idle()):
@@ -121,7 +127,9 @@ class PoolMachine(RuleBasedStateMachine):
         return AcquireTimeoutError
 
     def within_reuse(self, nbytes, capacities):
-        return [capacity for capacity in capacities if nbytes <= capacity <= reuse_limit(nbytes, self.class_of(nbytes))]
+        """Return those slabs that serve a request before the pool grows: an eighth of each is waste, or less."""
+        limit = self.class_of(nbytes)
+        return [size for size in capacities if nbytes <= size and (size <= limit or 8 * (size - nbytes) <= size)]
 
     # -- the rules
 
@@ -142,6 +150,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert any((block.ptr, block.nbytes) == (address, capacity) for block in self.memory.live_blocks)
         assert nbytes == lease.nbytes <= capacity
         grew = self.memory.allocations > allocations
+        self.misses += grew
+        self.hits += not grew
         if self.within_reuse(nbytes, idle):
             assert not grew
             best = min(self.within_reuse(nbytes, idle))
@@ -168,6 +178,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert failure is None
             assert self.memory.live_bytes == live
+            self.hits += 1
         self.memory.forget_failures()
 
     @rule(nbytes=sizes, count=st.integers(1, 3), nth=st.integers(1, 2))
@@ -301,7 +312,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.free_slabs, stats.free_bytes) == (len(idle), sum(idle))
         assert stats.held_slabs == len(idle) + len(self.uses)
         assert stats.requested_bytes == sum(use.nbytes for use in leased)
-        assert stats.hits + stats.misses == stats.total_leased_slabs
+        assert (stats.hits, stats.misses, stats.recovered) == (self.hits, self.misses, 0)
+        assert stats.total_leased_slabs == self.hits + self.misses
 
     def teardown(self):
         if self.pool is None:

@@ -172,8 +172,8 @@ def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     waiters(full_pool, 1)
     del lease
     lease = outcome(waiter)
+    lease.release()
     with pytest.warns(UnreleasedLeaseWarning):
-        lease.release()
         full_pool.stats()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pinstage as ps
+from pinstage import _native
 from pinstage._steps import step
 
 PARTS = ["walk", "describe", "acquire", "pack", "copy", "views", "unflatten"]
@@ -40,12 +41,15 @@ def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):
 
 
 def test_a_batch_in_chunks_is_packed_and_copied_in_so_many_steps():
+    if _native.core is None:
+        pytest.skip(f"the plain path has no chunks: {_native.why_not}")
     with ps.Stager("cpu", threads=2) as stager:
         large = torch.zeros(40 << 20, dtype=torch.uint8)
         with ps.profile() as steps:
             transfer = stager.stage(large)
     assert transfer.copies > 1
-    assert steps.times["pack"].calls == steps.times["copy"].calls == transfer.copies
+    assert steps.times["copy"].calls == transfer.copies
+    assert steps.times["pack"].calls == transfer.copies + 1  # it begins, and is waited for
 
 
 def test_a_ring_and_the_way_back_are_timed_too():

@@ -22,7 +22,9 @@ import torch
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, LayoutError, StagingNode, register_node
+from pinstage import Layout, LayoutError, Stager, StagingNode, register_node
+
+pytestmark = pytest.mark.usefixtures("both_paths")
 
 
 def moved(ordered):
@@ -605,6 +607,29 @@ def test_what_optree_knows_in_another_namespace_is_a_container_too():
     assert_same(batch, through_slab(batch), "cpu")
 
 
+@pytest.mark.parametrize("namespace", ["pinstage", "somebody's own"])
+@pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
+def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then_on(namespace, harmless_first):
+    class Late:
+        def __init__(self, value):
+            self.value = value
+
+    late = Late(leaf())
+    if harmless_first:
+        assert len(Layout.of([Late("text"), leaf()]).slots) == 1
+    else:
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="register_node"):
+                Layout.of([late, leaf()])
+    optree.register_pytree_node(
+        Late, lambda late: ((late.value,), None), lambda metadata, children: Late(*children), namespace=namespace
+    )
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).result(), "cpu")
+        assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
+        assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
+
+
 # -- paths -------------------------------------------------------------------------------------------------------------
 
 
@@ -844,18 +869,19 @@ def test_a_layout_is_unpickled_by_a_process_that_has_met_none_of_its_classes(tmp
     sender = """
 import sys, pickle, batch, pinstage, torch
 pinstage.register_node(batch.Plain)
-layout = pinstage.Layout.of(batch.make())
+made = batch.make()
+layout = pinstage.Layout.of(made)
 slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-layout.pack(batch.make(), slab)
-sys.stdout.buffer.write(pickle.dumps((layout, bytes(slab.numpy()), str(layout))))
+layout.pack(made, slab)
+sys.stdout.buffer.write(pickle.dumps((layout, bytes(slab.numpy()), str(layout), layout.others(made))))
 """
     receiver = """
 import sys, pickle, torch
-layout, content, table = pickle.loads(sys.stdin.buffer.read())
+layout, content, table, others = pickle.loads(sys.stdin.buffer.read())
 assert str(layout) == table
 slab = torch.empty(layout.nbytes, dtype=torch.uint8)
 slab.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-found = layout.unpack(slab)
+found = layout.unpack(slab, others)
 import batch
 expected = batch.make()
 assert list(found) == list(expected)

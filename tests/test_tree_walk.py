@@ -1,19 +1,20 @@
-"""A batch comes apart in the same way whether or not others like it came before."""
+"""A batch comes apart in the same way on both paths, whether or not others like it came before."""
 
+import pickle
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
-import optree
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pinstage._layout._walk import walk
-from strategies import assert_same, batches, through_slab
+from paths import on_path
+from strategies import Record, assert_same, batches, through_slab
 
 from pinstage import LayoutError, register_node
-from pinstage._layout import _walk
+from pinstage._tree import _structure, walk
 
-OFTEN = 8
+both_paths = pytest.mark.usefixtures("both_paths")
+OFTEN = 3
 
 Pair = namedtuple("Pair", "a b")
 
@@ -23,21 +24,23 @@ class Items(list):
 
 
 class Named(str):
-    """Nothing but another type."""
+    """Nothing but another type, and what shows it."""
 
     __slots__ = ()
+
+    def __repr__(self):
+        return f"Named({str(self)!r})"
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
     """Nothing is remembered from other tests."""
-    _walk._remembered.clear()
+    _structure._last.clear()
 
 
 def again(batch):
-    leaves, treespec, types = walk(batch)
-    assert types.issuperset(map(type, leaves))
-    return optree.tree_unflatten(treespec, leaves)
+    leaves, structure = walk(batch)
+    return structure.rebuild(leaves)
 
 
 def dicts_of(child, make=dict):
@@ -55,6 +58,7 @@ def containers_of(child):
         pairs.map(Items),
         pairs.map(lambda two: Pair(*two)),
         pairs.map(deque),
+        pairs.map(lambda two: Record(*two)),
         child.map(lambda one: {"same": one, "again": [one]}),
     )
 
@@ -64,7 +68,8 @@ alike = st.recursive(LEAVES, containers_of, max_leaves=6)
 """So small that two are often alike but for a detail."""
 
 
-@settings(max_examples=500, deadline=None)
+@both_paths
+@settings(max_examples=500)
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
 @example([{"a": {"a": 1, "b": 2}}], [{"a": {"b": 2, "a": 1}}])
@@ -74,19 +79,64 @@ alike = st.recursive(LEAVES, containers_of, max_leaves=6)
 @example({"a": [1]}, {"a": [[1]]})
 @example([1, 2], Items([1, 2]))
 @example((1, 2), Pair(1, 2))
+@example(Record({"a": 1}, 2), Record({"b": 1}, 2))
 def test_what_came_before_does_not_show(before, batch):
-    _walk._remembered.clear()
+    _structure._last.clear()
     for _ in range(OFTEN):
         assert_same(before, again(before), "cpu", copied=False)
     assert_same(batch, again(batch), "cpu", copied=False)
     assert_same(before, again(before), "cpu", copied=False)
 
 
-@settings(max_examples=200, deadline=None)
+@both_paths
+@settings(max_examples=100)
 @given(batches())
 def test_however_nested_a_batch_is_staged_the_same_each_time(batch):
     for _ in range(OFTEN):
         assert_same(batch, through_slab(batch), "cpu")
+
+
+@settings(max_examples=200)
+@given(st.one_of(alike, batches()))
+def test_both_paths_find_the_same_leaves_in_the_same_order_and_the_same_structure(batch):
+    found = []
+    for path in ("native", "plain", "native"):  # the last one is held against the first
+        with on_path(path):
+            leaves, structure = walk(batch)
+            found.append((list(map(id, leaves)), structure.paths(), structure))
+    for ids, paths, structure in found[1:]:
+        assert (ids, paths) == found[0][:2]
+        assert structure == found[0][2]
+        assert hash(structure) == hash(found[0][2])
+        assert structure.treespec == found[0][2].treespec
+
+
+@both_paths
+@settings(max_examples=500)
+@given(alike, alike)
+@example({"a": 1, "b": 2}, {"b": 1, "a": 2})
+@example([OrderedDict(), {"a": 1, "b": 2}], [OrderedDict(), {"b": 1, "a": 2}])  # which only optree takes apart
+@example({1: 2}, {True: 2})
+@example({"a": 2}, {Named("a"): 2})
+def test_structures_that_share_a_key_rebuild_alike(one, other):
+    (_, first), (_, second) = walk(one), walk(other)
+    assert first.key() == walk(one)[1].key()
+    assert hash(first.key()) == hash(walk(one)[1].key())
+    numbers = list(range(first.num_leaves))
+    if first.key() == second.key():
+        assert_same(first.rebuild(numbers), second.rebuild(numbers), "cpu")
+    elif first == second:  # but for the order of keys, or their types
+        assert repr(first.rebuild(numbers)) != repr(second.rebuild(numbers))
+
+
+@both_paths
+@settings(max_examples=200)
+@given(alike)
+def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
+    leaves, structure = walk(batch)
+    copy = pickle.loads(pickle.dumps(structure))
+    assert copy == structure
+    assert_same(batch, copy.rebuild(leaves), "cpu", copied=False)
 
 
 def refuse(*arguments, **keywords):
@@ -97,28 +147,47 @@ def refuse(*arguments, **keywords):
     "batch",
     [
         {"a": torch.ones(1), "b": {"d": torch.ones(2), "c": [1, {"e": "x"}]}, "f": ({}, Pair(1, None))},
-        [torch.ones(1)] * 3,
+        [Record(torch.ones(1), {"a": 1})] * 3,
         (torch.ones(1), 2),
         torch.ones(1),
         {},
     ],
     ids=["nested", "list", "tuple", "leaf", "empty"],
 )
-def test_one_like_the_last_ones_is_held_against_them(batch, monkeypatch):
-    for _ in range(OFTEN):
+def test_one_like_the_last_one_is_held_against_it(batch, monkeypatch):
+    with on_path("native"):
         again(batch)
-    monkeypatch.setattr(_walk, "flatten", refuse)
-    assert_same(batch, again(batch), "cpu", copied=False)
+        monkeypatch.setattr(_structure, "_walk_anew", refuse)
+        assert_same(batch, again(batch), "cpu", copied=False)
 
 
-@pytest.mark.parametrize("batch", [{1: 2}, {True: 2}, {Named("a"): 2}, {(1, "a"): 2}], ids=repr)
-def test_dicts_whose_keys_may_be_equal_but_not_the_same_are_not_prepared_for(batch):
+def test_structures_that_take_turns_with_others_of_another_size_are_both_held_against_their_last_ones(monkeypatch):
+    train, validation = {"a": 1, "b": [2]}, {"a": 1}
+    with on_path("native"):
+        again(train)
+        again(validation)
+        monkeypatch.setattr(_structure, "_walk_anew", refuse)
+        assert again(train) == train
+        assert again(validation) == validation
+
+
+def test_no_more_structures_are_remembered_than_are_useful():
+    with on_path("native"):
+        for size in range(200):
+            again([1] * size)
+    assert 1 <= len(_structure._last) <= 32
+
+
+@both_paths
+@pytest.mark.parametrize("key", [True, 1.0, Named("a"), (True, "a")], ids=repr)
+@pytest.mark.parametrize("before", [1, "a", (1, "a")], ids=repr)
+def test_keys_that_are_equal_but_not_the_same_come_back_as_they_were(before, key):
     for _ in range(OFTEN):
-        again(batch)
-    (memory,) = _walk._remembered.values()
-    assert memory.prepared is None
+        assert list(map(type, again({before: 2}))) == [type(before)]
+    assert list(map(type, again({key: 2}))) == [type(key)]
 
 
+@both_paths
 def test_a_dict_that_is_in_two_places_is_told_from_two_dicts():
     shared = {"a": 1, "b": 2}
     for _ in range(OFTEN):
@@ -137,6 +206,7 @@ class Unspeakable:
 LEAF = Unspeakable()
 
 
+@both_paths
 @pytest.mark.parametrize(
     "other",
     [
@@ -151,10 +221,8 @@ LEAF = Unspeakable()
     ],
     ids=["leaf", "shorter", "tuple", "other key", "other order", "no None", "deeper", "namedtuple"],
 )
-def test_a_batch_that_is_not_like_the_last_ones_is_not_written_out(other):
-    for _ in range(OFTEN):
-        again({"a": [LEAF, LEAF], "b": (LEAF, None)})
-    assert next(iter(_walk._remembered.values())).prepared is not None
+def test_a_batch_that_is_not_like_the_last_one_is_not_written_out(other):
+    again({"a": [LEAF, LEAF], "b": (LEAF, None)})
     assert_same_structure(other, again(other))
 
 
@@ -170,32 +238,7 @@ def assert_same_structure(one, other):
         assert_same_structure(mine, theirs)
 
 
-def test_structures_that_keep_changing_are_prepared_for_less_and_less_often(monkeypatch):
-    prepared = []
-    prepare = _walk._prepare
-    monkeypatch.setattr(_walk, "_prepare", lambda *arguments: prepared.append(1) or prepare(*arguments))
-    for round_ in range(300):
-        for _ in range(5):
-            again({"a": [round_] * (1 + round_ % 2)})
-    assert 1 <= len(prepared) <= 3
-
-
-def test_structures_that_take_turns_with_others_of_another_size_are_both_prepared_for(monkeypatch):
-    train, validation = {"a": 1, "b": [2]}, {"a": 1}
-    for _ in range(OFTEN):
-        again(train)
-        again(validation)
-    monkeypatch.setattr(_walk, "flatten", refuse)
-    assert again(train) == train
-    assert again(validation) == validation
-
-
-def test_no_more_structures_are_remembered_than_are_useful():
-    for size in range(200):
-        again([1] * size)
-    assert len(_walk._remembered) <= 32
-
-
+@both_paths
 def test_a_class_made_known_after_it_was_met_as_a_leaf_is_a_container_from_then_on():
     class Late:
         __slots__ = ("tensor",)
@@ -208,6 +251,7 @@ def test_a_class_made_known_after_it_was_met_as_a_leaf_is_a_container_from_then_
     assert walk([late])[0] == [1]
 
 
+@both_paths
 def test_a_batch_that_refers_to_itself_is_refused_after_others_like_it_too():
     for _ in range(OFTEN):
         again({"a": {"a": 1}})
@@ -215,3 +259,25 @@ def test_a_batch_that_refers_to_itself_is_refused_after_others_like_it_too():
     batch["a"] = batch
     with pytest.raises(LayoutError, match="refers to itself"):
         walk(batch)
+
+
+@both_paths
+@pytest.mark.parametrize("make", [list, tuple, lambda items: dict.fromkeys(map(str, range(len(items))), items[0])])
+def test_a_structure_is_not_rebuilt_from_too_few_or_too_many_leaves(make):
+    _, structure = walk(make([1, 2, 3]))
+    for count in (0, 2, 4):
+        with pytest.raises(ValueError, match="leaves"):
+            structure.rebuild([0] * count)
+
+
+@both_paths
+def test_nothing_keeps_a_leaf_when_its_batch_is_gone():
+    class Leaf:
+        gone = 0
+
+        def __del__(self):
+            Leaf.gone += 1
+
+    for size in (3, 3, 5):
+        again({"a": [Leaf() for _ in range(size)], "b": Record(Leaf())})
+    assert Leaf.gone == 3 + 3 + 5 + 3

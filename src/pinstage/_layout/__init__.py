@@ -1,15 +1,15 @@
 """Where each leaf of a nested batch lives in a slab.
 
 A batch is taken apart into its structure and its leaves (`_tree`), and these are described: the `Table` has a row for
-each, with its place in the slab, aligned, disjoint, in the order of the batch. A `Layout` is a structure and a table. It
-depends on structure and shapes only, never on values, and holds nothing of a batch. Knows shapes, counts no bytes of any
-pool, touches no device.
+each, with its place in the slab, aligned, disjoint, in the order of the batch. A `Layout` is a structure and a table.
+It depends on structure and shapes only, never on values, and holds nothing of a batch. Knows shapes, counts no bytes of
+any pool, touches no device.
 """
 
-from ._describe import Described, Parts, contiguous_stride, describe, take_apart
+from ._describe import Described, IsContainer, Parts, contiguous_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot
-from ._pack import compute_lazy_leaves, pack
+from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
 from ._views import cut, place_of
 
@@ -17,8 +17,10 @@ __all__ = [
     "ALIGNMENT",
     "DTYPES",
     "INTEGERS",
+    "IsContainer",
     "PACKED",
     "Described",
+    "HostSlab",
     "Layout",
     "Parts",
     "RowKind",

@@ -6,7 +6,7 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,18 @@ import torch
 from .. import _native
 from .._errors import LayoutError
 from .._steps import step
-from .._torch import check_is_plain, is_dual, is_functional, is_zero_tensor, may_be_dual
-from .._tree import ATOM_TYPES, KINDS, Kind, Structure, from_array, holds_tensor, learn_containers, walk
+from .._torch import check_is_plain, has_no_memory, is_dual, may_be_dual
+from .._tree import (
+    ATOM_TYPES,
+    KINDS,
+    Kind,
+    Structure,
+    from_array,
+    holds_tensor,
+    is_container_by_now,
+    learn_containers,
+    walk,
+)
 from ._dtypes import ALIGNMENT, CODES
 from ._table import RowKind, Table, table_of_rows
 
@@ -47,35 +57,21 @@ class Described(NamedTuple):
     """Of the source, in elements."""
 
 
-class Parts:
-    """A batch taken apart.
+class Parts(NamedTuple):
+    """A batch taken apart."""
 
-    Attributes:
-        structure: which containers it is made of.
-        leaves: what is in them.
-        table: a row for each leaf.
-        sources: what is read: of the extension a buffer of addresses, else the `Described` of each leaf.
-        kept: what has to stay alive for that beside the leaves.
-        has_lazy: whether torch has to compute some of the values.
-    """
-
-    __slots__ = ("has_lazy", "kept", "leaves", "sources", "structure", "table")
-
-    def __init__(
-        self,
-        structure: Structure,
-        leaves: list[Any],
-        table: Table,
-        sources: Any,
-        kept: list[torch.Tensor],
-        has_lazy: bool,
-    ) -> None:
-        self.structure = structure
-        self.leaves = leaves
-        self.table = table
-        self.sources = sources
-        self.kept = kept
-        self.has_lazy = has_lazy
+    structure: Structure
+    """Which containers it is made of."""
+    leaves: list[Any]
+    """What is in them."""
+    table: Table
+    """A row for each leaf."""
+    sources: Any
+    """What is read: of the extension a buffer of addresses, else the `Described` of each leaf."""
+    kept: list[torch.Tensor]
+    """What has to stay alive for that beside the leaves."""
+    has_lazy: bool
+    """Whether torch has to compute some of the values."""
 
     def others(self) -> list[Any]:
         """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
@@ -101,7 +97,7 @@ def take_apart(tree: Any, device: torch.device = _CPU) -> Parts:
         try:
             with step("describe"):
                 return describe(leaves, structure, device)
-        except _IsContainer:
+        except IsContainer:
             continue  # somebody made a class known since its objects were met as leaves
 
 
@@ -113,13 +109,18 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         structure: of the tree.
         device: where tensors are that can be packed.
         arrays: whether numpy arrays count as tensors; else they are no tensors.
+
+    Raises:
+        IsContainer: a leaf is none; walk again.
+        LayoutError: as `take_apart`.
     """
     plainly = partial(_describe_leaf, structure, device, arrays)
     core = _native.core
     if core is None:
         return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, _DLPACK[device.type], device.index or 0, arrays)
-    return Parts(structure, leaves, tuple.__new__(Table, figures), *found)
+    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, *_dlpack_device(device), arrays)
+    # Not by their classes, whose constructors are functions of Python.
+    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), *found))
 
 
 def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
@@ -142,7 +143,12 @@ def _described(leaves: list[Any], structure: Structure, described: list[Describe
     return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
 
 
-class _IsContainer(Exception):
+@lru_cache
+def _dlpack_device(device: torch.device) -> tuple[int, int]:
+    return _DLPACK[device.type], device.index or 0
+
+
+class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
     """A leaf is of a class that has become a container."""
 
 
@@ -162,8 +168,10 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
         if tensor is not None:
             return _describe_plain(tensor)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
-        raise _IsContainer
+        raise IsContainer
     if _hides_tensor(structure, leaf, index):
+        if is_container_by_now(type(leaf)):
+            raise IsContainer
         raise _unknown(structure, leaf, index)
     return Described(RowKind.OTHER)
 
@@ -185,10 +193,10 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
     except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
         return Described(RowKind.MOVED)
     if tensor.numel():
-        if is_functional(tensor) or is_zero_tensor(tensor):
+        if has_no_memory(tensor):
             return Described(RowKind.MOVED)
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        needed = (tensor.storage_offset() + reach) * tensor.itemsize
+        needed = int(tensor.storage_offset() + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise _without_memory(structure, tensor, needed, index)
     return _describe_plain(tensor)
@@ -269,8 +277,8 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
+    for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
+        if distance != expected:
             return False
         expected *= size
     return True

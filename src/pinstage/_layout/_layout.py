@@ -36,9 +36,9 @@ class Slot(NamedTuple):
 class Layout:
     """The offset table of a nested batch, and its structure.
 
-    Made by `Layout.of`. Immutable, hashable, picklable. Equal if structure and slots are, and leaves come with their bytes
-    side by side or strided in the same places. Holds nothing of a batch: neither its values nor the leaves that do not
-    live in the slab (strings, numbers, tensors that cannot be packed).
+    Made by `Layout.of`. Immutable, hashable, picklable. Equal if structure and slots are, and leaves come with their
+    bytes side by side or strided in the same places. Holds nothing of a batch: neither its values nor the leaves that
+    do not live in the slab (strings, numbers, tensors that cannot be packed).
     """
 
     __slots__ = ("_slots", "_structure", "_table")
@@ -53,11 +53,16 @@ class Layout:
         """Compute the layout of a batch.
 
         Raises:
-            LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or a tensor
-                has no memory.
+            LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or a
+                tensor has no memory.
         """
         parts = take_apart(batch)
         return cls(parts.structure, parts.table)
+
+    @property
+    def content(self) -> tuple[Structure, Table]:
+        """What it is made of; not for users."""
+        return self._structure, self._table
 
     @property
     def nbytes(self) -> int:
@@ -194,8 +199,8 @@ class Layout:
             if _in_words(expected) != _in_words(found):
                 path = self._structure.path(leaf)
                 return LayoutError(
-                    f"batch{path} does not match the layout: {_in_words(found)} instead of {_in_words(expected)}; make a "
-                    "layout with Layout.of(batch)",
+                    f"batch{path} does not match the layout: {_in_words(found)} instead of {_in_words(expected)}; make "
+                    "a layout with Layout.of(batch)",
                     path,
                 )
         raise AssertionError("a batch that does not match differs in some leaf")
@@ -236,8 +241,8 @@ class Layout:
 def _restore(structure: Structure, table: Table) -> Layout:
     if len(table.rows) != structure.num_leaves:
         raise LayoutError(
-            f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the layout "
-            "anew with Layout.of(batch)"
+            f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
+            "layout anew with Layout.of(batch)"
         )
     return Layout(structure, table)
 
@@ -249,7 +254,7 @@ def _slot(path: str, row: Any) -> Slot:
 
 
 def _dtype(row: Any) -> torch.dtype:
-    dtype = DTYPES[row["dtype"]]
+    dtype: torch.dtype | None = DTYPES[row["dtype"]]
     assert dtype is not None
     return dtype
 

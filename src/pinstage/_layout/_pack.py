@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Protocol
 
 import torch
 
@@ -14,24 +15,47 @@ from ._table import PACKED, RowKind
 from ._views import place_of
 
 
-def pack(parts: Parts, slab: torch.Tensor, skip: list[int] | None = None) -> None:
+class HostSlab(Protocol):
+    """Host memory that batches are packed into: a lease."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Return its address."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a uint8 tensor."""
+        ...
+
+
+def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = None) -> None:
     """Write all packed leaves to their places. Padding is set to zero.
 
     Args:
         parts: of a batch whose leaves are as they were when it was taken apart.
-        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU.
+        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. Of a lease a tensor is made only where one is needed, since
+            that takes longer than to pack a few leaves.
         skip: leaves that somebody else writes, rising.
     """
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
     if isinstance(parts.sources, bytes):
-        _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip or [])
+        _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skip)
     else:
-        _pack_plainly(parts, slab, frozenset(skip or ()))
+        _pack_plainly(parts, _tensor_of(slab), frozenset(skip or ()))
 
 
-def compute_lazy_leaves(parts: Parts, slab: torch.Tensor) -> None:
+def _tensor_of(slab: torch.Tensor | HostSlab) -> torch.Tensor:
+    return slab if isinstance(slab, torch.Tensor) else slab.tensor()
+
+
+def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
     """Write those leaves to their places whose value torch has to compute."""
+    slab = _tensor_of(slab)
     for index in parts.table.positions(RowKind.LAZY):
         place = place_of(parts.table.rows[index], slab)
         check_is_plain(place)
@@ -57,7 +81,7 @@ def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> Non
 
 
 def _copy_elements(found: Described, target: torch.Tensor) -> None:
-    """Copy a strided leaf as integers: bits count, a copy of bools would make them 0 or 1, and some dtypes have no copy."""
+    """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
     assert found.source is not None
     check_is_plain(target)
     source = found.source.detach()

@@ -6,6 +6,7 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -16,6 +17,7 @@ import numpy as np
 
 from .. import _native
 from .._errors import LayoutError
+from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
 _MAGIC = 0x70696E7374616702  # "pinstag", version 2
@@ -153,3 +155,47 @@ def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Tabl
         dtypes,
     )
     return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)
+
+
+def _figures_of(data: bytes) -> tuple[int, ...]:
+    """Return what a table from elsewhere says of itself, if all of it is true: ``nbytes`` to ``dtypes``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    magic, count, width, nbytes, *figures = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
+    if magic != _MAGIC or not 1 <= width <= _MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
+        raise ValueError("its header or its length is wrong")
+    if count < 0 or len(data) != _HEADER.size + count * row_type(width).itemsize:
+        raise ValueError("its header or its length is wrong")
+    payload = packed = moved = others = dtypes = 0
+    for index, row in enumerate(_entries(np.frombuffer(data, dtype=row_type(width), offset=_HEADER.size))):
+        offset, size, kind, dtype = row[:4]
+        is_possible = True
+        if kind in PACKED:
+            is_possible = _lies_in_slab(row, nbytes)
+            payload, packed, dtypes = payload + size, packed + 1, dtypes | 1 << dtype
+        elif kind == RowKind.ALIAS:
+            is_possible = 0 <= offset < index
+        elif kind == RowKind.MOVED:
+            moved += 1
+        else:
+            is_possible = kind == RowKind.OTHER
+            others += 1
+        if not is_possible:
+            raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
+    if figures != [payload, packed, moved, others, dtypes]:
+        raise ValueError("its header says something else than its rows")
+    return (nbytes, *figures)
+
+
+def _lies_in_slab(row: tuple[Any, ...], nbytes: int) -> bool:
+    """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
+    offset, size, _, code, ndim, shape, stride = row
+    dtype = DTYPES[code] if code < len(DTYPES) else None
+    if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
+        return False
+    if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
+        return False
+    reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
+    return bool(offset + max(size, reach * dtype.itemsize) <= nbytes)

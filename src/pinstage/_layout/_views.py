@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._torch import check_is_plain, why_views_cannot_be_made
+from .._torch import check_is_plain
 from ._dtypes import ALIGNMENT, DTYPES
 from ._table import PACKED, RowKind, Table
 
@@ -15,8 +15,8 @@ from ._table import PACKED, RowKind, Table
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
 
-    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version counter
-    of its own: an in-place change of one does not make autograd refuse another.
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version
+    counter of its own: an in-place change of one does not make autograd refuse another.
 
     Args:
         table: the offset table.
@@ -27,22 +27,25 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         raise ValueError(f"the slab is too small: {slab.numel()} bytes for a layout of {table.nbytes}")
     if len(others) != table.others + table.moved:
         raise ValueError(
-            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in the "
-            "slab; pass layout.others(batch)"
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in "
+            "the slab; pass layout.others(batch)"
         )
     if slab.numel() % ALIGNMENT:
         slab = slab[: table.nbytes]
-    if _native.core is not None and why_views_cannot_be_made() is None:
-        leaves: list[Any] | torch.Tensor = _native.core.cut(table.data, slab, slab.numel(), others)
+    if _native.core is not None and type(slab) is torch.Tensor:
+        leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, slab.numel(), others)
         if isinstance(leaves, list):
             return leaves
-        check_is_plain(leaves)
+        if leaves is not None:
+            check_is_plain(leaves)
     return _cut_plainly(table, slab, others)
 
 
 def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     bases = [slab.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
-    check_is_plain(next((base for base in bases if base is not None), slab))
+    for base in bases:
+        if base is not None:
+            check_is_plain(base)
     left = iter(others)
     leaves: list[Any] = []
     for offset, _, kind, dtype, ndim, shape, stride in table.entries():

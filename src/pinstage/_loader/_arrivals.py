@@ -132,8 +132,9 @@ def arrive(
         known = receiver.known[worker, number]
         if structure is None and table is not None:
             known.table = Table.of_bytes(table)
-        if isinstance(known.structure, bytes):
-            known.structure = pickle.loads(known.structure)
+        found = known.structure
+        if isinstance(found, bytes):
+            found = known.structure = pickle.loads(found)
         others = pickle.loads(pickled) if pickled is not None else []
     except BaseException as error:
         if slab is not None:
@@ -141,4 +142,4 @@ def arrive(
         if isinstance(error, Exception) and not isinstance(error, OSError):  # of which torch knows what to say
             return Failed(error)
         raise
-    return Arrival(receiver, known.structure, known.table, slab, raw, others, waited)
+    return Arrival(receiver, found, known.table, slab, raw, others, waited)

@@ -106,7 +106,7 @@ class InlineIterator(LoaderIterator):
             parts = take_apart(batch)
             host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             pack(parts, host)
-            transfer = send_packed(self._target, parts.structure, parts.table, host, parts.others())
+            transfer = send_packed(self._target, parts.structure, parts.table, host.data_ptr(), parts.others())
             fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.get()

@@ -13,7 +13,7 @@ import torch.utils.data
 from .._memory import cap_bytes
 from .._reaper import reaper
 from .._staging import Target, target_for
-from .._torch import tell_once, why_loader_cannot_be_taken_over
+from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
 from ._ending import Ending
 from ._iterator import InlineIterator, WorkersIterator
@@ -130,6 +130,9 @@ class IntoSlabs:
             batches._shutdown_workers()
             tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}; see `pinstage doctor`")
             return self._inline_iterator()
+        reason = why_collation_is_unknown()
+        if reason is not None:
+            tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
         ending = Ending(batches, server)
         try:
             server.start()

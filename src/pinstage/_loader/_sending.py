@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._staging import Target, Transfer, clear_own_frames, send_packed
+from .._staging import Target, Transfer, send_packed
 from ._arrivals import Arrival
 from ._stats import Counters
 
@@ -27,20 +27,18 @@ class Sender:
         if number is not None:
             event = None
             try:
-                transfer = self._send_from(number, arrival)
+                transfer = self._send_from(arrival.receiver.address_of(number), arrival)
                 event = transfer.copy_event
-            except BaseException as error:
-                clear_own_frames(error)  # who keeps the error must not keep views of the slab
+            except BaseException:
                 event = self._target.record_copies()
                 raise
             finally:
                 arrival.receiver.sent(number, event)
         else:
-            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8)
-            transfer = send_packed(self._target, arrival.structure, arrival.table, host, arrival.others)
+            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8).data_ptr()
+            transfer = self._send_from(host, arrival)
         self._counters.count(transfer, fallback=arrival.raw is not None, slot_wait_seconds=arrival.waited)
         return transfer
 
-    def _send_from(self, number: int, arrival: Arrival) -> Transfer:
-        host = arrival.receiver.bytes_of(number, arrival.table.nbytes)
+    def _send_from(self, host: int | None, arrival: Arrival) -> Transfer:
         return send_packed(self._target, arrival.structure, arrival.table, host, arrival.others)

@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-import torch
-
 from .._errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
 from .._pool import Event, Lease, SlabPool, size_class
 from .._reaper import running
@@ -68,33 +66,20 @@ class Loan:
     under way; then the worker's again, which is told so.
     """
 
-    __slots__ = ("_start", "arrival", "free_message", "lease", "number", "tensor", "worker")
+    __slots__ = ("address", "arrival", "free_message", "lease", "number", "worker")
 
     def __init__(self, number: int, worker: int, lease: Lease) -> None:
         self.number = number
         self.worker = worker
         self.lease = lease
-        self.tensor: torch.Tensor | None = lease.tensor()
+        self.address = lease.data_ptr()
         self.arrival: weakref.ref[Arrival] | None = None
-        self._start: torch.Tensor | None = None
         self.free_message = _encoded("free", number)
         """The message that the worker gets after each copy."""
-
-    def start(self, nbytes: int) -> torch.Tensor:
-        """Return the first bytes. Most batches of a loader are of one size: the view is made once."""
-        start = self._start
-        if start is None or start.numel() != nbytes:
-            assert self.tensor is not None
-            start = self._start = self.tensor[:nbytes]
-        return start
 
     def was_dropped(self) -> bool:
         """Say whether the batch in it has died unsent."""
         return self.arrival is not None and self.arrival() is None
-
-    def forget(self) -> None:
-        """Let go of the views, without which the slab would not be free."""
-        self.tensor = self._start = None
 
 
 class SlabServer:
@@ -157,9 +142,9 @@ class SlabServer:
             if loan is not None:
                 loan.arrival = weakref.ref(arrival)
 
-    def bytes_of(self, number: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes that arrived in a slab."""
-        return self._loans[number].start(nbytes)
+    def address_of(self, number: int) -> int:
+        """Return where a slab is in which bytes arrived."""
+        return self._loans[number].address
 
     def sent(self, number: int, event: Event | None) -> None:
         """Give a slab back to its worker when the copy from it is done; at once if it is, for None."""
@@ -329,7 +314,6 @@ class SlabServer:
     def _take_back(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             loan = self._loans.pop(number)
-            loan.forget()
             loan.lease.release()
 
     def _sweep(self) -> None:
@@ -377,7 +361,6 @@ class SlabServer:
             LEAKED.append((self._owner, loans))
         else:
             for loan in loans.values():
-                loan.forget()
                 loan.lease.release(after=events.get(loan.number))
         self._owner = None
         self._gone.release()

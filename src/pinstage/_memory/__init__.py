@@ -11,7 +11,7 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
-from ._cuda import as_called_here, disregard_captures
+from ._cuda import as_called_here, disregard_captures, start_copy, why_unusable
 from ._default import default_memory
 from ._host_alloc import HostAllocMemory
 from ._limits import auto_max_bytes, cap_bytes
@@ -33,4 +33,6 @@ __all__ = [
     "cap_bytes",
     "default_memory",
     "disregard_captures",
+    "start_copy",
+    "why_unusable",
 ]

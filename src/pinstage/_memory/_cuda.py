@@ -55,6 +55,7 @@ class Bindings:
 
     runtime: Any
     driver: Any
+    host_to_device: Any = None
     contexts: dict[int, Any] = field(default_factory=dict)
     """The primary context of each device used. Retained once and never released, as torch does: releasing the last
     reference would destroy the context, and page-locked memory with it."""
@@ -76,14 +77,19 @@ def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
     """Call a runtime or driver function; returns what it gives beside the code, or clears the error and raises."""
     code, *results = getattr(module, name)(*args)
     if int(code):
-        prefix = name[: 4 if name.startswith("cuda") else 2]
-        if prefix == "cuda":  # only the runtime keeps a last error
-            module.cudaGetLastError()
-        error, text = (
-            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
-        )
-        raise (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
+        raise _cleared(module, name, code, nbytes)
     return results[0] if results else None
+
+
+def _cleared(module: Any, name: str, code: Any, nbytes: int | None) -> CudaError:
+    """Clear the error of a call, and return it as an exception."""
+    prefix = name[: 4 if name.startswith("cuda") else 2]
+    if prefix == "cuda":  # only the runtime keeps a last error
+        module.cudaGetLastError()
+    error, text = (
+        getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
+    )
+    return (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
 
 
 def why_unusable() -> str | None:
@@ -108,7 +114,7 @@ def why_unusable() -> str | None:
         _call(runtime, "cudaGetDeviceCount")
     except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
-    _bindings = Bindings(runtime, driver)
+    _bindings = Bindings(runtime, driver, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
     return None
 
 
@@ -253,3 +259,11 @@ def unregister(address: int, device: int) -> None:
     """``cudaHostUnregister``: waits for the device. ``address`` is exactly what was registered."""
     with on_device(device):
         _call(_loaded().runtime, "cudaHostUnregister", address)
+
+
+def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """``cudaMemcpyAsync`` to a device, by addresses, on a stream of the device that is current in this thread."""
+    bindings = _bindings or _loaded()
+    (code,) = bindings.runtime.cudaMemcpyAsync(target, source, nbytes, bindings.host_to_device, stream)
+    if code:
+        raise _cleared(bindings.runtime, "cudaMemcpyAsync", code, nbytes)

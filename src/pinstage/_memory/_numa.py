@@ -12,7 +12,7 @@ import ctypes
 import functools
 import platform
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .. import _host
 
@@ -94,8 +94,8 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
 
 
 @functools.cache
-def _syscall() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).syscall
+def _syscall() -> Any:
+    function: Any = ctypes.CDLL(None, use_errno=True).syscall
     function.restype = ctypes.c_long
     function.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     function.argtypes += [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint]

@@ -1,7 +1,7 @@
 """The extension in C: it describes leaves, moves bytes, and makes views. Optional: all of it is also there in Python.
 
-`core` is the extension, or None: where it was not compiled, where torch has no DLPack exchange API that it knows, or where
-``PINSTAGE_NATIVE=0`` is set; `why_not` says which, and what to do about it.
+`core` is the extension, or None: where it was not compiled, where torch has no DLPack exchange API that it knows, or
+where ``PINSTAGE_NATIVE=0`` is set; `why_not` says which, and what to do about it.
 """
 
 from __future__ import annotations

@@ -270,8 +270,42 @@ static PyMethodDef nothing_methods[] = {
 static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};
 static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
 
+/* -- steps ---------------------------------------------------------------------------------------------------------- */
+
+/* step(name): what `pinstage._steps.step` does; self: what `steps` was given, and a `Nothing`. */
+static PyObject *step(PyObject *self, PyObject *name) {
+    PyObject *timed = PyTuple_GetItem(self, 0), *is_profiling = PyTuple_GetItem(self, 1);
+    int looks = PyDict_Size(timed) > 0;
+    if (!looks) {
+        PyObject *answer = PyObject_CallNoArgs(is_profiling);
+        if (answer == NULL) return NULL;
+        looks = PyObject_IsTrue(answer);
+        Py_DECREF(answer);
+    }
+    if (looks < 0) return NULL;
+    if (looks) return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 2), name, NULL);
+    PyObject *nothing = PyTuple_GetItem(self, 3);
+    Py_XINCREF(nothing);
+    return nothing;
+}
+
+static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
+
+/* steps(timed, is_profiling, make, nothing): a function of a name: make(name) if timed is not empty or is_profiling(), else
+ * nothing. */
+static PyObject *steps(PyObject *module, PyObject *args) {
+    (void)module;
+    if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0))) {
+        PyErr_SetString(PyExc_TypeError, "steps() takes a dict, two functions and a context");
+        return NULL;
+    }
+    return PyCFunction_NewEx(&step_method, args, NULL);
+}
+
+static PyMethodDef steps_methods[] = {{"steps", steps, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+
 static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, view_methods};
+    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, view_methods, steps_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }

@@ -70,13 +70,18 @@ failed:
     return false;
 }
 
-/* pack(table, sources, address, nbytes[, skip]): write leaves to their places, in this thread; all but those in a list. */
+/* pack(table, sources, address, nbytes[, skip]): write leaves to their places, in this thread; all but those in a list, or None. */
 static PyObject *pack(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *table, *sources, *skip = NULL;
     unsigned long long address;
     long long room;
-    if (!PyArg_ParseTuple(args, "OOKL|O!:pack", &table, &sources, &address, &room, &PyList_Type, &skip)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKL|O:pack", &table, &sources, &address, &room, &skip)) return NULL;
+    if (skip == Py_None) skip = NULL;
+    if (skip != NULL && !PyList_Check(skip)) {
+        PyErr_SetString(PyExc_TypeError, "rows that somebody else writes are a list, or None");
+        return NULL;
+    }
     Work work;
     if (!work_begin(&work, table, sources, room, skip)) return NULL;
     char *slab = (char *)(uintptr_t)address;

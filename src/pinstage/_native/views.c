@@ -29,15 +29,17 @@ static PyObject *base_of(PyObject *slab, int dtype) {
 /* cut(table, slab, nbytes, others): all leaves of a batch, in its order.
  *
  * slab: a uint8 tensor of `nbytes`, a multiple of ALIGNMENT. others: what stands for the leaves that do not live in the
- * slab, in order. Returns no list but what torch made in place of a view, where it makes something else. */
+ * slab, in order. Returns None where torch
+ * cannot be asked for views, and what torch made in place of a view where it makes something else. */
 static PyObject *cut(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *table, *slab, *others;
     long long nbytes;
     if (!PyArg_ParseTuple(args, "OO!LO!:cut", &table, torch.tensor, &slab, &nbytes, &PyList_Type, &others)) return NULL;
-    if (torch.wrap == NULL || torch.handle_at == 0 || Py_TYPE(slab) != torch.tensor) {
-        PyErr_SetString(PyExc_RuntimeError, "torch cannot be asked for views here");
-        return NULL;
+    if (torch.wrap == NULL || torch.handle_at == 0) Py_RETURN_NONE;
+    if (Py_TYPE(slab) != torch.tensor) {
+        Py_INCREF(slab);
+        return slab;
     }
     Py_buffer buffer;
     const Header *header;

@@ -11,15 +11,15 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
          +-----------------------  in flight                              comes back when the event is done
                                                                           and the last view has died
 
-Where to look: `_pool` has the public verbs, and who waits; `_ledger` the budget and every decision; `_slab` what keeps a
-slab busy, and the inbox for what came back; `_lease` the lease and its views; `_jobs` slow work in threads of its own;
-`_idle` the slabs that nobody uses; `_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes;
-`_stats` the counters.
+Where to look: `_pool` has the public verbs, and who waits; `_ledger` the budget and every decision; `_slab` what keeps
+a slab busy, which are idle, and the inbox for what came back; `_lease` the lease and its views; `_jobs` slow work in
+threads of its own; `_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes; `_stats` the
+counters.
 
 Three things may break into any line of Python: a finaliser that the garbage collector runs in the middle of it, an
-interrupt (Ctrl-C), and another thread. So *what a finaliser or the end of a ``with`` may call takes no lock and does one
-step of C*: it puts a notice into the inbox, and whoever next has the lock works that off. *What is counted follows from
-the slabs themselves*, so it is computed anew after an interrupt. *Slow work is done in threads of ours*, where no
+interrupt (Ctrl-C), and another thread. So *what a finaliser or the end of a ``with`` may call takes no lock and does
+one step of C*: it puts a notice into the inbox, and whoever next has the lock works that off. *What is counted follows
+from the slabs themselves*, so it is computed anew after an interrupt. *Slow work is done in threads of ours*, where no
 interrupt comes.
 
 The pool counts bytes and knows nothing of shapes. It touches CUDA through two small protocols only, a memory resource

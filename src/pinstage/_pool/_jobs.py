@@ -1,13 +1,14 @@
 """Slow work: freeing slabs and allocating others, in threads of ours.
 
-No interrupt comes there, since handlers of signals run in the main thread alone. So what the kernel or CUDA has given is
-never lost between the call and the line that takes note of it, as it would be by a Ctrl-C in the middle of a
+No interrupt comes there, since handlers of signals run in the main thread alone. So what the kernel or CUDA has given
+is never lost between the call and the line that takes note of it, as it would be by a Ctrl-C in the middle of a
 ``cudaHostRegister``. Nor do these threads spoil a CUDA graph that another one captures.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -138,10 +139,8 @@ class Job:
         while self.made:
             slab = self.made.pop()
             self._slabs.pop(slab, None)
-            try:
+            with contextlib.suppress(Exception):  # the first error is the one that is told
                 self._memory.deallocate(slab.block)
-            except Exception:  # noqa: BLE001 - the first error is the one that is told
-                pass
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:

@@ -225,8 +225,8 @@ class Lease:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; acquire another, or copy "
-            "its bytes with lease.tensor().clone()"
+            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; acquire another, or "
+            "copy its bytes with lease.tensor().clone()"
         )
 
     def __repr__(self) -> str:

@@ -16,11 +16,10 @@ from .._reaper import reaper
 from .._torch import ownership
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._idle import IdleSlabs
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
-from ._slab import Event, Inbox, Meter, Notice, Slab
+from ._slab import Event, IdleSlabs, Inbox, Meter, Notice, Slab
 from ._stats import PoolStats
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
@@ -169,7 +168,7 @@ class Ledger:
         for slab in done:
             del self._pending[slab]
             slab.event = None
-            self._settle(slab)
+            self._make_idle(slab)
         if self.inbox.notices:  # an event may have collected garbage
             self._settle_notices()
         return bool(done)

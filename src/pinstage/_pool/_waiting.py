@@ -18,8 +18,8 @@ view that dies wake nobody (finalisers do no more than one call of C), so it loo
 class Line:
     """Waiters, first come first served.
 
-    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked for ever, and a `SimpleQueue`
-    may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked for ever, and a
+    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
 
     Args:
         inbox: has the bells.

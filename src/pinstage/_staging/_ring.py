@@ -8,10 +8,10 @@
      |          the copy stream waits for these events, the host never          |
      +--------------------------------------------------------------------------+
 
-The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any way
-(``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's storage:
-every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on the batch
-can be begun, so an event recorded then on the consumer's stream is behind all of it.
+The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
+way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's
+storage: every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on
+the batch can be begun, so an event recorded then on the consumer's stream is behind all of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from .._sizes import format_bytes
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
 from ._targets import Target
-from ._transfer import Transfer
 
 Overflow = Literal["error", "fresh"]
 
@@ -45,97 +44,109 @@ class Place:
     The slab holds no reference to it. So a stage that ends anywhere, by an interrupt say, gives the slab back.
     """
 
-    __slots__ = ("__weakref__", "slab")
+    __slots__ = ("__weakref__", "_released", "_target", "is_released", "slab")
 
-    def __init__(self, slab: RingSlab) -> None:
+    def __init__(self, slab: RingSlab, target: Target, released: deque[Place]) -> None:
         self.slab = slab
+        self.is_released = False
+        self._target = target
+        self._released = released
+
+    def ready(self) -> torch.Tensor:
+        """Return the slab, with the copy stream ordered behind those who used it last."""
+        slab = self.slab
+        for event in slab.events:
+            self._target.wait_before_copies(event)
+        slab.events = []
+        return slab.memory
+
+    def hand_out(self, consumer: Any) -> list[torch.Tensor]:
+        """Take note that a stream is given the batch; return the slab if it is for the first time in its life."""
+        slab = self.slab
+        if consumer not in slab.consumers:  # lists: to hash a stream takes longer than to compare it with a few
+            slab.consumers.append(consumer)
+        if consumer in slab.all_consumers:
+            return []
+        slab.all_consumers.append(consumer)
+        return [slab.memory]
+
+    def release(self) -> None:
+        """Give the slab back: its batch could not be sent, or its holder says so, whatever is still referred to.
+
+        A finaliser may call this in the middle of `Ring.take`. So it takes no lock: whoever has it next looks.
+        """
+        if not self.is_released:
+            self.slab.record_events(self._target)
+            self.is_released = True
+            self._released.append(self)
 
 
 class RingSlab:
     """One device slab of a ring.
 
     Attributes:
+        memory: uint8 ``[nbytes]`` on the device.
         number: of the batch in it.
         content: structure and table of this batch; None until it is packed.
         consumers: streams that were given this batch.
+        all_consumers: streams that were given any batch of it.
+        events: what the copy stream has to wait for before it writes here.
     """
 
     def __init__(self, target: Target, nbytes: int) -> None:
-        self._target = target
-        with target.copying(), torch.inference_mode(mode=False):
-            self._slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
-        self._nbytes = nbytes
-        self._users = StorageUsers(self._slab)
-        self._all_consumers: list[Any] = []
-        self._in_use = False
-        self._place: weakref.ref[Place] | None = None
-        self._events: list[Event] = []
+        with target.selected(), torch.inference_mode(mode=False):
+            self.memory = target.empty(nbytes)
         self.number = 0
         self.content: tuple[Structure, Table] | None = None
         self.consumers: list[Any] = []
+        self.all_consumers: list[Any] = []
+        self.events: list[Event] = []
+        self._users = StorageUsers(self.memory)
+        self._place: weakref.ref[Place] | None = None
+        self._in_use = False
 
-    # -- for who has the place
-
-    def ready(self, nbytes: int) -> torch.Tensor:
-        """Return the slab, with the copy stream ordered behind those who used it last."""
-        for event in self._events:
-            self._target.wait_before_copies(event)
-        self._events = []
-        return self._slab if nbytes == self._nbytes else self._slab[:nbytes]
-
-    def hand_out(self, consumer: Any) -> list[torch.Tensor]:
-        """Take note that a stream is given the batch; return the slab if it is for the first time in its life."""
-        if consumer not in self.consumers:  # lists: to hash a stream takes longer than to compare it with a few
-            self.consumers.append(consumer)
-        if consumer in self._all_consumers:
-            return []
-        self._all_consumers.append(consumer)
-        return [self._slab]
+    def record_events(self, target: Target) -> None:
+        """Take note of all that the streams which were given the batch have to do by now."""
+        for stream in self.consumers:
+            event = target.record_on(stream)
+            if event is not None:
+                self.events.append(event)
+        self.consumers = []
 
     # -- for the ring, which holds its lock
 
-    def take(self, number: int) -> Place:
+    def take(self, number: int, place: Place) -> None:
         """Give the slab to a batch."""
-        place = Place(self)
         self._place, self.content = weakref.ref(place), None
         self._in_use, self.number = True, number
-        return place
+
+    def free(self) -> None:
+        """Take the slab back, after `record_events`."""
+        self._place = self.content = None
+        self._in_use = False
+
+    def is_free(self, target: Target) -> bool:
+        """Say whether the slab can be taken, after looking whether somebody still uses the batch in it."""
+        if self._in_use:
+            place = self._place
+            if (place is not None and place() is not None) or self._users.are_there():
+                return False
+            self.record_events(target)
+            self.free()
+        return True
 
     def is_of(self, place: Place) -> bool:
         """Say whether a place in it still holds."""
         return self._place is not None and self._place() is place
 
-    def free(self, events: list[Event]) -> None:
-        """Take the slab back, behind events: whoever was given the batch has been told all that shall be done."""
-        self._events += events
-        self.consumers = []
-        self._place = self.content = None
-        self._in_use = False
-
-    def is_free(self) -> bool:
-        """Say whether the slab can be taken, after looking whether somebody still uses the batch in it."""
-        if self._in_use:
-            if self._has_place() or self._users.are_there():
-                return False
-            self.free(record_on_all(self._target, self.consumers))
-        return True
-
     def holder(self) -> str:
         """Say in words who uses the batch."""
-        if self._has_place():
+        if self._place is not None and self._place() is not None:
             return "it is being packed" if self.content is None else "its transfer is alive and was not released"
-        path = None if self.content is None else _path_of_a_leaf_over(self._slab, Layout(*self.content))
+        path = None if self.content is None else _path_of_a_leaf_over(self.memory, Layout(*self.content))
         if path is not None:
             return f"batch{path} is still referred to"
         return "a tensor or array made from one of its leaves (a slice, a detach(), what autograd saved) is alive"
-
-    def _has_place(self) -> bool:
-        return self._place is not None and self._place() is not None
-
-
-def record_on_all(target: Target, streams: list[Any]) -> list[Event]:
-    """Mark this point of some streams."""
-    return [event for stream in streams if (event := target.record_on(stream)) is not None]
 
 
 def _path_of_a_leaf_over(slab: torch.Tensor, layout: Layout) -> str | None:
@@ -180,7 +191,7 @@ class Ring:
         self._target = target
         self._slabs: list[RingSlab] = []
         self._taken = 0
-        self._released: deque[tuple[Place, list[Event]]] = deque()  # written without the lock: see `release`
+        self._released: deque[Place] = deque()  # written without the lock: see `Place.release`
         self._lock = threading.RLock()
         self._is_entered = ownership(self._lock)
 
@@ -195,8 +206,8 @@ class Ring:
         """
         if self._is_entered():
             raise RingError(
-                "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, asked "
-                "for a place; a finaliser may release() transfers, nothing else"
+                "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, "
+                "asked for a place; a finaliser may release() transfers, nothing else"
             )
         place = self._try_to_take(nbytes)
         if place is None and self.overflow == "error":
@@ -209,30 +220,29 @@ class Ring:
             self.overflows += 1
         return place
 
-    def release(self, place: Place) -> None:
-        """Take a slab back: its batch could not be sent, or its holder says so, whatever is still referred to.
-
-        A finaliser may call this in the middle of `take`. So it takes no lock: whoever has it next looks here.
-        """
-        self._released.append((place, record_on_all(self._target, place.slab.consumers)))
-
     def _try_to_take(self, nbytes: int) -> Place | None:
+        target = self._target
         with self._lock:
             while self._released:
-                place, events = self._released[0]
+                place = self._released[0]
                 if place.slab.is_of(place):
-                    place.slab.free(events)
+                    place.slab.free()
                 self._released.popleft()  # last: an interrupt would lose it
             if not self._slabs:
                 self._nbytes = nbytes if self._nbytes is None else self._nbytes
-                self._slabs = [RingSlab(self._target, self._nbytes) for _ in range(self.count)]
+                self._slabs = [RingSlab(target, self._nbytes) for _ in range(self.count)]
             if not self._fits(nbytes):
                 return None
-            free = [slab for slab in self._slabs if slab.is_free()]  # all are looked at, so that each is free early
-            if not free:
+            found: RingSlab | None = None
+            for slab in self._slabs:  # all are looked at, so that each is free early
+                if slab.is_free(target) and (found is None or slab.number < found.number):
+                    found = slab
+            if found is None:
                 return None
+            place = Place(found, target, self._released)
             self._taken += 1
-            return min(free, key=_number).take(self._taken)
+            found.take(self._taken, place)
+            return place
 
     def _fits(self, nbytes: int) -> bool:
         return self._nbytes is None or nbytes <= self._nbytes
@@ -252,36 +262,3 @@ class Ring:
             "drop batches sooner, clone() what has to stay, call Transfer.release() when all work on a batch has been "
             "issued, pass a larger ring=, or ring_overflow='fresh'"
         )
-
-
-class RingTransfer(Transfer):
-    """A transfer into a slab of a ring."""
-
-    __slots__ = ("_place", "_ring")
-
-    def __init__(self, ring: Ring, place: Place, *args: Any) -> None:
-        super().__init__(*args)
-        self._ring = ring
-        self._place: Place | None = place
-        place.slab.content = self._structure, self._table
-
-    def get(self, stream: torch.cuda.Stream | None = None) -> Any:
-        """See `Transfer.get`."""
-        if self._place is None:
-            raise RingError(
-                "transfer was released: its device slab may hold another batch by now; get() the batch before release()"
-            )
-        return super().get(stream)
-
-    def _hand_over_slab(self, slab: torch.Tensor, stream: Any) -> None:
-        assert self._place is not None
-        consumer = self._target.consumer(stream)
-        self._target.hand_over(self._event, self._place.slab.hand_out(consumer), consumer)
-
-    def release(self) -> None:
-        """See `Transfer.release`."""
-        if self._place is not None:
-            self._ring.release(self._place)
-        # The slab of the batch, and its views, would count as somebody who uses it.
-        self._place = self._batch = self._slab = None
-        self._leaves, self._others = None, []

@@ -57,7 +57,7 @@ class CudaSource:
         """See `Source`."""
         consumer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(consumer)
-        event = DeviceEvent()  # type: ignore[no-untyped-call]
+        event = DeviceEvent.of(self.stream.device_index)
         try:
             with on_stream(self.stream):
                 for there, here, owned in pieces:
@@ -69,7 +69,7 @@ class CudaSource:
             self.stream.synchronize()
             raise
         if not all(piece.owned for piece in pieces):
-            consumer.wait_event(event)
+            event.wait(consumer)
         return event
 
 
@@ -88,8 +88,8 @@ class Sources:
     """The sources of a stager, made when a device is first met. May be used by several threads.
 
     Attributes:
-        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the same
-            few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
+            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
     """
 
     def __init__(self) -> None:

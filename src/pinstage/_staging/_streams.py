@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from .._steps import NOTHING
 from .._torch import cuda_calls, ids_of
 
 E = TypeVar("E", bound=torch.cuda.Event)
@@ -20,12 +21,10 @@ ALONE = next(map(sys.getrefcount, [object()]))
 _EVENTS_KEPT = 32
 """Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
 
-_HERE = nullcontext()
-
 
 def on_device(index: int) -> AbstractContextManager[Any]:
     """Make a device current in this thread."""
-    return _HERE if cuda_calls().device() == index else torch.cuda.device(index)
+    return NOTHING if cuda_calls().device() == index else torch.cuda.device(index)
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -63,22 +62,37 @@ def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
+_Base: Any = torch.cuda.Event.__base__
+"""An event in C++. What torch puts over it are two calls of Python's around each of its functions. Without CUDA it has
+none."""
+
+
 class DeviceEvent(torch.cuda.Event):
-    """An event that is asked on its own device, in any thread.
+    """An event of one device, which is asked there in any thread.
 
     In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
     (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
     """
 
+    index: int
+
+    record = getattr(_Base, "record", torch.cuda.Event.record)
+    wait = getattr(_Base, "wait", torch.cuda.Event.wait)
+
+    @classmethod
+    def of(cls, index: int) -> DeviceEvent:
+        """Make an event of a device."""
+        event = cls()
+        event.index = index
+        return event
+
     def query(self) -> bool:
-        if cuda_calls().device() == self.device.index:
-            return bool(super().query())  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device.index):
-            return bool(super().query())  # type: ignore[no-untyped-call]
+        with on_device(self.index):
+            return bool(_Base.query(self))
 
     def synchronize(self) -> None:
-        with on_device(self.device.index):
-            super().synchronize()
+        with on_device(self.index):
+            _Base.synchronize(self)
 
 
 class EventCache(Generic[E]):

@@ -13,17 +13,18 @@ copies are done and the last view has died.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
-from .._layout import PACKED, RowKind, Table, cut, describe
-from .._pool import Event, SlabPool
+from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
+from .._pool import Event, Lease
 from .._steps import step
+from .._torch import check_is_plain
 from .._tree import Structure, walk
 from ._frames import clear_own_frames
-from ._host_slab import acquire
 from ._sources import Events, Piece, Sources
 
 _MOST_GATHERINGS = 16
@@ -141,26 +142,30 @@ class HostTransfer:
 
 
 def to_host(
-    tree: Any, home: torch.device, pool: SlabPool, sources: Sources, *, copy: bool, timeout: float | None
+    tree: Any, home: torch.device, acquire: Callable[[int], Lease], sources: Sources, *, copy: bool
 ) -> HostTransfer:
     """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
 
     Args:
         tree: what to fetch.
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
-        pool: where the host slab is leased.
+        acquire: leases a host slab of so many bytes.
         sources: the stager's.
         copy: whether the result shall be ordinary tensors.
-        timeout: of the lease.
     """
-    with step("walk"):
-        leaves, structure = walk(tree)
-    with step("describe"):
-        shares, left = _divide(leaves, structure, home, sources)
+    while True:
+        with step("walk"):
+            leaves, structure = walk(tree)
+        try:
+            with step("describe"):
+                shares, left = _divide(leaves, structure, home, sources)
+            break
+        except IsContainer:
+            continue  # see `take_apart`
     nbytes = sum(share.table.nbytes for share in shares)
     host, event, copies = None, None, 0
     if nbytes:
-        lease = acquire(pool, nbytes, timeout)
+        lease = acquire(nbytes)
         streams = [sources.of(share.device).all_copies for share in shares]
         after: Event | None = Events([stream for stream in streams if stream is not None])
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
@@ -226,6 +231,7 @@ def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: 
     copies = start = 0
     for device, gathering, _ in shares:
         here = host[start : start + gathering.table.nbytes]
+        check_is_plain(here)
         start += gathering.table.nbytes
         pieces = []
         if gathering.gathered_bytes:

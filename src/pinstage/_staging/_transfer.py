@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._errors import RingError
 from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
 from .._torch import memory_of
 from .._tree import Structure
+from ._ring import Place
 from ._targets import Target
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Transfer:
         "_moved",
         "_moved_event",
         "_others",
+        "_place",
         "_slab",
         "_structure",
         "_table",
@@ -50,6 +53,7 @@ class Transfer:
         others: list[Any],
         moved: list[torch.Tensor],
         moved_event: Event | None,
+        place: Place | None = None,
     ) -> None:
         self._target = target
         self._structure = structure
@@ -60,8 +64,11 @@ class Transfer:
         self._others = others
         self._moved = moved
         self._moved_event = moved_event
+        self._place = place
         self._leaves: list[Any] | None = None  # between `_cut` and `get`
         self._is_whole = False
+        if place is not None:
+            place.slab.content = structure, table
         self._batch: Any = None
 
     @property
@@ -112,12 +119,26 @@ class Transfer:
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device; those that were packed are views of
             one device slab, which lives as long as any of them.
+
+        Raises:
+            RingError: the transfer was released.
         """
         with step("get"):
-            if self._slab is not None:
-                self._hand_over_slab(self._slab, stream)
+            place, slab = self._place, self._slab
+            consumer = self._target.consumer(stream)
+            if place is not None:
+                if place.is_released:
+                    raise RingError(
+                        "transfer was released: its device slab may hold another batch by now; get() the batch before "
+                        "release()"
+                    )
+                self._target.hand_over(self._event, place.hand_out(consumer), consumer)
+            elif slab is not None:
+                self._target.hand_over(self._event, [slab], consumer)
             if self._moved:
-                self._target.hand_over(self._moved_event, [part for t in self._moved for part in memory_of(t)], stream)
+                self._target.hand_over(
+                    self._moved_event, [part for t in self._moved for part in memory_of(t)], consumer
+                )
             if not self._is_whole:
                 self._cut()
                 leaves, self._leaves, self._others = self._leaves, None, []
@@ -126,9 +147,6 @@ class Transfer:
                     self._batch = self._structure.rebuild(leaves)
                 self._is_whole = True
             return self._batch
-
-    def _hand_over_slab(self, slab: torch.Tensor, stream: Any) -> None:
-        self._target.hand_over(self._event, [slab], stream)
 
     def _cut(self) -> None:
         """Make the leaves that `get` puts together, if they are not there yet."""
@@ -146,6 +164,11 @@ class Transfer:
         a CUDA graph was captured with. The device slab is used again as soon as the work is done that the streams given
         to `get` have by now, whoever still refers to the tensors. Without a ring it does nothing. Does not block.
         """
+        if self._place is not None:
+            self._place.release()
+            # The slab of the batch, and its views, would count as somebody who uses it.
+            self._batch = self._slab = None
+            self._leaves, self._others = None, []
 
     def __enter__(self) -> Any:
         """Return the batch, as `get` does; it is released at the end of the block."""
@@ -186,9 +209,7 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
     return result, moved, target.record_current()
 
 
-def send_packed(
-    target: Target, structure: Structure, table: Table, host: torch.Tensor | None, others: list[Any]
-) -> Transfer:
+def send_packed(target: Target, structure: Structure, table: Table, host: int | None, others: list[Any]) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
     Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
@@ -197,16 +218,16 @@ def send_packed(
         target: where to.
         structure: of the batch.
         table: describes the memory.
-        host: uint8 ``[table.nbytes]``; None if the table needs no bytes.
+        host: address of ``table.nbytes`` bytes; None if the table needs none.
         others: the leaves that do not live in the slab, in order.
     """
     slab, event, copies = None, None, 0
     nbytes = table.nbytes
     if nbytes and host is not None:
-        with target.copying():
-            slab = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+        with target.selected():
+            slab = target.empty(nbytes)
             try:
-                target.copy(slab, host)
+                target.copy(slab, host, 0, nbytes)
             finally:
                 event = target.record_copies()
         copies = 1

@@ -148,26 +148,33 @@ def learn_containers(types: set[type]) -> bool:
 
     One that another thread has registered since the batch was walked counts too: no container is remembered as none.
     """
-    return any([_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None])
+    learned = [_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None]  # all of them, not up to the first
+    return any(learned)
 
 
 def handler_of(cls: type) -> Any:
     """Find out what the native walk does with a class; see `HANDLERS`.
 
-    The cases: a leaf, which optree does not know even after it was looked at; a named tuple; a class that is no more than
-    its ``__dict__``; anything else that is a container is optree's.
+    The cases: a leaf, which optree does not know even after it was looked at; a named tuple; a class that is no more
+    than its ``__dict__``; anything else that is a container is optree's.
     """
     found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     if found is None and _learn(cls):
         found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     if found is None:
-        handler = None
+        handler: Any = None
     elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
         handler = True
     else:
         handler = _makers.get(cls, False)
     HANDLERS[cls] = handler
     return handler
+
+
+def is_container_by_now(cls: type) -> bool:
+    """Look again at a class that was met as a leaf: it may have been registered with optree since."""
+    HANDLERS.pop(cls, None)
+    return handler_of(cls) is not None
 
 
 def is_registered(cls: type) -> bool:
@@ -190,8 +197,8 @@ def _functions_of(cls: type) -> tuple[Flatten, Unflatten] | None:
     own: Any = (getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None))
     if all(map(callable, own)):
         return own  # type: ignore[no-any-return]
-    # In another namespace. torch's own does not count: it is filled only when some part of torch happens to be imported,
-    # and with leaves of ours (torch.Size, slice).
+    # In another namespace. torch's own does not count: it is filled only when some part of torch happens to be
+    # imported, and with leaves of ours (torch.Size, slice).
     for entry in registered_elsewhere(cls, ("torch",)):
         return entry.flatten_func, entry.unflatten_func
     if cls is not torch.Size and issubclass(cls, dict | list | tuple):

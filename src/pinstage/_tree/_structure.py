@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import optree
@@ -37,11 +38,12 @@ class Structure:
         treespec: as optree knows it; None if the other one is there, of which it is made when it is asked for.
     """
 
-    __slots__ = ("_native", "_treespec", "num_leaves")
+    __slots__ = ("_key", "_native", "_treespec", "num_leaves")
 
     def __init__(self, native: Any, treespec: optree.PyTreeSpec | None) -> None:
         self._native = native
         self._treespec = treespec
+        self._key: Any = None
         self.num_leaves: int = native.num_leaves if treespec is None else treespec.num_leaves
 
     @property
@@ -67,7 +69,9 @@ class Structure:
 
     def key(self) -> Any:
         """Return what two structures have in common that `rebuild` alike, the order of keys included. Can be hashed."""
-        return self.treespec if self._native is None else self._native.key()
+        if self._key is None:  # optree's structures are equal whatever the order of keys
+            self._key = pickle.dumps(self._treespec) if self._native is None else self._native.key()
+        return self._key
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):

@@ -86,7 +86,7 @@ class Audit:
 
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
-        """Leaves on the host that ``pin_memory=True`` would leave pageable without a word; none where that is not known."""
+        """Leaves on the host that ``pin_memory=True`` leaves pageable without a word; none where that is unknown."""
         if self.pinning.unknown is not None:
             return ()
         return tuple(leaf for leaf in self.leaves if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned))

@@ -1,4 +1,4 @@
-"""Checks of pinstage's own extension, and of what it needs of torch, CPython and optree. Pure: findings in, checks out."""
+"""Checks of pinstage's extension, and of what it needs of torch, CPython and optree. Pure: findings in, checks out."""
 
 from __future__ import annotations
 

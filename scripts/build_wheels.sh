@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The source distribution, and from it the wheels for Linux on x86_64 and aarch64, into dist/. `make wheels` calls it.
+#
+# The compiler is zig's, of PyPI's package `ziglang`: it is for both machines, and links to a glibc as old as is asked for.
+# auditwheel says whether a wheel keeps to what its name promises, abi3audit whether it keeps to the limited API. The wheel
+# for this machine is installed into a fresh environment, where tests/smoke.py runs on both paths.
+#
+# Settings: PYTHON (.venv/bin/python, which has the extra `wheels`).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
+GLIBC=2.17 # the oldest that zig and auditwheel both know
+build=$PWD/build/wheels
+rm -rf "$build" dist
+mkdir -p "$build/source" dist
+export PINSTAGE_NATIVE=1 # a wheel without the extension is an error
+
+"$PYTHON" setup.py -q sdist
+tar -xf dist/*.tar.gz -C "$build/source" --strip-components=1
+
+for machine in x86_64 aarch64; do
+  platform=manylinux_${GLIBC/./_}_$machine
+  echo "== $platform"
+  compiler="$PYTHON -m ziglang cc -target $machine-linux-gnu.$GLIBC"
+  # -s: without the debug information of zig's own runtime. _PYTHON_HOST_PLATFORM: the machine that is built for.
+  CC=$compiler LDSHARED="$compiler -shared -s" CFLAGS=-Werror _PYTHON_HOST_PLATFORM=linux-$machine \
+    "$PYTHON" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
+    --config-settings=--build-option="--plat-name=$platform" -w dist "$build/source"
+  wheel=$(echo dist/*-cp311-abi3-"$platform".whl)
+  verdict=$("$PYTHON" -m auditwheel show "$wheel")
+  [[ $verdict == *"\"$platform\""* ]] || { echo "$0: $wheel: $verdict" >&2; exit 1; }
+  "$PYTHON" -m abi3audit --strict --summary "$wheel"
+done
+ls -l dist
+
+echo "== a fresh environment"
+"$PYTHON" -m venv "$build/venv"
+"$build/venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt dist/*_"$(uname -m)".whl
+site=$("$build/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+for path in 1 0; do
+  (cd "$build" && PINSTAGE_NATIVE=$path venv/bin/python -I ../../tests/smoke.py "$site")
+done

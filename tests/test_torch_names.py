@@ -1,0 +1,162 @@
+"""Private names of torch, CPython and optree, taken away one by one: what is left works, or refuses, and says so."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch_names import CASES, WORKS
+
+import pinstage._torch as names
+from pinstage import StagingError
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What came of each case, read from the program as it goes on."""
+    program = Path(__file__).with_name("torch_names.py")
+    results = {}
+    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as process:
+
+        def result(name):
+            while name not in results:
+                line = process.stdout.readline()
+                assert line, f"the program ended before it came to {name!r}"
+                read = json.loads(line)
+                results[read["name"]] = read
+            assert "raised" not in results[name], results[name]["raised"]
+            return results[name]
+
+        yield result
+        process.kill()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_private_name_batches_arrive_as_they_were_and_no_slab_is_lost(found, name):
+    assert (found(name)["wrong"], found(name)["in use"]) == ([], 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_private_name_all_else_works_or_is_refused_clearly(found, name):
+    for what, expected in (WORKS | CASES[name].instead).items():
+        assert re.fullmatch(expected, found(name)["outcomes"][what]), what
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slower_way_is_told_once(found, name):
+    expected = CASES[name].told
+    told = found(name)["told"]
+    assert len(told) == (expected is not None), told
+    assert all(re.match(expected, text) for text in told)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_doctor_tells_of_each_name_that_is_gone(found, name):
+    here, usually = found(name)["doctor"], found("nothing")["doctor"]
+    assert sorted(set(here) - set(usually)) == [CASES[name].doctor] * (CASES[name].doctor is not None)
+
+
+# -- streams: a stand-in for torch.cuda, which the machine need not have -----------------------------------------------
+
+
+class Stream:
+    def __init__(self, device=None, stream_id=None, device_index=0, device_type=1):
+        self.stream_id = next(Stream.numbers) if stream_id is None else stream_id
+        self.device_index, self.device_type = device_index, device_type
+
+    def __eq__(self, other):
+        return self.stream_id == other.stream_id
+
+    __hash__ = None
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Let torch have one GPU; return its current stream, in a list."""
+    Stream.numbers = iter(range(1, 100))
+    current = [Stream(stream_id=0)]
+
+    def set_stream(stream):
+        current[0] = stream
+
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current[0])
+    monkeypatch.setattr("torch.cuda.Stream", Stream)
+    monkeypatch.setattr("torch.cuda.set_stream", set_stream)
+    private = {
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getCurrentStream": lambda device: names.ids_of(current[0]),
+        "_cuda_setStream": lambda *ids: set_stream(Stream(None, *ids)),
+    }
+    for name, function in private.items():
+        monkeypatch.setattr(f"torch._C.{name}", function, raising=False)
+    names.why_streams_cannot_be_set.cache_clear()
+    names.cuda_calls.cache_clear()
+    monkeypatch.setattr(names, "_told", set())
+    yield current
+    names.why_streams_cannot_be_set.cache_clear()
+    names.cuda_calls.cache_clear()
+
+
+def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
+    assert names.why_streams_cannot_be_set() is None
+    assert names.cuda_calls().set_stream is torch._C._cuda_setStream
+    assert cuda[0].stream_id == 0
+
+
+def refuses(*_, **__):
+    raise TypeError("incompatible function arguments")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("_cuda_getDevice", None),
+        ("_cuda_getDevice", lambda: 1),
+        ("_cuda_getCurrentStream", None),
+        ("_cuda_getCurrentStream", lambda device: (0, 0)),
+        ("_cuda_getCurrentStream", lambda device: (7, 0, 1)),
+        ("_cuda_setStream", None),
+        ("_cuda_setStream", lambda *ids: None),
+        ("_cuda_setStream", refuses),
+    ],
+)
+def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda, monkeypatch, name, other):
+    if other is None:
+        monkeypatch.delattr(f"torch._C.{name}")
+    else:
+        monkeypatch.setattr(f"torch._C.{name}", other)
+    with pytest.warns(RuntimeWarning, match=r"by torch.cuda.set_stream, which takes longer: torch .* does not set"):
+        calls = names.cuda_calls()
+    names.cuda_calls.cache_clear()
+    names.cuda_calls()  # does not warn again
+    assert cuda[0].stream_id == 0
+    assert (calls.device(), calls.stream(0)) == (0, (0, 0, 1))
+    calls.set_stream(5, 0, 1)
+    assert cuda[0].stream_id == 5
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "streams" in [problem.name for problem in names.problems()]
+
+
+# -- what no probe can try ---------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_a_mode_made_is_not_taken_for_memory():
+    class Ours(torch.Tensor):
+        pass
+
+    with pytest.raises(StagingError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
+        names.check_is_plain(torch.ones(2).as_subclass(Ours))
+
+
+def test_what_torch_keeps_page_locked_is_given_back_where_it_can_be(monkeypatch):
+    called = []
+    monkeypatch.delattr("torch.accelerator.empty_host_cache", raising=False)
+    monkeypatch.setattr("torch._C._host_emptyCache", lambda: called.append(1), raising=False)
+    names.empty_host_cache()
+    monkeypatch.delattr("torch._C._host_emptyCache")
+    names.empty_host_cache()
+    assert called == [1]
