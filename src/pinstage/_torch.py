@@ -649,7 +649,7 @@ def close_writing_end(source: Any) -> None:
 
 
 @cache
-def _plain_iterator() -> tuple[type, Any] | None:
+def _plain_iterator() -> tuple[Any, Any] | None:
     """Return the class of torch's iterator with workers, and its kind over an indexed dataset; None if unknown."""
     try:
         dataloader: Any = importlib.import_module("torch.utils.data.dataloader")
