@@ -357,10 +357,9 @@ def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
         next(iterator)
     monkeypatch.undo()
     iterator._close()
-    for _, slots in LEAKED:  # the thread could not know that no worker writes any more
-        for slot in slots.values():
-            slot.forget()
-            slot.lease.release()
+    for _, loans in LEAKED:  # the thread could not know that no worker writes any more
+        for loan in loans.values():
+            loan.lease.release()
     LEAKED.clear()
 
 

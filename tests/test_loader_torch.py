@@ -1,10 +1,13 @@
 """What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
 
 import ast
+import importlib
 import inspect
 import multiprocessing
 import select
+import sys
 import textwrap
+import types
 
 import loader_data as data
 import pytest
@@ -92,4 +95,128 @@ def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():
         data.Mapped(data.scalar), None, sampler=sampler, num_workers=1, prefetch_factor=1, device="cpu"
     )
     with pytest.raises((AttributeError, TypeError), match="pickle"):
+        list(loader)
+
+
+# -- private names, taken away one by one ------------------------------------------------------------------------------
+
+
+class Other:
+    """An iterator of torch's, of which some attributes are gone, or are something else."""
+
+    def __init__(self, behind, **other):
+        vars(self).update(_behind=behind, _other=other)
+
+    def __getattr__(self, name):
+        if self._other.get(name, self) is None:
+            raise AttributeError(name)
+        return self._other[name] if name in self._other else getattr(self._behind, name)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._behind)
+
+    def __len__(self):
+        return len(self._behind)
+
+
+def assert_batches_arrive_the_slow_way(reason, persistent=True):
+    """Read a loader twice, with workers; it says once that it is slow, and why."""
+    loader = ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent)
+    expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
+    with pytest.warns(RuntimeWarning, match="stages in the main process, which is slower: " + reason) as told:
+        assert data.same(list(loader), expected)
+    assert data.same(list(loader), expected)
+    assert data.same(list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected)
+    assert len(told) == 1
+
+
+@pytest.fixture
+def told_anew(monkeypatch):
+    monkeypatch.setattr(_torch, "_told", set())
+
+
+@pytest.mark.usefixtures("told_anew")
+@pytest.mark.parametrize("name", _torch._ITERATOR_HAS)
+def test_without_a_name_of_torchs_iterator_batches_arrive_and_it_is_told_once(monkeypatch, name):
+    made = torch.utils.data.DataLoader._get_iterator
+    monkeypatch.setattr(
+        torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **{name: None})
+    )
+    # What torch calls to begin again, instead of `_reset`, goes to its own iterator: there is none to be tried here.
+    assert_batches_arrive_the_slow_way(f"torch .* iterator has no {name} any more", persistent=name != "_reset")
+
+
+class NoFile:
+    def __init__(self):
+        self.get = self.put = len
+
+
+class NoPut:
+    put = None
+
+
+@pytest.mark.usefixtures("told_anew")
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda behind: {"_data_queue": object()}, "reads another queue than its workers"),
+        (lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), "has no file that can be"),
+        (lambda behind: {"_rcvd_idx": "0"}, "counts batches, or tells workers"),
+        (lambda behind: {"_index_queues": [NoPut()]}, "counts batches, or tells workers"),
+    ],
+    ids=["another queue", "no file", "numbers", "what workers read"],
+)
+def test_where_torchs_iterator_works_in_another_way_batches_arrive_and_it_is_told_once(monkeypatch, other, reason):
+    made = torch.utils.data.DataLoader._get_iterator
+
+    def make(loader):
+        behind = made(loader)
+        return Other(behind, **other(behind))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", make)
+    assert_batches_arrive_the_slow_way(f".*{reason}")
+
+
+@pytest.mark.usefixtures("told_anew")
+@pytest.mark.parametrize(("module", "name"), _torch._UTILS_HAVE)
+@pytest.mark.parametrize("is_there", [True, False], ids=["no name", "no module"])
+def test_without_a_name_beside_torchs_loader_batches_arrive_and_it_is_told_once(monkeypatch, module, name, is_there):
+    def import_module(full):
+        if full != f"torch.utils.data._utils.{module}":
+            return importlib.import_module(full)
+        if not is_there:
+            raise ImportError(full)
+        return types.SimpleNamespace(**{key: value for key, value in vars(sys.modules[full]).items() if key != name})
+
+    monkeypatch.setattr(_torch, "importlib", types.SimpleNamespace(import_module=import_module))
+    assert_batches_arrive_the_slow_way(f"torch .* has no .*{name}.* any more beside its loader")
+    assert "DataLoader" in [problem.name for problem in _torch.problems()]
+
+
+@pytest.mark.parametrize("name", ["_MultiProcessingDataLoaderIter", "_DatasetKind"])
+def test_without_a_name_of_torchs_loader_that_only_makes_it_quick_all_is_as_it_was(monkeypatch, name):
+    fake = types.ModuleType(dataloader.__name__)
+    vars(fake).update({key: value for key, value in vars(dataloader).items() if key != name})
+    monkeypatch.setitem(sys.modules, dataloader.__name__, fake)
+    _torch._plain_iterator.cache_clear()
+    try:
+        loader = ps.DataLoader(data.Mapped(data.scalar, 8), 2, num_workers=1, device="cpu")
+        assert torch.cat(list(loader)).tolist() == list(range(8))
+        assert loader.stats().copies == 4
+    finally:
+        _torch._plain_iterator.cache_clear()
+
+
+def test_a_torch_that_asks_its_queue_for_something_else_gets_an_error_that_says_so(monkeypatch):
+    def get(iterator, timeout=None):
+        return True, iterator._data_queue.get_many(timeout)
+
+    monkeypatch.setattr(ITERATOR, "_try_get_data", get)
+    loader = ps.DataLoader(data.Mapped(data.scalar, 8), 2, num_workers=1, device="cpu")
+    with pytest.raises(
+        AttributeError, match=r"asks its loader's queue for get_many, which pinstage\.DataLoader does not"
+    ):
         list(loader)

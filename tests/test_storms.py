@@ -4,9 +4,11 @@ import contextlib
 import gc
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import loader_data as data
@@ -15,6 +17,10 @@ import torch
 from doubles import outcome, wait_until
 
 import pinstage as ps
+from pinstage._loader._server import LEAKED
+
+EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
+"""At which a worker is killed: 1 takes a minute or two."""
 
 INSIDE = str(Path(ps.__file__).parent)
 STORM = Path(__file__).with_name("storm.py")
@@ -224,3 +230,75 @@ def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_
     [other] = found
     assert pool.stats().leased_slabs == 1
     other.release()
+
+
+class Killer:
+    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage's that it comes to, each counted once.
+
+    Args:
+        nth: None for never; then all lines are written to a file.
+        path: of that file.
+    """
+
+    def __init__(self, nth, path=None):
+        self.nth = nth
+        self.path = path
+        self.seen = set()
+
+    def __call__(self, worker):
+        if worker == 0:
+            threading.settrace(self.trace)  # the thread that feeds the queue is not there yet
+            sys.settrace(self.trace)
+
+    def trace(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            return None
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if event == "line" and line not in self.seen:
+            self.seen.add(line)
+            if len(self.seen) == self.nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(f"{line}\n")
+        return self.trace
+
+
+def of_random_size(index):
+    """Batches for which slots are too small, are refused, or can never be: the cap is 256 KiB."""
+    size = (1_000, 30_000, 300_000, 60_000, 2_000)[index % 5]
+    return {"data": torch.full((size,), index % 256, dtype=torch.uint8), f"index {index % 2}": index, "text": "text"}
+
+
+def loader_that_is_killed(killer):
+    dataset = data.Mapped(of_random_size, 24)
+    return ps.DataLoader(dataset, 1, num_workers=2, device="cpu", max_bytes="256KiB", worker_init_fn=killer)
+
+
+def read(loader):
+    """Return how many batches came, all of them right and in order, and the error after them."""
+    count = 0
+    try:
+        for count, batch in enumerate(loader, 1):
+            expected = torch.utils.data.default_collate([of_random_size(count - 1)])
+            assert data.same(batch, expected)
+    except RuntimeError as error:
+        return count, str(error)
+    return count, None
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_may_be_killed_at_any_line(tmp_path):
+    path = tmp_path / "lines"
+    path.touch()
+    assert read(loader_that_is_killed(Killer(None, path))) == (24, None)
+    lines = path.read_text().split()
+    reached = {line.partition(":")[0] for line in lines}
+    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_arrivals.py"}
+    for nth in range(1, len(lines) + 1, EVERY_NTH_LINE):
+        loader = loader_that_is_killed(Killer(nth))
+        count, error = read(loader)
+        assert (count, error) == (24, None) or error.startswith("DataLoader worker"), lines[nth - 1]
+        # Torch's error may come at any line of the main thread: then the iterator is dropped, and ended by another one.
+        wait_until(lambda stats=loader.stats: stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0)
+        assert not LEAKED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import importlib
 import struct
 import sys
 import threading
@@ -65,6 +66,7 @@ def problems() -> list[Problem]:
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
+        ("DataLoader", _why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
         ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
     ]
     return [Problem(name, reason, remedy) for name, reason, remedy in tried if reason is not None]
@@ -587,9 +589,31 @@ _ITERATOR_HAS = (
 )  # fmt: skip
 """What the loader uses of torch's iterator."""
 
+_UTILS_HAVE = (
+    ("signal_handling", "_remove_worker_pids"),
+    ("signal_handling", "_set_worker_pids"),
+    ("worker", "_ResumeIteration"),
+)
+"""And of the modules beside it."""
+
 _END_SECONDS = 5.0
 """How long workers may take to end when they are asked, when they get SIGTERM, and when they are killed. torch's loader
 gives each of them as long."""
+
+
+def _of_utils(module: str, name: str) -> Any:
+    """Return a name of a private module of torch's loader, None if it is not there."""
+    try:
+        return getattr(importlib.import_module(f"torch.utils.data._utils.{module}"), name, None)
+    except ImportError:
+        return None
+
+
+def _why_loader_is_unknown() -> str | None:
+    missing = [name for module, name in _UTILS_HAVE if not callable(_of_utils(module, name))]
+    if missing:
+        return _in_this_torch(f"has no {', '.join(missing)} any more beside its loader")
+    return None
 
 
 def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
@@ -598,6 +622,9 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     Args:
         batches: torch's iterator, with workers, just made.
     """
+    reason = _why_loader_is_unknown()
+    if reason is not None:
+        return reason
     missing = [name for name in _ITERATOR_HAS if not hasattr(batches, name)]
     if missing:
         return f"torch {torch.__version__}: its loader's iterator has no {', '.join(missing)} any more"
@@ -621,30 +648,34 @@ def close_writing_end(source: Any) -> None:
     source._writer.close()
 
 
+@cache
+def _plain_iterator() -> tuple[Any, Any] | None:
+    """Return the class of torch's iterator with workers, and its kind over an indexed dataset; None if unknown."""
+    try:
+        dataloader: Any = importlib.import_module("torch.utils.data.dataloader")
+        return dataloader._MultiProcessingDataLoaderIter, dataloader._DatasetKind.Map
+    except AttributeError:
+        return None
+
+
 def next_batch(batches: Any) -> Any:
     """Return ``next(batches)`` of torch's iterator.
 
     Without the range that torch marks there for profilers, while none runs: its end lets go of the interpreter lock,
     and any other thread that wants it takes it.
     """
-    from torch.utils.data import dataloader
-
-    if (
-        type(batches) is not dataloader._MultiProcessingDataLoaderIter
-        or batches._dataset_kind != dataloader._DatasetKind.Map
-        or is_profiling()
-    ):
+    plain = _plain_iterator()
+    is_plain = plain is not None and type(batches) is plain[0] and batches._dataset_kind == plain[1]
+    if not is_plain or is_profiling():
         return next(batches)
-    batch: object = batches._next_data()  # type: ignore[no-untyped-call]
+    batch: object = batches._next_data()
     batches._num_yielded += 1
     return batch
 
 
 def is_resumption(mark: Any) -> bool:
     """Say whether what came out of the queue means that a persistent worker begins again."""
-    from torch.utils.data._utils.worker import _ResumeIteration
-
-    return isinstance(mark, _ResumeIteration)
+    return isinstance(mark, _of_utils("worker", "_ResumeIteration"))
 
 
 class Workers:
@@ -658,21 +689,18 @@ class Workers:
     """
 
     def __init__(self, batches: Any, instead: Callable[[], object]) -> None:
-        import torch.utils.data._utils.signal_handling
-
-        signals: Any = torch.utils.data._utils.signal_handling
         self.processes: list[Any] = list(batches._workers)
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
         self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
-        self._signals = signals
+        self._forget_pids = _of_utils("signal_handling", "_remove_worker_pids")
         # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
         # which another one may have when the workers have ended.
         if batches._worker_pids_set:
-            signals._remove_worker_pids(id(batches))
+            self._forget_pids(id(batches))
             batches._worker_pids_set = False
-        signals._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
+        _of_utils("signal_handling", "_set_worker_pids")(id(self), tuple(worker.pid for worker in self.processes))
         batches._shutdown_workers = instead
 
     def end(self) -> bool:
@@ -691,7 +719,7 @@ class Workers:
         for queue in self._index_queues:
             queue.cancel_join_thread()
             queue.close()
-        self._signals._remove_worker_pids(id(self))
+        self._forget_pids(id(self))
         return not left
 
     def _set_done(self) -> bool:

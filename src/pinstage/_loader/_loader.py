@@ -127,8 +127,8 @@ class IntoSlabs:
         reason = why_loader_cannot_be_taken_over(batches)
         if reason is not None:
             server.finish(leak=False)
-            batches._shutdown_workers()
-            tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}; see `pinstage doctor`")
+            getattr(batches, "_shutdown_workers", lambda: None)()  # else they end when it has died
+            tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}")
             return self._inline_iterator()
         reason = why_collation_is_unknown()
         if reason is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+
 from .._staging import Transfer
 from .._torch import close_writing_end, is_resumption, queue_file
 from ._arrivals import Arrival, Failed
@@ -82,6 +84,12 @@ class SendingQueue:
     def close(self) -> None:
         """Put an end to a message that a killed worker began; the others have ended."""
         close_writing_end(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"torch {torch.__version__} asks its loader's queue for {name}, which pinstage.DataLoader does not know; "
+            "use Stager.prefetch over torch's own loader, or another torch"
+        )
 
     def _wanted(self) -> int:
         """Return what torch wants next: a number, or without order how many there were before."""

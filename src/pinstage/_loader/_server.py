@@ -190,6 +190,7 @@ class SlabServer:
         self._leak = self._leak or leak
         self._finished = True
         if not self._has_thread:
+            self._tell_workers()  # that have asked for slabs already
             self._end()
             return
         if self._incoming is not None:

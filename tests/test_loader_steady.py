@@ -1,0 +1,61 @@
+"""A long pass over ragged batches of ever new structures holds no more at its end than in its middle.
+
+``python test_loader_steady.py BATCHES`` is the long form.
+"""
+
+import mmap
+import os
+import random
+import sys
+from pathlib import Path
+
+import loader_data as data
+import pytest
+import torch
+
+import pinstage as ps
+
+MIB = 1 << 20
+
+
+def ragged(index):
+    """One of some thousand structures, with tensors of random length, one that cannot be packed, and text."""
+    rng = random.Random(index)
+    fields = {
+        f"field {n}": torch.full((rng.randrange(4096),), n, dtype=torch.uint8) for n in range(rng.randrange(1, 20))
+    }
+    moved = torch.ones(2, requires_grad=True)
+    return fields | {f"number {rng.randrange(200)}": index, "text": "x" * rng.randrange(100), "moved": moved}
+
+
+def footprint(iterator):
+    """Return the bytes that this process and the workers hold, and their open files."""
+    processes = [os.getpid(), *(worker.pid for worker in iterator._workers)]
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes]
+    files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes]
+    return [count * mmap.PAGESIZE for count in pages], files
+
+
+def long_pass(batches):
+    """Read so many batches; return the footprint after the first half, and at the end."""
+    loader = ps.DataLoader(data.Mapped(ragged, batches), None, num_workers=2, device="cpu", max_bytes="1MiB")
+    iterator = iter(loader)
+    for _ in range(batches // 2):
+        next(iterator)
+    before = footprint(iterator)
+    for _ in range(batches // 2 - 10):
+        next(iterator)
+    return before, footprint(iterator)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_memory_and_open_files_stay_as_they_are_in_a_long_pass():
+    (bytes_before, files_before), (bytes_after, files_after) = long_pass(2000)
+    assert max(after - before for before, after in zip(bytes_before, bytes_after, strict=True)) < 2 * MIB
+    # A file more or less: of a tensor that cannot be packed, which travels torch's way, a file each.
+    assert max(after - before for before, after in zip(files_before, files_after, strict=True)) < 10
+
+
+if __name__ == "__main__":
+    for found in long_pass(int(sys.argv[1])):
+        print(found)  # noqa: T201
