@@ -11,6 +11,7 @@ import gc
 import json
 import mmap
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -148,10 +149,12 @@ def same(one, other):
     return one == other
 
 
-def held():
+def held(pools):
     """Say what the process holds."""
+    in_pools = sum(pool.stats().held_bytes for pool in pools)
     return {
         "resident": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
+        "in_pools": in_pools,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "objects": len(gc.get_objects()),
@@ -162,7 +165,8 @@ def soak(count, seed=0):
     """Stage so many batches.
 
     Returns:
-        How many were wrong, how many seconds it took, and of what was held the greatest of each half.
+        How many were wrong, how many seconds it took, and what was held in each half: as a rule of memory, else at
+        the most.
     """
     rng = random.Random(seed)
     batches = Batches(rng)
@@ -193,12 +197,18 @@ def soak(count, seed=0):
             del staged, expected
             if number * SAMPLES // count != (number - 1) * SAMPLES // count:
                 gc.collect()
-                halves[2 * number // count].append(held())
+                halves[2 * number // count].append(held((fresh.pool, ring.pool)))
         kept.clear()
         left = [
             stats for stats in (fresh.pool.stats(), ring.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
         ]
-    first, second = ({name: max(each[name] for each in half) for name in half[0]} for half in halves)
+    first, second = (
+        {
+            name: (statistics.median if name == "resident" else max)(each[name] for each in half)
+            for name in ("resident", "in_pools", "descriptors", "threads", "objects")
+        }
+        for half in halves
+    )
     grown = (second["resident"] - first["resident"]) / (count / 2)
     return {
         "batches": count, "wrong": wrong, "left": list(map(str, left)), "seconds": round(time.monotonic() - began, 1),

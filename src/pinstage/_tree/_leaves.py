@@ -92,11 +92,14 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a tensor over an array, with the strides that the buffer protocol tells: an array's own may be of no sense
-    in dimensions of one element."""
+    """Return a tensor over an array, with the strides that the buffer protocol tells.
+
+    An array's own may be of no sense in dimensions of one element.
+    """
     tensor = torch.from_numpy(array)
     if 1 in array.shape:
-        stride = tuple(step // array.itemsize for step in memoryview(array).strides or ())
+        steps = memoryview(array).strides or ()  # type: ignore[arg-type]
+        stride = tuple(step // array.itemsize for step in steps)
         if stride != tensor.stride():
             return tensor.as_strided(tensor.shape, stride)
     return tensor
