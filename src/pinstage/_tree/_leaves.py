@@ -71,7 +71,7 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     """
     if type(array) is np.ndarray and array.flags.carray:
         try:  # the usual case; what torch cannot read as it lies comes below
-            return torch.from_numpy(array)
+            return _over(array)
         except (TypeError, ValueError):
             pass
     if isinstance(array, np.ma.MaskedArray):
@@ -88,7 +88,21 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         array = array.view(np.uint64)
     if not array.flags.writeable:
         array = _writable_alias(array)
-    return torch.from_numpy(array)
+    return _over(array)
+
+
+def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a tensor over an array, with the strides that the buffer protocol tells.
+
+    An array's own may be of no sense in dimensions of one element.
+    """
+    tensor = torch.from_numpy(array)
+    if 1 in array.shape:
+        steps = memoryview(array).strides or ()  # type: ignore[arg-type]
+        stride = tuple(step // array.itemsize for step in steps)
+        if stride != tensor.stride():
+            return tensor.as_strided(tensor.shape, stride)
+    return tensor
 
 
 def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

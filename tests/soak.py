@@ -1,0 +1,222 @@
+"""Random batches without end, in a process of its own: ``python soak.py COUNT [SEED]``.
+
+Each goes through a `Stager` for the CPU, and its sources are overwritten as soon as `stage()` has returned. What
+arrives has to be what was there before, also while later batches are staged. Prints how many were not, and what the
+process held during the first half and during the second.
+"""
+
+import collections
+import dataclasses
+import gc
+import json
+import mmap
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pinstage as ps
+
+DTYPES = (
+    torch.uint8, torch.int8, torch.bool, torch.int16, torch.uint16, torch.bfloat16, torch.float16, torch.int32,
+    torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128, torch.float8_e5m2,
+)  # fmt: skip
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SAMPLES = 40
+"""How often it is looked at what the process holds."""
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Record:
+    first: Any
+    second: Any
+
+
+class Batches:
+    """Makes batches; `overwrite` spoils what the last one was made of.
+
+    Args:
+        rng: decides.
+    """
+
+    def __init__(self, rng):
+        self._rng = rng
+        self._noise = torch.from_numpy(
+            np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, 5 << 20, np.uint8)
+        )
+        self._sources = []
+
+    def make(self):
+        self._sources = []
+        large = self._rng.random() < 0.005
+        tree = {"leaf": self._leaf(1 << 16)} if large else {}
+        return tree | {f"field {n}": self._tree(2) for n in range(self._rng.randrange(1, 6))}
+
+    def overwrite(self):
+        for source in self._sources:
+            source.fill_(0xA5)
+
+    def _tree(self, depth):
+        rng = self._rng
+        kind = rng.randrange(14 if depth else 7)
+        if kind < 6:
+            return self._leaf(rng.choice([1, 7, 60, 500]))
+        if kind == 6:
+            return rng.choice([None, "text", 3, 2.5])
+        children = [self._tree(depth - 1) for _ in range(rng.randrange(2, 4))]
+        if kind == 7:
+            return [*children, children[0]]  # one of them twice
+        if kind == 8:
+            return tuple(children)
+        if kind == 9:
+            return Pair(*children[:2])
+        if kind == 10:
+            return Record(*children[:2])
+        items = zip(rng.sample(["a", "b", "c", "d"], len(children)), children, strict=True)
+        return collections.OrderedDict(items) if kind == 11 else dict(items)
+
+    def _leaf(self, rows):
+        rng = self._rng
+        rows = rng.randrange(rows + 1)
+        columns = rng.randrange(1, 5)
+        dtype = rng.choice(DTYPES)
+        nbytes = rows * columns * dtype.itemsize
+        if not nbytes:
+            return torch.empty(rows, columns, dtype=dtype)
+        start = rng.randrange(self._noise.numel() - nbytes)
+        source = self._noise[start : start + nbytes].clone()
+        self._sources.append(source)
+        tensor = source.view(dtype).view(rows, columns)
+        form = rng.randrange(10)
+        if form == 0:
+            return tensor.t()
+        if form == 1:
+            return tensor[:, ::2]
+        if form == 2:
+            return tensor[1:]
+        if form == 3:
+            return tensor.unsqueeze(1).expand(-1, 2, -1)
+        if form == 4 and dtype.is_complex:
+            return tensor.conj()
+        if form in (5, 6) and dtype in (torch.int32, torch.float32, torch.float64, torch.uint8, torch.int16):
+            array = tensor.numpy()
+            return array[::-1] if form == 5 else array
+        return tensor
+
+
+def mapped(tree, function):
+    """Return a tree with other leaves in the place of tensors and arrays."""
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return function(tree)
+    if isinstance(tree, dict):
+        return type(tree)((key, mapped(value, function)) for key, value in tree.items())
+    if isinstance(tree, Record):
+        return Record(mapped(tree.first, function), mapped(tree.second, function))
+    if isinstance(tree, list | tuple):
+        children = [mapped(child, function) for child in tree]
+        return type(tree)(*children) if isinstance(tree, Pair) else type(tree)(children)
+    return tree
+
+
+def bits(leaf):
+    """Return dtype and elements, as integers in memory of their own."""
+    tensor = torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf.resolve_conj()
+    dtype = tensor.dtype
+    if tensor.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    return dtype, tensor.view(INTEGERS[tensor.itemsize]).clone(memory_format=torch.contiguous_format)
+
+
+def same(one, other):
+    """Compare trees of what `bits` returns."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Record):
+        return same(one.first, other.first) and same(one.second, other.second)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def held(pools):
+    """Say what the process holds."""
+    in_pools = sum(pool.stats().held_bytes for pool in pools)
+    return {
+        "resident": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
+        "in_pools": in_pools,
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def soak(count, seed=0):
+    """Stage so many batches.
+
+    Returns:
+        How many were wrong, how many seconds it took, and what was held in each half: as a rule of memory, else at
+        the most.
+    """
+    rng = random.Random(seed)
+    batches = Batches(rng)
+    kept = collections.deque(maxlen=3)  # batches in use: they must not change
+    wrong = 0
+    halves = [], []
+    began = time.monotonic()
+    with (
+        ps.Stager("cpu", max_bytes="64MiB", threads=3) as fresh,
+        ps.Stager("cpu", max_bytes="64MiB", threads=3, ring=6, ring_bytes="12MiB") as ring,
+    ):
+        for number in range(count):
+            batch = batches.make()
+            expected = mapped(batch, bits)
+            stager = rng.choice([fresh, ring])
+            transfer = stager.stage(batch)
+            batches.overwrite()
+            staged = transfer.get()
+            del transfer, batch
+            if rng.random() < 0.1:
+                staged = fresh.to_host(staged, copy=rng.random() < 0.5).result()
+            kept.append((expected, staged))
+            wrong += not same(expected, mapped(staged, bits))
+            if rng.random() < 0.1:
+                known, found = kept[0]
+                wrong += not same(known, mapped(found, bits))
+                del known, found
+            del staged, expected
+            if number * SAMPLES // count != (number - 1) * SAMPLES // count:
+                gc.collect()
+                halves[2 * number // count].append(held((fresh.pool, ring.pool)))
+        kept.clear()
+        left = [
+            stats for stats in (fresh.pool.stats(), ring.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
+        ]
+    first, second = (
+        {
+            name: (statistics.median if name == "resident" else max)(each[name] for each in half)
+            for name in ("resident", "in_pools", "descriptors", "threads", "objects")
+        }
+        for half in halves
+    )
+    grown = (second["resident"] - first["resident"]) / (count / 2)
+    return {
+        "batches": count, "wrong": wrong, "left": list(map(str, left)), "seconds": round(time.monotonic() - began, 1),
+        "first_half": first, "second_half": second, "grown_bytes_per_batch": round(grown, 1),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked at again and again
+    sys.stdout.write(json.dumps(soak(*map(int, sys.argv[1:]))) + "\n")

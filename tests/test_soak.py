@@ -1,0 +1,50 @@
+"""What is staged is what was there when `stage()` was called, however long it goes on.
+
+A small part of what is run by hand: ``python tests/soak.py 100000``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soak
+import torch
+
+MIB = 1 << 20
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_random_batches_arrive_as_they_were_and_nothing_is_left_of_them():
+    run = subprocess.run(
+        [sys.executable, Path(soak.__file__), "600"], env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert (found["batches"], found["wrong"], found["left"]) == (600, 0, [])
+    first, second = found["first_half"], found["second_half"]
+    assert second["descriptors"] <= first["descriptors"]
+    assert second["threads"] <= first["threads"]
+    assert second["resident"] < first["resident"] + 48 * MIB  # the pool's cap is not reached yet
+
+
+def test_the_soak_sees_a_source_that_is_read_too_late():
+    batches = soak.Batches(soak.random.Random(0))
+    seen = 0
+    for _ in range(50):
+        batch = batches.make()
+        expected = soak.mapped(batch, soak.bits)
+        assert soak.same(expected, soak.mapped(batch, soak.bits))
+        batches.overwrite()
+        seen += not soak.same(expected, soak.mapped(batch, soak.bits))
+    assert seen > 40  # some are empty
+
+
+@pytest.mark.parametrize("change", [lambda t: t.fill_(1), lambda t: t[:1].add_(1)], ids=["all", "one row"])
+def test_the_soak_sees_one_changed_leaf(change):
+    batch = {"a": [torch.zeros(3, 2), "text"], "b": soak.Record(torch.zeros(3, 2), 1)}
+    expected = soak.mapped(batch, soak.bits)
+    change(batch["b"].first)
+    assert not soak.same(expected, soak.mapped(batch, soak.bits))
