@@ -12,7 +12,8 @@
 # Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which has what there is
 # after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs
 # whatever became of the one before; the exit status is 1 if any failed. Python packages that the machine lacks are taken
-# from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced.
+# from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced. The
+# extension is compiled for it first; one that was carried serves where that fails. PINSTAGE_NATIVE=0 goes without.
 # Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
 # DEMO_ARGS, PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built
 # there by scripts/build_rival.sh if ACCV_LAB is set.
@@ -61,6 +62,21 @@ install() {
   say "${#wheels[@]} packages from wheels"
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check \
     --upgrade --target "$SITE" "${wheels[@]}"
+}
+
+# By the compiler alone: what a machine has of setuptools may be older than pyproject.toml needs.
+extension() {
+  local folder=src/pinstage/_native include
+  [ "${PINSTAGE_NATIVE:-1}" != 0 ] || return 0
+  include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  if "${CC:-cc}" -std=gnu11 -O3 -fvisibility=hidden -fPIC -shared -I"$include" "$folder"/*.c -o "$folder/_core.new" \
+    -ldl -lpthread 2>&1 | tee "$OUT/extension.log"; then
+    mv "$folder/_core.new" "$folder/_core.abi3.so"
+    say "extension: compiled here"
+  elif [ -f "$folder/_core.abi3.so" ]; then
+    say "extension: the one that was carried"
+  fi
+  "$PYTHON" -c 'from pinstage import _native; raise SystemExit(_native.why_not)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
 # step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, note how it went.
@@ -210,6 +226,7 @@ done
 say "$("$PYTHON" -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)')"
 say "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo 'no GPU')"
 install || { say "installing the wheels failed"; failed=1; }
+extension || { say "the extension is not in use: $(tail -n 1 "$OUT/extension.log")"; failed=1; }
 for name; do "$name"; done
 echo "== summary"
 cat "$summary"

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # The extension under gcc's sanitizers. `make sanitize` calls it:
 #
-#     scripts/sanitize.sh TEST...        # files for pytest
+#     scripts/sanitize.sh                  # with the tests of layouts, containers and copying
+#     scripts/sanitize.sh TEST...          # with other ones: arguments of pytest
 #
 # 1. tests/native/pack_stress.c, which is packing without Python: as it is, under ASan with UBSan and LSan, under TSan.
-# 2. The whole extension under ASan with UBSan, in a copy of the package in build/sanitize: tests/smoke.py, and the tests
-#    that are named. Leaks are not looked for there: CPython and torch keep memory to their end.
+# 2. The whole extension under ASan with UBSan, in a copy of the package in build/sanitize: tests/smoke.py, then pytest.
+#    Leaks are not looked for there: CPython and torch keep memory to their end.
 #
-# A warning of the compiler is an error. Settings: PYTHON (.venv/bin/python), CC (cc).
+# A warning of the compiler is an error, and so is a sanitizer that it lacks. Settings: PYTHON (.venv/bin/python), CC (cc).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 export CC=${CC:-cc}
+[ $# -gt 0 ] || set -- -k "not plain" tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
 build=build/sanitize
 rm -rf "$build"
 mkdir -p "$build"
@@ -35,12 +37,13 @@ stress threads 10 -O1 -g -fsanitize=thread
 
 began=$SECONDS
 echo "== the extension, with ${memory[*]}"
-PINSTAGE_NATIVE=1 CFLAGS="-Werror ${memory[*]}" "$PYTHON" setup.py -q build --build-base "$build" 2>&1
+PINSTAGE_NATIVE=1 CFLAGS="-Werror ${memory[*]}" "$PYTHON" setup.py -q build --build-base "$build"
 # Both before all else in a process. libstdc++: ASan looks for its functions when it begins, before torch brings it.
 libraries=$("$CC" -print-file-name=libasan.so):$("$CC" -print-file-name=libstdc++.so.6)
 package=$(echo "$PWD/$build"/lib.*)
+nm -D "$package"/pinstage/_native/_core.abi3.so | grep __asan_init >/dev/null || { echo "$0: setup.py has built it without the sanitizers" >&2; exit 1; }
 # PYTHONMALLOC: so that ASan sees the ends of objects of Python.
 sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
 "${sanitized[@]}" tests/smoke.py "$package"
-[ $# -eq 0 ] || "${sanitized[@]}" -m pytest -q -p no:cacheprovider "$@"
+"${sanitized[@]}" -m pytest -q -p no:cacheprovider --timeout=600 "$@"
 echo "   $((SECONDS - began)) s"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pinstage import Block
+from pinstage._staging._targets import CpuTarget
 
 PATIENCE_SECONDS = 20
 """How long a test waits for what must happen, before it fails instead of hanging."""
@@ -144,6 +145,21 @@ def shared_files() -> set[int]:
             if str(link.readlink()).startswith("/memfd:pinstage"):
                 found.add(link.stat().st_ino)
     return found
+
+
+class HeldTarget(CpuTarget):
+    """A device whose copies are under way until the test says so."""
+
+    def __init__(self):
+        self.all_copies = ManualEvent()
+        self.copies = 0
+
+    def copy(self, *args):
+        self.copies += 1
+        super().copy(*args)
+
+    def record_copies(self):
+        return self.all_copies
 
 
 class Interrupts:

@@ -1,12 +1,18 @@
-"""A storm of interrupts, in a process of its own: ``python storm.py WHAT COUNT``.
+"""Storms of interrupts, in a process of their own: ``python storm.py WHAT COUNT [threads]``.
 
 The main thread works without end; each time that it is inside pinstage, a SIGINT comes, as from a stop button that is
-pressed again and again. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
+pressed again and again. With ``threads`` others work, and each time that one is inside pinstage, it gets an interrupt
+by `PyThreadState_SetAsyncExc`. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
 """
 
+import contextlib
+import ctypes
+import faulthandler
 import gc
+import itertools
 import json
 import os
+import queue
 import random
 import signal
 import sys
@@ -20,6 +26,15 @@ import pinstage as ps
 INSIDE = os.path.dirname(ps.__file__)  # noqa: PTH120 - compared with the names in code objects
 
 
+def is_inside(frame):
+    """Say whether a frame was called, directly or not, by pinstage."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(INSIDE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Storm:
     """Interrupts the main thread wherever it is inside pinstage.
 
@@ -27,10 +42,11 @@ class Storm:
         count: how often.
     """
 
+    persistent = True
+
     def __init__(self, count, pause=0.0003):
         self.left = count
         self._pause = pause
-        self._ready = threading.Semaphore(0)
         self._work_is_done = False
 
     def over(self, work):
@@ -49,6 +65,13 @@ class Storm:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return interrupted
 
+    def prepare(self, pool):
+        """Do nothing: the pool may grow when it likes."""
+
+    def read(self, loader):
+        """Read a loader to its end."""
+        return list(loader)
+
     def _send(self):
         main = threading.main_thread().ident
         while not self._work_is_done:
@@ -56,11 +79,79 @@ class Storm:
             time.sleep(random.expovariate(1 / self._pause))
 
     def _interrupt(self, _, frame):
-        while frame is not None:
-            if frame.f_code.co_filename.startswith(INSIDE):
+        if is_inside(frame):
+            self.left -= 1
+            raise KeyboardInterrupt
+
+
+class ThreadStorm:
+    """Interrupts three other threads wherever they are inside pinstage.
+
+    They start no threads: before Python 3.12 one that has not begun has the number of the one that starts it, and may
+    get the interrupt in its place, so that it never begins. So pools have all their slabs before, and loaders are not
+    read to their end.
+
+    Args:
+        count: how often.
+    """
+
+    persistent = False  # such a loader is of one thread
+
+    def __init__(self, count, pause=0.0003):
+        self.left = self._count = count
+        self._pause = pause
+        self._asked = queue.SimpleQueue()
+        threading.Thread(target=self._make_iterators, daemon=True).start()
+
+    def over(self, work):
+        """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        sys.setswitchinterval(1e-3)  # so that threads are met everywhere
+        threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while self.left > 0:
+            self._interrupt(random.choice(threads))
+            time.sleep(random.expovariate(1 / self._pause))
+        for thread in threads:
+            thread.join(30)
+            if thread.is_alive():
+                faulthandler.dump_traceback()
+                os._exit(1)
+        return self._count - self.left
+
+    def _interrupt(self, thread):
+        number, interrupt = ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+        if is_inside(sys._current_frames().get(thread.ident)) and self.left > 0:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, interrupt)
+
+    def _work(self, work):
+        while self.left > 0:
+            with contextlib.suppress(KeyboardInterrupt):  # one that came late
+                self._repeat(work)
+
+    def _repeat(self, work):
+        while self.left > 0:
+            try:
+                work()
+            except KeyboardInterrupt:
                 self.left -= 1
-                raise KeyboardInterrupt
-            frame = frame.f_back
+
+    def prepare(self, pool):
+        """Let a pool have all its slabs."""
+        pool.reserve(200_000, count=4)
+        pool.freeze()
+
+    def read(self, loader):
+        """Read a loader, but not to its end. Another thread makes the iterator: what starts processes is torch's."""
+        answer = queue.SimpleQueue()
+        self._asked.put((loader, answer))
+        return list(itertools.islice(answer.get(), 15))
+
+    def _make_iterators(self):
+        while True:
+            loader, answer = self._asked.get()
+            answer.put(iter(loader))
+            del answer
 
 
 def left_in(pool):
@@ -78,18 +169,21 @@ def left_in(pool):
     served = threading.Event()
 
     def use():
-        with pool.acquire(pool.max_bytes, timeout=10):
+        nbytes = 200_000 if pool.frozen else pool.max_bytes
+        with pool.acquire(nbytes, timeout=10):
             served.set()
 
     thread = threading.Thread(target=use, daemon=True)
     thread.start()
     if not served.wait(20):
-        wrong.append("a lock is held, or bytes of the cap are lost")
+        faulthandler.dump_traceback()
+        wrong.append(f"a lock is held, or bytes of the cap are lost: {pool.stats()}")
     return wrong
 
 
 def over_pool(storm):
     pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+    storm.prepare(pool)
     numbers = iter(range(10**9))
 
     def work():
@@ -98,10 +192,10 @@ def over_pool(storm):
             tensor = lease.tensor()
             lease.numpy()[0] = 1
             del tensor
-        leases = [pool.acquire(200_000, timeout=5) for _ in range(4)]
+        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]  # three threads have to wait for one another
         for lease in leases:
             lease.release()
-        if number % 50 == 0:
+        if number % 50 == 0 and not pool.frozen:
             pool.trim()
             pool.reserve(5000, count=2)
         pool.stats()
@@ -115,7 +209,8 @@ def batch():
 
 
 def over_stager(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=20)
+    storm.prepare(stager.pool)
 
     def work():
         stager.to_device(batch())
@@ -129,7 +224,8 @@ def over_stager(storm):
 
 
 def over_ring(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", ring=4, timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", ring=16, timeout=20)
+    storm.prepare(stager.pool)
 
     def work():
         for _ in range(5):
@@ -139,13 +235,14 @@ def over_ring(storm):
             staged["x"].add_(1)
 
     interrupted = storm.over(work)
-    staged = [stager.to_device(batch()) for _ in range(4)]
+    staged = [stager.to_device(batch()) for _ in range(16)]
     wrong = [] if all(torch.equal(one["x"], batch()["x"]) for one in staged) else ["bytes are wrong"]
     return interrupted, wrong + left_in(stager.pool)
 
 
 def over_to_host(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=5)
+    stager = ps.Stager("cpu", max_bytes="1MiB", timeout=20)
+    storm.prepare(stager.pool)
     there = batch()
 
     def work():
@@ -163,13 +260,14 @@ def over_loader(storm):
         ps.DataLoader(
             torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more
         )
-        for workers, more in ((1, {"persistent_workers": True}), (0, {}), (1, {}))
+        for workers, more in ((1, {"persistent_workers": storm.persistent}), (0, {}), (1, {}))
     ]
+    storm.prepare(loaders[1]._slabs.stager().pool)
     turns = iter(range(10**9))
 
     def work():
-        found = [x[0, 0].item() for [x] in loaders[next(turns) % len(loaders)]]
-        assert found == list(range(0, 4000, 200))
+        found = [x[0, 0].item() for [x] in storm.read(loaders[next(turns) % len(loaders)])]
+        assert found == list(range(0, 4000, 200))[: len(found)]
 
     interrupted = storm.over(work)
     wrong = []
@@ -183,7 +281,8 @@ def over_loader(storm):
 
 
 if __name__ == "__main__":
-    what, count = sys.argv[1:]
+    what, count, *threads = sys.argv[1:]
     torch.set_num_threads(1)
-    interrupted, wrong = globals()[f"over_{what}"](Storm(int(count)))
+    storm = (ThreadStorm if threads else Storm)(int(count))
+    interrupted, wrong = globals()[f"over_{what}"](storm)
     print(json.dumps({"interrupted": interrupted, "wrong": wrong}))

@@ -289,7 +289,7 @@ def test_results_have_a_schema_number():
     ("arguments", "message"),
     [
         (["--only", "two"], "no such variant: two; known: to, pin_to, "),
-        (["--batches", "64x1KiB,7x7B"], "no such batch: 7x7B; known: 64x1KiB, "),
+        (["--batches", "64x1KiB,7x7B"], "no such batch: 7x7B; known: 4x1KiB, "),
         (["--series", "time"], "no such series: time; known: leaves, bytes, all"),
         (["--device", "gpu"], "unknown device 'gpu': say"),
         (["--device", "cuda:99"], "'cuda:99' is not there: torch sees"),

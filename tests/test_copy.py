@@ -1,240 +1,54 @@
-"""How bytes get into a slab: by one thread or several, in chunks, and what happens when it fails."""
+"""How bytes get into a slab: by one thread or several, in chunks, and what happens when it is cut short."""
 
 import concurrent.futures
+import contextlib
 import itertools
-import sys
+import os
+import signal
 import threading
-import weakref
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS, outcome, wait_until
-from pinstage._layout._fragments import (
-    CHUNK_BYTES,
-    CHUNKS,
-    FIRST_CHUNK_BYTES,
-    LARGE_FRAGMENT_BYTES,
-    PIECE_BYTES,
-    VECTOR_LENGTH,
-    Fragments,
-    Part,
-)
-from pinstage._packing import MAX_THREADS, PARALLEL_FROM_BYTES, Packer, threads_for
-from strategies import bits, tensor_of
+from doubles import PATIENCE_SECONDS, outcome
+from paths import PATHS, on_path
+from strategies import tensor_of
 
+from pinstage import _native
+from pinstage._copy import most_threads, start_packing
+from pinstage._copy._packing import MOST_THREADS, PARALLEL_FROM_BYTES
 from pinstage._host import usable_cpus
-from pinstage._layout import Moves, Table, plan
+from pinstage._layout import pack, take_apart
 
-BATCHES = {
-    "nothing": [],
-    "empty leaves": [(0,), (0, 3)],
-    "one small leaf": [(7,)],
-    "many small leaves": [(n % 50,) for n in range(3000)],
-    "one large leaf": [(3 * PARALLEL_FROM_BYTES + 3,)],
-    "large leaves": [(PARALLEL_FROM_BYTES // 2 + n,) for n in range(5)],
-    "small and large leaves": [(n**4,) for n in range(50)],
-    "a chunked leaf": [(2 * CHUNK_BYTES + 5,)],
-    "many chunks": [(3,), (3 * CHUNK_BYTES // 2,), (5,), (CHUNK_BYTES - 1,), (1, 3)],
-}
-
-
-def packing_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("pinstage-pack")]
+KIB, MIB = 1 << 10, 1 << 20
+GUARD = 64
 
 
 @pytest.fixture
-def make_packer():
-    packers = []
-
-    def make(threads):
-        packers.append(Packer(threads))
-        return packers[-1]
-
-    yield make
-    for packer in packers:
-        packer.close()
-    assert not packing_threads()
+def native():
+    with on_path("native"):
+        yield
 
 
-@pytest.fixture(scope="module", params=BATCHES)
-def batch(request):
-    tensors = [tensor_of(torch.uint8, shape, seed % 7) for seed, shape in enumerate(BATCHES[request.param])]
-    if len(tensors) > 2:
-        tensors[1] = tensors[1].expand(2, *tensors[1].shape)  # one that is gathered
-    table = plan(tensors).table
-    expected = torch.full((table.nbytes,), 0xEE, dtype=torch.uint8)
-    for tensor, offset in zip(tensors, table.offsets, strict=True):
-        expected[offset : offset + tensor.numel()] = tensor.flatten()
-    return table, tensors, expected
+in_chunks = pytest.mark.usefixtures("native")
+"""Only the extension packs in chunks, and by threads."""
 
 
-def packed(packer, table, tensors):
-    slab = torch.full((table.nbytes + 64,), 0xEE, dtype=torch.uint8)
-    ends = list(packer.pack(table, tensors, slab))
-    assert slab[table.nbytes :].eq(0xEE).all(), "wrote behind the end"
-    return slab[: table.nbytes], ends
-
-
-def leaves_are_equal(table, tensors, slab, expected):
-    # Padding is nobody's; what it is filled with may differ.
-    return all(
-        torch.equal(slab[offset : offset + tensor.numel()], expected[offset : offset + tensor.numel()])
-        for tensor, offset in zip(tensors, table.offsets, strict=True)
-    )
-
-
-# -- the same bytes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4, 5])
-def test_any_number_of_threads_writes_the_same_bytes(batch, make_packer, threads):
-    table, tensors, expected = batch
-    slab, _ = packed(make_packer(threads), table, tensors)
-    assert leaves_are_equal(table, tensors, slab, expected)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    "writev", [None, lambda *arguments: -1, lambda *arguments: 5], ids=["absent", "refused", "short"]
-)
-def test_where_the_system_call_does_not_work_the_bytes_are_the_same(batch, make_packer, threads, writev, monkeypatch):
-    monkeypatch.setattr(Moves, "writev", writev)
-    table, tensors, expected = batch
-    slab, _ = packed(make_packer(threads), table, tensors)
-    assert leaves_are_equal(table, tensors, slab, expected)
-
-
-def test_a_system_call_that_was_refused_is_not_tried_again(monkeypatch):
-    calls = []
-    monkeypatch.setattr(Moves, "writev", staticmethod(lambda *arguments: calls.append(arguments) or -1))
-    tensors = [tensor_of(torch.uint8, (9,), seed) for seed in range(100)]
-    for _ in range(3):
-        packed(Packer(1), plan(tensors).table, tensors)
-    assert len(calls) == 1
-
-
-def test_padding_does_not_carry_what_the_slab_held_before(make_packer):
-    tensors = [tensor_of(torch.uint8, (n % 13 + 1,), n) for n in range(100)]
-    table = plan(tensors).table
-    slab, _ = packed(make_packer(1), table, tensors)
-    again = torch.zeros(table.nbytes, dtype=torch.uint8)
-    list(make_packer(1).pack(table, tensors, again))
-    assert torch.equal(slab, again)
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_what_is_reported_is_in_the_slab_already(batch, make_packer, threads):
-    table, tensors, expected = batch
-    slab = torch.full((table.nbytes,), 0xEE, dtype=torch.uint8)
-    done = 0
-    for end in make_packer(threads).pack(table, tensors, slab):
-        assert end > done or table.nbytes == 0
-        ready = torch.zeros(table.nbytes, dtype=torch.uint8)
-        ready[:end] = slab[:end]
-        for tensor, offset in zip(tensors, table.offsets, strict=True):
-            stop = min(offset + tensor.numel(), end)
-            assert torch.equal(ready[offset:stop], expected[offset:stop])
-        done = end
-    assert done == table.nbytes
-
-
-def test_a_batch_that_one_thread_packs_is_reported_once(make_packer):
-    tensors = [tensor_of(torch.uint8, (CHUNK_BYTES // 2,)) for _ in range(3)]
-    _, ends = packed(make_packer(1), plan(tensors).table, tensors)
-    assert ends == [plan(tensors).table.nbytes]
-
-
-def test_a_large_batch_is_reported_in_turns_the_first_soon(make_packer):
-    tensors = [tensor_of(torch.uint8, (PIECE_BYTES,)) for _ in range(24)]
-    _, ends = packed(make_packer(4), plan(tensors).table, tensors)
-    mib = 1024 * 1024
-    assert ends == [2 * mib, 6 * mib, 14 * mib, 22 * mib, 24 * mib]
-
-
-SIZES = [
-    [1],
-    [CHUNK_BYTES],
-    [2 * CHUNK_BYTES - 1],
-    [2 * CHUNK_BYTES],
-    [10**9 + 7],
-    [256] * 5000,
-    [PIECE_BYTES] * 300,
-    [LARGE_FRAGMENT_BYTES - 16] * 500,
-    [100, 10**8, 36, 100 * PIECE_BYTES, 4, 4, 4],
-    [7488] * 701,  # the last piece would begin in the last fragment
-    [7488] * 701 + [10**7],
-]
-
-
-def fragments_of(sizes):
-    offsets = list(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
-    return Fragments(offsets[:-1], sizes, offsets[-1]), offsets[-1]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
-def test_pieces_are_in_order_cover_all_and_are_not_too_large_for_one_call(sizes):
-    fragments, end = fragments_of(sizes)
-    reached = 0
-    for piece in fragments.pieces:
-        assert piece.offset == reached
-        if type(piece) is Part:
-            assert piece.nbytes <= PIECE_BYTES
-            assert piece.cut + piece.nbytes <= sizes[piece.leaf]
-        else:
-            assert piece.fragments <= VECTOR_LENGTH
-            assert piece.nbytes == fragments.nbytes[piece.first : piece.first + piece.fragments].sum()
-            assert piece.nbytes < PIECE_BYTES + LARGE_FRAGMENT_BYTES
-        reached += piece.nbytes
-    assert reached == end
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
-def test_chunks_cover_all_the_first_is_small_and_none_is_too_large(sizes):
-    fragments, end = fragments_of(sizes)
-    chunks = fragments.chunks
-    lengths = [high - low for low, high in itertools.pairwise([0, *(chunk.end for chunk in chunks)])]
-    assert chunks[-1].end == end
-    assert sum(chunk.pieces for chunk in chunks) == len(fragments.pieces)
-    if end < CHUNK_BYTES:
-        assert len(chunks) == 1
-        return
-    slack = max(piece.nbytes for piece in fragments.pieces)
-    assert lengths[0] <= FIRST_CHUNK_BYTES + slack
-    assert all(after <= 2 * before + slack for before, after in itertools.pairwise(lengths[:-1]))
-    assert min(lengths) >= FIRST_CHUNK_BYTES
-    assert max(lengths) <= max(CHUNK_BYTES, end // CHUNKS) + FIRST_CHUNK_BYTES + slack
-    assert len(chunks) <= CHUNKS + 4  # the first ones are smaller
-
-
-def test_more_bytes_take_more_threads():
-    mib = 1024 * 1024
-    assert [threads_for(n * mib) for n in (0, 3, 4, 8, 16, 64, 300)] == [1, 1, 2, 3, 4, 6, 13]
-    assert [threads_for(n) for n in range(0, 10**9, 10**6)] == sorted(threads_for(n) for n in range(0, 10**9, 10**6))
-
-
-def test_where_chunks_end_is_known_before(batch, make_packer):
-    table, tensors, _ = batch
-    packer = make_packer(4)
-    _, ends = packed(packer, table, tensors)
-    assert packer.ends(table) == ends
-
-
-def test_no_thread_is_started_for_a_batch_that_one_moves_as_quickly(make_packer):
-    packer = make_packer(4)
-    tensors = [tensor_of(torch.uint8, (PARALLEL_FROM_BYTES - 200,)), tensor_of(torch.uint8, (100,))]
-    packed(packer, plan(tensors).table, tensors)
-    assert not packing_threads()
+def bytes_of(*sizes, skipped=0):
+    """Return leaves of so many bytes, which begin at odd addresses if some are `skipped`."""
+    return [tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:] for seed, size in enumerate(sizes)]
 
 
 def strided_leaves():
-    """Leaves of megabytes whose elements are not side by side, one lazily conjugated, one empty."""
+    """Leaves whose elements are not side by side, some of megabytes, one lazily conjugated, one empty."""
     return [
         tensor_of(torch.uint8, (3, 2000, 1001), 1)[:, :, :1000],
         tensor_of(torch.bfloat16, (1, 1, 1500, 3000), 2)[..., ::2],
+        tensor_of(torch.float32, (300, 700), 8)[:, ::7],
         tensor_of(torch.complex128, (900, 600), 3)[:, 1:],
+        tensor_of(torch.complex128, (90, 600), 3)[:, ::3],
         tensor_of(torch.bool, (1, 7_000_000), 4)[:, ::2],
         tensor_of(torch.int64, (5, 1), 5).expand(5, 100_000),
         tensor_of(torch.complex64, (3, 40), 6).conj(),
@@ -242,267 +56,368 @@ def strided_leaves():
     ]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("raw", [0, 1, 100], ids=["alone", "beside one leaf", "beside many"])
-def test_strided_leaves_are_packed_by_any_number_of_threads(make_packer, threads, raw):
-    tensors = [*strided_leaves(), *[tensor_of(torch.int16, (11,), seed) for seed in range(raw)]]
-    table = plan(tensors).table
-    slab, ends = packed(make_packer(threads), table, tensors)
-    for tensor, view in zip(tensors, table.views(slab, ()), strict=True):
-        plain = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor.resolve_conj()
-        assert torch.equal(bits(view), bits(plain.contiguous()))
-    assert bool(packing_threads()) == (threads > 1)
-    assert len(ends) == (1 if threads == 1 else 4)
+BATCHES = {
+    "nothing": list,
+    "empty leaves": lambda: [torch.empty(0), torch.empty(0, 3)],
+    "one small leaf": lambda: bytes_of(7),
+    "many small leaves": lambda: bytes_of(*(n % 50 for n in range(3000))),
+    "many that make megabytes": lambda: bytes_of(*(n % 5000 for n in range(3000))),
+    "one large leaf": lambda: bytes_of(3 * MIB + 3),
+    "large leaves at odd addresses": lambda: bytes_of(*(256 * KIB + n for n in range(-2, 40, 7)), skipped=13),
+    "small and large leaves": lambda: bytes_of(*(n**4 for n in range(50))),
+    "a leaf of many chunks": lambda: bytes_of(32 * MIB + 5),
+    "leaves of many chunks": lambda: bytes_of(3, 24 * MIB, 5, 16 * MIB - 1, 1, 3),
+    "strided leaves": strided_leaves,
+    "strided leaves beside many": lambda: [*strided_leaves(), *(tensor_of(torch.int16, (11,), n) for n in range(100))],
+}
 
 
-def test_strided_leaves_are_packed_without_threads_of_torchs(make_packer, monkeypatch):
-    tensors = [tensor for tensor in strided_leaves() if not tensor.is_conj()]
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *arguments, **keywords: pytest.fail("torch copies"))
-    packed(make_packer(2), plan(tensors).table, tensors)
+@pytest.fixture(scope="module", params=BATCHES)
+def batch(request):
+    """A batch, and what its slab has to be: padding is zero."""
+    leaves = BATCHES[request.param]()
+    table = take_apart(leaves).table
+    expected = np.zeros(table.nbytes, dtype=np.uint8)
+    for leaf, offset in zip(leaves, table.rows["offset"].tolist(), strict=True):
+        plain = (leaf if leaf.is_conj() else leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf).resolve_conj()
+        part = plain.contiguous().flatten().view(torch.uint8).numpy()
+        expected[offset : offset + part.size] = part
+    return leaves, torch.from_numpy(expected)
 
 
-def test_large_strided_leaves_are_cut_along_their_rows():
-    tensors = strided_leaves()
-    table = plan(tensors).table
-    covered = {position: torch.zeros(tensor.shape, dtype=torch.bool) for position, tensor in enumerate(tensors)}
-    for piece in table.fragments.pieces:
-        tensor, part = tensors[piece.position], covered[piece.position][piece.rows]
-        assert not part.any(), "moved twice"
-        part[...] = True
-        assert piece.nbytes == part.numel() * tensor.itemsize
-        assert piece.nbytes < 2 * PIECE_BYTES or not piece.rows
-        assert piece.offset >= table.offsets[piece.position]
-    assert all(part.all() for part in covered.values())
-    assert [chunk.end for chunk in table.fragments.chunks] == sorted(chunk.end for chunk in table.fragments.chunks)
-    assert sum(chunk.pieces for chunk in table.fragments.chunks) == len(table.fragments.pieces)
+@pytest.fixture(
+    params=[("plain", 1), *(("native", threads) for threads in (1, 2, 4, 5))], ids=lambda p: f"{p[0]} {p[1]}"
+)
+def threads(request):
+    """Every way to pack."""
+    path, count = request.param
+    with on_path(path):
+        yield count
 
 
-def test_threads_call_one_another_while_the_first_one_moves(make_packer, monkeypatch):
-    tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,))]
-    table = plan(tensors).table
-    move, all_of_them = Moves.move, threading.Barrier(4)
-    moved_by = set()
-
-    def move_when_all_are_there(moves, piece):
-        if threading.get_ident() not in moved_by:
-            moved_by.add(threading.get_ident())
-            all_of_them.wait(PATIENCE_SECONDS)
-        move(moves, piece)
-
-    monkeypatch.setattr(Moves, "move", move_when_all_are_there)
-    packed(make_packer(4), table, tensors)
-    assert len(moved_by) == 4
+@contextlib.contextmanager
+def guarded(nbytes):
+    """Give a slab of memory that was used before, and fail if anything beside it is written."""
+    memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
+    yield memory[GUARD : GUARD + nbytes]
+    assert memory[:GUARD].eq(0xEE).all(), "wrote before the slab"
+    assert memory[GUARD + nbytes :].eq(0xEE).all(), "wrote behind the slab"
 
 
-def test_threads_are_kept_from_batch_to_batch(make_packer):
-    packer = make_packer(3)
-    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
-    packed(packer, plan(tensors).table, tensors)
-    first = packing_threads()
-    packed(packer, plan(tensors).table, tensors)
-    assert set(first) <= set(packing_threads())
-    assert 1 <= len(packing_threads()) <= 2  # the third is the calling one
+def packed(leaves, threads):
+    """Pack leaves; return the slab, and where chunks ended."""
+    parts = take_apart(leaves)
+    with guarded(parts.table.nbytes) as slab:
+        job = start_packing(parts, slab, threads)
+        if job is None:
+            return slab, (parts.table.nbytes,)
+        with job:
+            ends = job.ends
+            job.wait(len(ends) - 1)
+            for chunk in range(len(ends)):
+                job.wait(chunk)
+        return slab, ends
 
 
-# -- errors and ends ---------------------------------------------------------------------------------------------------
+def ends_of(sizes):
+    """Return where the chunks of a batch of leaves end. All of them lie in one place."""
+    source = torch.zeros(max(sizes), dtype=torch.uint8)
+    parts = take_apart([source[:size] for size in sizes])
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 2) as job:
+        return job.ends
 
 
-class FailingPieces(list):
-    """Fails when a packing thread, or the calling one, takes a piece; the other one waits until that has happened."""
-
-    def __init__(self, pieces, fail_in):
-        super().__init__(pieces)
-        self.fail_in = fail_in
-        self.failed = threading.Event()
-
-    def __getitem__(self, index):
-        taken_in = "thread" if threading.current_thread() in packing_threads() else "caller"
-        if taken_in == self.fail_in:
-            self.failed.set()
-            raise RuntimeError(f"failed in the {self.fail_in}")
-        if self.fail_in != "nobody":
-            assert self.failed.wait(PATIENCE_SECONDS), "nothing was left for the other"
-        return super().__getitem__(index)
+# -- the same bytes ----------------------------------------------------------------------------------------------------
 
 
-class FailingTable(Table):
-    """A table whose pieces fail."""
-
-    __slots__ = ("fail_in",)
-
-    @property
-    def fragments(self):
-        fragments = Fragments(self.raw_offsets, self.raw_nbytes, self.raw_end)
-        fragments.pieces = FailingPieces(fragments.pieces, self.fail_in)
-        return fragments
+def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
+    leaves, expected = batch
+    slab, ends = packed(leaves, threads)
+    assert torch.equal(slab, expected)
+    assert ends[-1] == expected.numel()
 
 
-@pytest.mark.parametrize("size", [8 * PARALLEL_FROM_BYTES, 3 * CHUNK_BYTES])
-def test_an_error_in_a_packing_thread_reaches_the_caller_and_the_next_batch_is_packed(make_packer, size):
-    packer = make_packer(3)
-    tensors = [tensor_of(torch.uint8, (size,))]
-    table = FailingTable(plan(tensors).table.columns)
-    table.fail_in = "thread"
-    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="failed in the thread"):
-        list(packer.pack(table, tensors, slab))
-    table.fail_in = "nobody"
-    list(packer.pack(table, tensors, slab))
-    assert torch.equal(slab[:size], tensors[0])
+@in_chunks
+@pytest.mark.parametrize("threads", [2, 4])
+def test_what_is_reported_is_in_the_slab_already(batch, threads):
+    leaves, expected = batch
+    parts = take_apart(leaves)
+    with guarded(expected.numel()) as slab:
+        job = start_packing(parts, slab, threads)
+        if job is None:
+            assert expected.numel() < PARALLEL_FROM_BYTES
+            return
+        with job:
+            for chunk, end in enumerate(job.ends):
+                job.wait(chunk)
+                assert torch.equal(slab[:end], expected[:end])
+            assert end == expected.numel()
 
 
-def test_an_error_in_the_calling_thread_leaves_no_thread_writing(make_packer):
-    packer = make_packer(3)
-    tensors = [tensor_of(torch.uint8, (3 * CHUNK_BYTES,))]
-    table = FailingTable(plan(tensors).table.columns)
-    table.fail_in = "caller"
-    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="failed in the caller"):
-        list(packer.pack(table, tensors, slab))
-    slab.zero_()
-    table.fail_in = "nobody"
-    for _ in range(3):
-        list(packer.pack(table, tensors, slab))
-        assert torch.equal(slab[: tensors[0].numel()], tensors[0])
+@pytest.mark.parametrize("path", PATHS)
+def test_leaves_that_somebody_else_writes_are_left_out(path):
+    leaves = [*bytes_of(5, 300 * KIB, 40), torch.ones(3, 5)[:, ::2], torch.ones(3, dtype=torch.int16)]
+    with on_path(path):
+        parts = take_apart(leaves)
+        offsets = parts.table.rows["offset"].tolist()
+        with guarded(parts.table.nbytes) as slab:
+            pack(parts, slab, skip=[1, 3])
+            for leaf, offset, skipped in zip(leaves, offsets, (False, True, False, True, False), strict=True):
+                place = slab[offset : offset + leaf.nbytes]
+                assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
+                assert place.eq(0xEE).all() == skipped
+                assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), "padding"
 
 
-def test_an_interrupt_between_taking_a_piece_and_moving_it_reaches_the_caller(make_packer, background):
-    packer = make_packer(2)
-    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
-    table = plan(tensors).table
-
-    def interrupt(frame, event, argument):
-        if frame.f_code.co_name == "move":
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    def interrupted():
-        sys.settrace(interrupt)
-        try:
-            list(packer.pack(table, tensors, torch.empty(table.nbytes, dtype=torch.uint8)))
-        except KeyboardInterrupt:
-            return "interrupted"
-        finally:
-            sys.settrace(None)
-
-    assert outcome(background(interrupted)) == "interrupted"
+# -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pack_that_is_left_early_leaves_no_thread_writing(make_packer):
-    packer = make_packer(4)
-    tensors = [tensor_of(torch.uint8, (4 * CHUNK_BYTES,)).fill_(1)]
-    table = plan(tensors).table
-    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
-    for _ in range(3):
-        packing = packer.pack(table, tensors, slab)
-        next(packing)
-        packing.close()
-        slab.zero_()
-        other = tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))
-        list(packer.pack(plan([other]).table, [other], torch.empty(other.numel(), dtype=torch.uint8)))
-        assert not slab.any(), "written after it was closed"
+def test_a_batch_that_one_thread_packs_is_in_the_slab_at_once(threads):
+    parts = take_apart(bytes_of(*[4 * MIB] * 3))
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, threads)
+    assert (job is None) == (threads == 1)
+    if job is not None:
+        job.__exit__()
 
 
-def test_when_no_thread_can_be_started_those_that_were_write_no_more(monkeypatch):
-    start, started = threading.Thread.start, []
-
-    def start_one(thread):
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    packer = Packer(4)
-    tensors = [tensor_of(torch.uint8, (2 * CHUNK_BYTES,)).fill_(1)]
-    table = plan(tensors).table
-    slab = torch.zeros(table.nbytes, dtype=torch.uint8)
-    monkeypatch.setattr(threading.Thread, "start", start_one)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        list(packer.pack(table, tensors, slab))
-    slab.zero_()
-    packer.close()  # waits for what was begun
-    assert not slab.any()
+def test_a_small_batch_is_not_worth_a_second_thread():
+    parts = take_apart(bytes_of(PARALLEL_FROM_BYTES - 216, 100))
+    assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
 
 
-def test_no_thread_keeps_the_slab_when_it_is_filled(make_packer):
-    packer = make_packer(4)
-    tensors = [tensor_of(torch.uint8, (4 * PARALLEL_FROM_BYTES,))]
-    table = plan(tensors).table
-    for _ in range(100):
-        slab = torch.empty(table.nbytes, dtype=torch.uint8)
-        list(packer.pack(table, tensors, slab))
-        kept = weakref.ref(slab)
-        del slab
-        assert kept() is None
+@in_chunks
+def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
+    assert [end / MIB for end in ends_of([MIB] * 24)] == [2, 6, 14, 24]
+    assert [end / MIB for end in ends_of([64 * MIB])] == [2, 6, 14, 30, 46, 62, 64]
+    assert [end / MIB for end in ends_of([MIB] * 3)] == [3]
 
 
-def test_several_threads_pack_with_one_packer_at_once(make_packer):
-    packer = make_packer(2)
+@in_chunks
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [PARALLEL_FROM_BYTES],
+        [16 * MIB],
+        [16 * MIB + 1],
+        [50_000_007],
+        [256] * 9000,
+        [512 * KIB] * 150,
+        [512 * KIB + 1] * 99,
+        [256 * KIB - 16] * 300,
+        [100, 10**7, 36, 50 * MIB, 4, 4, 4],
+        [7488] * 7001 + [10**7],
+    ],
+    ids=lambda sizes: f"{len(sizes)} of {sizes[0]}",
+)
+def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
+    ends = ends_of(sizes)
+    assert ends[-1] == sum(-(-size // 16) * 16 for size in sizes)
+    lengths = [high - low for low, high in itertools.pairwise([0, *ends])]
+    slack = MIB  # a piece is not cut
+    if len(lengths) > 1:
+        assert min(lengths) >= 2 * MIB
+        assert lengths[0] <= 2 * MIB + slack
+    assert all(after <= 2 * before + slack for before, after in itertools.pairwise(lengths[:-1]))
+    assert max(lengths) <= 16 * MIB + 2 * MIB + slack
+
+
+@in_chunks
+@pytest.mark.parametrize("chunk", [-1, 3, 10**30])
+def test_there_is_nothing_to_wait_for_behind_the_last_chunk(chunk):
+    parts = take_apart(bytes_of(10 * MIB))
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 2) as job:
+        assert len(job.ends) == 3
+        with pytest.raises((ValueError, OverflowError), match=r"no such chunk|too"):
+            job.wait(chunk)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def tasks():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@in_chunks
+def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
+    packed(bytes_of(8 * MIB), 3)
+    before = tasks(), _native.core.threads(), threading.active_count()
+    assert before[1] >= 2  # the third is the calling one
+    for _ in range(20):
+        packed(bytes_of(8 * MIB), 3)
+    assert (tasks(), _native.core.threads(), threading.active_count()) == before
+
+
+@in_chunks
+def test_several_threads_pack_at_once():
     barrier = threading.Barrier(3)
 
     def work(seed):
-        tensors = [
-            tensor_of(torch.uint8, (2 * PARALLEL_FROM_BYTES + seed,), seed),
-            tensor_of(torch.int64, (100,), seed),
-        ]
-        table = plan(tensors).table
+        leaves = [tensor_of(torch.uint8, (2 * MIB + seed,), seed), tensor_of(torch.int64, (100,), seed)]
         barrier.wait(PATIENCE_SECONDS)
-        for _ in range(5):
-            slab, _ = packed(packer, table, tensors)
-            for tensor, offset in zip(tensors, table.offsets, strict=True):
-                assert torch.equal(slab[offset : offset + tensor.nbytes].view(tensor.dtype), tensor)
+        for _ in range(10):
+            slab, _ = packed(leaves, 2)
+            assert torch.equal(slab[: 2 * MIB + seed], leaves[0])
+            assert torch.equal(slab[-800:].view(torch.int64), leaves[1])
 
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
         for future in [executor.submit(work, seed) for seed in range(3)]:
             future.result()
 
 
-def test_closing_while_another_thread_packs_ends(background):
-    packer = Packer(3)
-    tensors = [tensor_of(torch.uint8, (3 * PARALLEL_FROM_BYTES,))]
-    table = plan(tensors).table
-
-    def work():
-        for _ in range(100):
-            slab, _ = packed(packer, table, tensors)
-            assert torch.equal(slab, tensors[0])
-
-    packing = background(work)
-    while not packing.done():
-        outcome(background(packer.close))
-    outcome(packing)
-    packer.close()
-    assert not packing_threads()
+def slow_leaves():
+    """Leaves that take a tenth of a second or more, of little memory."""
+    return [tensor_of(torch.uint8, (2 * KIB,), 3).expand(64 * KIB, 2 * KIB)[:, ::2]]
 
 
-def test_closing_ends_the_threads_and_may_be_done_twice():
-    packer = Packer(3)
-    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
-    packed(packer, plan(tensors).table, tensors)
-    assert packing_threads()
-    packer.close()
-    assert not packing_threads()
-    packer.close()
-    Packer(3).close()
+@in_chunks
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, background):
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    is_packed = threading.Event()
+
+    def turns():
+        count = 0
+        while not is_packed.is_set():
+            count += 1
+            time.sleep(0.001)
+        return count
+
+    counting = background(turns)
+    job = start_packing(parts, slab, threads)
+    if job is not None:
+        with job:
+            job.wait(len(job.ends) - 1)
+    is_packed.set()
+    assert outcome(counting) > 5
 
 
-def test_a_packer_that_is_forgotten_ends_its_threads():
-    packer = Packer(2)
-    tensors = [tensor_of(torch.uint8, (8 * PARALLEL_FROM_BYTES,))]
-    packed(packer, plan(tensors).table, tensors)
-    assert packing_threads()
-    del packer
-    wait_until(lambda: not packing_threads())
+# -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [0, -1])
-def test_less_than_one_thread_is_refused(threads):
-    with pytest.raises(ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"):
-        Packer(threads)
+@in_chunks
+@pytest.mark.parametrize("wait_for", [None, 0])
+@pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
+def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
+    leaves = bytes_of(32 * MIB)
+    parts = take_apart(leaves)
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    for _ in range(5):
+        job = start_packing(parts, slab, 4)
+        if wait_for is not None:
+            job.wait(wait_for)
+        if end == "exit":
+            job.__exit__()
+        elif end == "error":
+            with pytest.raises(ZeroDivisionError), job:
+                raise ZeroDivisionError
+        del job
+        slab.zero_()
+        packed(bytes_of(4 * MIB), 4)  # the threads are there for others
+        assert not slab.any(), "written after its end"
+
+
+@in_chunks
+def test_a_job_that_has_ended_has_no_chunks():
+    parts = take_apart(bytes_of(4 * MIB))
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, 2)
+    with job:
+        pass
+    assert job.ends == ()
+    with pytest.raises(ValueError, match="closed"):
+        job.wait(0)
+    job.__exit__()  # once more
+
+
+@in_chunks
+def test_a_job_does_not_end_under_a_thread_that_waits_for_it(background):
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, 2)
+    waiting = background(job.wait, len(job.ends) - 1)
+    refused = False
+    while not (refused or waiting.done()):
+        time.sleep(0.01)  # it begins to wait
+        try:
+            job.__exit__()
+        except RuntimeError as error:
+            refused = "being waited for" in str(error)
+            break
+    outcome(waiting)
+    assert refused
+    job.__exit__()
+    assert torch.equal(slab.view(64 * KIB, KIB), slow_leaves()[0])
+
+
+class Pressed(Exception):  # noqa: N818 - stands for a key
+    pass
+
+
+@in_chunks
+def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on():
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+
+    def press(*_):
+        raise Pressed
+
+    before = signal.signal(signal.SIGALRM, press)
+    try:
+        with start_packing(parts, slab, 2) as job:
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            with pytest.raises(Pressed):
+                job.wait(len(job.ends) - 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    slab.zero_()
+    packed(bytes_of(4 * MIB), 2)
+    assert not slab.any()
+
+
+@in_chunks
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_threads():
+    leaves = slow_leaves()
+    parts = take_apart(leaves)
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 3) as job:
+        child = os.fork()
+        if child == 0:
+            said = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(int(PATIENCE_SECONDS))  # rather than hang
+                torch.set_num_threads(1)  # OpenMP's are the parent's, too, and torch would wait for them
+                try:
+                    job.wait(len(job.ends) - 1)
+                except RuntimeError as error:
+                    said = 0 if "forked in the middle" in str(error) else 2
+                job.__exit__()
+                again, _ = packed(bytes_of(4 * MIB), 3)  # with threads of its own
+                said |= 0 if torch.equal(again, bytes_of(4 * MIB)[0]) else 4
+            finally:
+                os._exit(said)
+        job.wait(len(job.ends) - 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(slab.view(64 * KIB, KIB), leaves[0])
 
 
 # -- how many threads --------------------------------------------------------------------------------------------------
 
 
-def test_by_default_a_packer_takes_the_usable_cpus_but_not_too_many():
-    assert Packer().threads == min(usable_cpus(), MAX_THREADS)
+@pytest.mark.parametrize("threads", [0, -1])
+def test_less_than_one_thread_is_refused(threads):
+    with pytest.raises(ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"):
+        most_threads(threads)
+
+
+def test_by_default_all_usable_cpus_pack_but_not_too_many():
+    assert most_threads(None) == min(usable_cpus(), MOST_THREADS)
+    assert most_threads(40) == 40

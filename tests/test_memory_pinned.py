@@ -34,6 +34,7 @@ class FakeCuda:
 
     cudaHostAllocPortable = cudaHostRegisterPortable = 1
     cudaHostAllocWriteCombined = 4
+    cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyHostToDevice=1)
 
     def __init__(self):
         self.calls = []

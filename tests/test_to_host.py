@@ -22,9 +22,9 @@ from pinstage import (
     SlabPool,
     Stager,
 )
+from pinstage._copy import DIRECT_BYTES
 from pinstage._staging import _sources
 from pinstage._staging._sources import CpuSource, Events
-from pinstage._copy import DIRECT_BYTES
 
 SOME_FLOATS = 40
 

@@ -44,6 +44,8 @@ class Death(weakref.ref[Any]):
     __slots__ = ("reap",)
 
     reap: Callable[[], bool]
+    __eq__ = object.__eq__  # else those of what it refers to, and an array has none
+    __hash__ = object.__hash__
 
 
 class _Buried:
@@ -68,7 +70,11 @@ class Reaper:
         self._is_running = False
 
     def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
-        """Have something done when an object has died. It must not keep the object alive."""
+        """Have something done when an object has died. It must not keep the object alive.
+
+        Of an object that may be in a cycle of garbage the collector says so before it calls the finalisers there, which
+        may still use the object. What numpy's arrays are in is safe: of these the collector knows nothing.
+        """
         death = Death(thing, self.tasks.put)
         death.reap = reap
         self._deaths.add(death)

@@ -2,7 +2,8 @@
 
 A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors: dicts alone, because a TensorDict
 knows no lists and every rival takes such a batch as it is. All leaves of a shape have one size, so the figures read as
-cost for each leaf or as bandwidth. Content is random and differs for each leaf: a leaf in the wrong place is seen.
+cost for each leaf or as bandwidth; those of a ragged one differ from half of it to one and a half, and in each batch
+anew. Content is random and differs for each leaf: a leaf in the wrong place is seen.
 """
 
 from __future__ import annotations
@@ -33,23 +34,30 @@ class BatchShape:
 
     leaves: int
     leaf_bytes: int
+    ragged: bool = False
+    """Whether leaves have from half to one and a half of these bytes, drawn anew for each batch."""
     in_place: bool = False
     """Whether the leaves were written into page-locked memory in the first place, so that nothing has to be packed."""
 
     @property
     def id(self) -> str:
-        """The name in result files: `1000x256B`, `1x512MiB-in-place`."""
+        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`."""
         size, unit = self.leaf_bytes, "B"
         for factor, name in ((MIB, "MiB"), (KIB, "KiB")):
             if self.leaf_bytes % factor == 0:
                 size, unit = self.leaf_bytes // factor, name
                 break
-        return f"{self.leaves}x{size}{unit}{'-in-place' if self.in_place else ''}"
+        return f"{self.leaves}x{size}{unit}{'-ragged' * self.ragged}{'-in-place' * self.in_place}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one batch."""
+        """Bytes of one batch, about so many if it is ragged."""
         return self.leaves * self.leaf_bytes
+
+    @property
+    def most_slab_bytes(self) -> int:
+        """Bytes that no batch's slab exceeds, each leaf at a multiple of 64 bytes."""
+        return self.leaves * (self.leaf_bytes * 3 // 2 // 64 * 64 + 64)
 
     @property
     def instances(self) -> int:
@@ -59,11 +67,21 @@ class BatchShape:
 
 
 SHAPES = (
+    BatchShape(4, KIB),
+    BatchShape(4, KIB, ragged=True),
     BatchShape(64, KIB),
+    BatchShape(64, KIB, ragged=True),
     BatchShape(528, 284),
     BatchShape(1000, 256),
+    BatchShape(1000, 256, ragged=True),
     BatchShape(10_000, 512),
+    BatchShape(10_000, 512, ragged=True),
     BatchShape(1000, 16 * KIB),
+    BatchShape(1000, 16 * KIB, ragged=True),
+    BatchShape(8, 256 * KIB),
+    BatchShape(8, MIB),
+    BatchShape(1, 38 * MIB),
+    BatchShape(16, 16 * MIB),
     BatchShape(1000, 256 * KIB),
     BatchShape(64, MIB),
     BatchShape(300, MIB),
@@ -77,7 +95,7 @@ SERIES = {
 """Shapes that differ in one thing, to see how cost grows with it: the number of leaves, and the size of 16 of them."""
 SMOKE_SHAPES = (
     BatchShape(16, KIB),
-    BatchShape(33, 284),
+    BatchShape(33, 284, ragged=True),
     BatchShape(3, 256 * KIB),
     BatchShape(1, 64 * KIB, in_place=True),
 )
@@ -93,11 +111,14 @@ def every_shape() -> list[BatchShape]:
 def build(shape: BatchShape, seed: int) -> Batch:
     """Return one nested batch of random float32 leaves, the same for the same seed."""
     rng = np.random.Generator(np.random.SFC64(seed))
+    sizes = np.full(shape.leaves, shape.leaf_bytes // 4)
+    if shape.ragged:
+        sizes = rng.integers(sizes // 2, sizes * 3 // 2, endpoint=True)
     batch: Batch = {}
     for leaf in range(shape.leaves):
         stream, field = divmod(leaf, len(FIELDS))
         sample, stream = divmod(stream, STREAMS_PER_SAMPLE)
-        tensor = torch.empty(shape.leaf_bytes // 4, dtype=torch.float32)
+        tensor = torch.empty(int(sizes[leaf]), dtype=torch.float32)
         rng.random(dtype=np.float32, out=tensor.numpy())
         streams = batch.setdefault(f"sample_{sample:04d}", {})
         streams.setdefault(f"stream_{stream}", {})[FIELDS[field]] = tensor

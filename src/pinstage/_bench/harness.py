@@ -74,6 +74,8 @@ class Variant:
     in_place: Callable[..., Any] | None = None
     """Set-up for a case whose data is written in place; None where `setup` takes torch's page-locked tensors."""
     only_in_place: bool = False
+    sized: bool = False
+    """Whether `setup` is also given how many bytes a slab has to have."""
 
     def suits(self, case: Case) -> bool:
         """Return whether there is anything to measure of this variant on a case."""

@@ -108,7 +108,7 @@ def _pinstage(device: torch.device) -> Iterator[Stage]:
 def _pinstage_in_place(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     import pinstage as ps
 
-    with ps.Stager(device, max_bytes="8GiB") as stager, ExitStack() as leases:
+    with ps.Stager(device, max_bytes="8GiB", borrow_pinned=True) as stager, ExitStack() as leases:
         yield stager.to_device, partial(_into_leases, stager.pool, leases)
 
 
@@ -142,11 +142,11 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
 
 
 @contextmanager
-def _pinstage_ring(device: torch.device) -> Iterator[Stage]:
+def _pinstage_ring(device: torch.device, slab_bytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
     # Five: the check keeps three batches at once, beside the one that is staged.
-    stager = ps.Stager(device, max_bytes="8GiB", ring=5)
+    stager = ps.Stager(device, max_bytes="8GiB", ring=5, ring_bytes=slab_bytes)
     try:
         yield stager.to_device
     finally:
@@ -204,7 +204,7 @@ VARIANTS = (
     Variant(
         "pinstage",
         _pinstage,
-        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`",
+        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place `borrow_pinned=True`",
         package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
@@ -212,9 +212,10 @@ VARIANTS = (
     Variant(
         "pinstage_ring",
         _pinstage_ring,
-        "the same with `ring=5`: fixed device slabs, views made once",
+        "the same with `ring=5`: fixed device slabs",
         package="pinstage",
         ours=True,
+        sized=True,
     ),
     Variant(
         "pinstage_lease",

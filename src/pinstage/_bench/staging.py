@@ -68,7 +68,7 @@ def set_up(variant: Variant, device: torch.device, shape: batches.BatchShape) ->
         with variant.in_place(device) as both:
             yield both
         return
-    with variant.setup(device) as stage:
+    with variant.setup(device, *([shape.most_slab_bytes] if variant.sized else [])) as stage:
         if shape.in_place and device.type == "cuda":
             yield stage, lambda batch: batches.map_leaves(batch, torch.Tensor.pin_memory)
         else:

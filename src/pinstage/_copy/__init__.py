@@ -1,6 +1,19 @@
 """How bytes get into slabs and out: by several threads and in chunks that travel meanwhile, or gathered on a device."""
 
+from ._borrowing import Borrowed, Run, borrow
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
 from ._packing import most_threads, start_packing
 
-__all__ = ["DIRECT_BYTES", "Gathering", "arrange", "duplicate", "flat", "gather", "most_threads", "start_packing"]
+__all__ = [
+    "DIRECT_BYTES",
+    "Borrowed",
+    "Gathering",
+    "Run",
+    "arrange",
+    "borrow",
+    "duplicate",
+    "flat",
+    "gather",
+    "most_threads",
+    "start_packing",
+]

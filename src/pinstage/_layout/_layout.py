@@ -60,6 +60,11 @@ class Layout:
         return cls(parts.structure, parts.table)
 
     @property
+    def content(self) -> tuple[Structure, Table]:
+        """What it is made of; not for users."""
+        return self._structure, self._table
+
+    @property
     def nbytes(self) -> int:
         """Bytes a slab needs for this layout, padding included; a multiple of `ALIGNMENT`."""
         return self._table.nbytes

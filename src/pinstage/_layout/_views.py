@@ -32,7 +32,7 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         )
     if slab.numel() % ALIGNMENT:
         slab = slab[: table.nbytes]
-    if _native.core is not None:
+    if _native.core is not None and type(slab) is torch.Tensor:
         leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, slab.numel(), others)
         if isinstance(leaves, list):
             return leaves
@@ -43,7 +43,9 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
 
 def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     bases = [slab.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
-    check_is_plain(next((base for base in bases if base is not None), slab))
+    for base in bases:
+        if base is not None:
+            check_is_plain(base)
     left = iter(others)
     leaves: list[Any] = []
     for offset, _, kind, dtype, ndim, shape, stride in table.entries():

@@ -280,6 +280,18 @@ static PyObject *described(const Growing *table, const Header *header, PyObject 
                          PyBool_FromLong(has_lazy));
 }
 
+/* Ask for the memory of leaves that come next: a batch's tensors are not in the caches, as a rule, and lie anywhere. */
+static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
+    if (index + 16 < count) __builtin_prefetch(PyList_GetItem(leaves, index + 16));
+    if (index + 8 >= count || torch.handle_at == 0) return;
+    PyObject *object = PyList_GetItem(leaves, index + 8);
+    if (Py_TYPE(object) != torch.tensor) return;
+    const char *tensor = *(const char **)handle_of(object);
+    __builtin_prefetch(tensor);
+    __builtin_prefetch(tensor + 64);
+    __builtin_prefetch(tensor + 128);
+}
+
 /* describe(leaves, atoms, plainly, device_type, device_id, arrays): see `pinstage._layout._describe`. */
 static PyObject *describe(PyObject *module, PyObject *args) {
     (void)module;
@@ -305,6 +317,7 @@ static PyObject *describe(PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *object = PyList_GetItem(leaves, i);
         if (object == NULL) goto done;
+        look_ahead(leaves, count, i);
         PyTypeObject *type = Py_TYPE(object);
         leaf.kind = OTHER;
         leaf.ndim = 0;

@@ -17,9 +17,9 @@
 #include <immintrin.h>
 #endif
 
-/* What one thread takes at once: 50 us of work, long against taking it, and short enough that a dozen threads end at
+/* What one thread takes at once: 25 us of work, long against taking it, and short enough that a dozen threads end at
  * about the same time. */
-static const int64_t PIECE_BYTES = 512 * 1024;
+static const int64_t PIECE_BYTES = 256 * 1024;
 
 /* From here on memory is written past the caches: the bus reads what the caches hold more slowly than what lies in
  * memory, and a slab is not read by the cpu again. */
@@ -27,7 +27,7 @@ static const int64_t STREAM_BYTES = 256 * 1024;
 
 /* The bus has nothing to do until the first chunk is in. No chunk is smaller; each is twice as large as the one before
  * it, up to LARGEST_CHUNK, or in a very large batch to its size by MOST_CHUNKS. */
-static const int64_t FIRST_CHUNK = 2 * 1024 * 1024;
+static const int64_t FIRST_CHUNK = 1024 * 1024;
 static const int64_t LARGEST_CHUNK = 16 * 1024 * 1024;
 static const int64_t MOST_CHUNKS = 32;
 
@@ -37,7 +37,6 @@ static const int64_t MOST_CHUNKS = 32;
 
 static void stream_sse2(char *to, const char *from, int64_t lines) {
     for (; lines > 0; lines--, to += 64, from += 64) {
-        _mm_prefetch(from + 1024, _MM_HINT_NTA);
         __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
         __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
         _mm_stream_si128((__m128i *)to, a);
@@ -49,7 +48,6 @@ static void stream_sse2(char *to, const char *from, int64_t lines) {
 
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, int64_t lines) {
     for (; lines > 0; lines--, to += 64, from += 64) {
-        _mm_prefetch(from + 1024, _MM_HINT_NTA);
         __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
         _mm256_stream_si256((__m256i *)to, a);
         _mm256_stream_si256((__m256i *)(to + 32), b);
@@ -192,6 +190,10 @@ static void move_leaf(const Leaf *leaf, char *slab, bool past_caches) {
 
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes) {
     for (int64_t i = 0; i < count; i++) {
+        if (i + 4 < count) { /* small leaves are not in the caches, as a rule, and lie anywhere */
+            const char *next = leaves[i + 4].source;
+            for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64) __builtin_prefetch(next + at);
+        }
         move_leaf(&leaves[i], slab, leaves[i].nbytes >= STREAM_BYTES);
         set_padding(leaves, count, i, slab, nbytes);
     }
@@ -266,10 +268,11 @@ static void cut_chunks(Job *job) {
 
 /* -- threads ------------------------------------------------------------------------------------------------------ */
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t work_is_there = PTHREAD_COND_INITIALIZER;
+/* Adaptive: it is held for less time than it takes to sleep and wake. */
+static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
 static Job *first_job, *last_job; /* that want helpers */
-static int threads, parked;
+static atomic_int bell;           /* changes when there is another job; parked threads sleep on it */
+static int threads;
 static int64_t forks; /* that lie between the first process and this one */
 
 static void wait_while(atomic_int *word, int value, int milliseconds) {
@@ -277,7 +280,7 @@ static void wait_while(atomic_int *word, int value, int milliseconds) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, milliseconds < 0 ? NULL : &pause, NULL, 0);
 }
 
-static void wake(atomic_int *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+static void wake(atomic_int *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
 
 /* Move a piece that nobody has taken; say whether there was one. */
 static bool step(Job *job) {
@@ -286,7 +289,7 @@ static bool step(Job *job) {
     if (index >= job->piece_count) return false;
     move_piece(job, &job->pieces[index]);
     atomic_int *left = &job->chunks[job->pieces[index].chunk].left;
-    if (atomic_fetch_sub_explicit(left, 1, memory_order_release) == 1) wake(left);
+    if (atomic_fetch_sub_explicit(left, 1, memory_order_release) == 1) wake(left, INT_MAX);
     return true;
 }
 
@@ -308,9 +311,10 @@ static void *help(void *nothing) {
     pthread_mutex_lock(&lock);
     for (;;) {
         while (first_job == NULL) {
-            parked++;
-            pthread_cond_wait(&work_is_there, &lock);
-            parked--;
+            int heard = atomic_load(&bell);
+            pthread_mutex_unlock(&lock);
+            wait_while(&bell, heard, -1);
+            pthread_mutex_lock(&lock);
         }
         Job *job = first_job;
         if (--job->wanted == 0) leave_line(job);
@@ -320,7 +324,7 @@ static void *help(void *nothing) {
         }
         pthread_mutex_lock(&lock);
         /* Under the lock, so that whoever waits for 0 does not free the job before this thread is done with it. */
-        if (atomic_fetch_sub(&job->helping, 1) == 1) wake(&job->helping);
+        if (atomic_fetch_sub(&job->helping, 1) == 1) wake(&job->helping, INT_MAX);
     }
     return nothing;
 }
@@ -344,10 +348,9 @@ static void start_threads(int count) {
 
 static void in_child(void) {
     /* The threads are not there, and what they had to do is the parent's affair. */
-    pthread_mutex_init(&lock, NULL);
-    pthread_cond_init(&work_is_there, NULL);
+    lock = (pthread_mutex_t)PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
     first_job = last_job = NULL;
-    threads = parked = 0;
+    threads = 0;
     forks++;
 }
 
@@ -392,12 +395,9 @@ Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int 
         }
         last_job = job;
         start_threads(helpers);
-        if (helpers < parked) {
-            for (int i = 0; i < helpers; i++) pthread_cond_signal(&work_is_there);
-        } else {
-            pthread_cond_broadcast(&work_is_there);
-        }
-        pthread_mutex_unlock(&lock);
+        atomic_fetch_add(&bell, 1);
+        pthread_mutex_unlock(&lock); /* before they wake, since the lock is what they ask for first */
+        wake(&bell, helpers);
     }
     return job;
 }

@@ -18,7 +18,7 @@ import torch
 
 from .._errors import LeaseError
 from . import _refusals
-from ._slab import Event, Inbox, Slab
+from ._slab import Event, Inbox, Notice, Slab
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -53,7 +53,7 @@ class Lease:
     not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_owner", "_slab")
+    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_notice", "_owner", "_slab")
 
     def __init__(self, owner: Owner, slab: Slab, nbytes: int) -> None:
         self._owner = owner
@@ -61,6 +61,8 @@ class Lease:
         self._nbytes = nbytes
         self._capacity = slab.capacity
         self._exporter: Any = None
+        self._notice: Notice | None = None
+        """The slab's, while the slab is this lease's: a finaliser may use a lease whose death the collector told of."""
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +151,7 @@ class Lease:
             LeaseError: the lease was released.
         """
         slab = self._slab
-        if slab is None:
+        if slab is None or slab.holder is not self._notice:
             self._refuse("guard()")
         slab.event = event
 
@@ -175,8 +177,9 @@ class Lease:
         slab, self._slab = self._slab, None
         if slab is None:
             self._refuse("release()")
-        slab.event = after
-        slab.holder = None
+        if slab.holder is self._notice:  # else the collector has told of the lease's death, and the slab came back
+            slab.event = after
+            slab.holder = None
         self._exporter = None
         notices.append(slab)
         if owner.inbox.bells:
@@ -186,7 +189,7 @@ class Lease:
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
-        if slab is None:
+        if slab is None or slab.holder is not self._notice:
             self._refuse(what)
         return slab
 
@@ -201,7 +204,7 @@ class Lease:
         if owner.is_forked:  # page-locked pages may be missing in a child: reading them would end it
             raise _refusals.forked()
         slab = self._slab
-        if slab is None:
+        if slab is None or slab.holder is not self._notice:
             self._refuse(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)

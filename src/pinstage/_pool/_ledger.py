@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from .._errors import BudgetExceededError, PoolFrozenError
 from .._memory import MemoryResource
 from .._reaper import reaper
@@ -85,7 +87,9 @@ class Ledger:
         self._promised_bytes = 0  # to jobs
         self._slabs_by_capacity: dict[int, int] = {}
         _ledgers.add(self)
-        reaper.watch(self, partial(free_what_is_done, self._slabs, memory))
+        # Not the ledger itself: the garbage collector tells of a death before finalisers have had their last use of it.
+        self._life = np.empty(0)
+        reaper.watch(self._life, partial(free_what_is_done, self._slabs, memory))
 
     # -- the bounds of each call
 
@@ -191,7 +195,7 @@ class Ledger:
         lease = Lease(self, slab, nbytes)
         slab.requested = nbytes
         slab.event = slab.exporter = None
-        slab.holder = self.inbox.watch(lease, slab)
+        slab.holder = lease._notice = self.inbox.watch(lease, slab)
         slab.enter(self._leased)
         self._requested_bytes += nbytes
         self._total_requested_bytes += nbytes

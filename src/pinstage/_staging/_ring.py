@@ -9,9 +9,9 @@
      +--------------------------------------------------------------------------+
 
 The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
-way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's storage:
-every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on the batch
-can be begun, so an event recorded then on the consumer's stream is behind all of it.
+way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's
+storage: every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on
+the batch can be begun, so an event recorded then on the consumer's stream is behind all of it.
 """
 
 from __future__ import annotations

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._copy import most_threads, start_packing
+from .._copy import Borrowed, Run, borrow, most_threads, start_packing
 from .._errors import AcquireTimeoutError
-from .._layout import Parts, Table, take_apart
+from .._layout import Layout, Parts, Table, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
+from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
+from .._tree import Structure
 from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead
 from ._sources import Sources
@@ -28,6 +30,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _NO_MORE = object()
+
+
+class Kept:
+    """What has to stay alive until an event is done; a task of the reaper's."""
+
+    def __init__(self, event: Event, things: list[Any]) -> None:
+        self._event = event
+        self._things = things
+
+    def reap(self) -> bool:
+        """Say whether the event is done."""
+        return self._event.query()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,9 @@ class Stager:
             ``"fresh"``, a device slab of its own (counted in the stats).
         threads: how many pack a batch of 4 MiB or more at the most, the calling one included; None takes the cpus that
             the process may use, at most 12.
+        borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
+            views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
+            until `Transfer.done`, as with torch's own ``non_blocking=True``; they are kept alive until then.
         timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
             ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
@@ -99,6 +116,7 @@ class Stager:
         ring_bytes: int | str | None = None,
         ring_overflow: Overflow = "error",
         threads: int | None = None,
+        borrow_pinned: bool = False,
         timeout: float | None = 60.0,
     ) -> None:
         if pool is not None and max_bytes != "auto":
@@ -114,6 +132,7 @@ class Stager:
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._threads = most_threads(threads)
+        self._borrow_pinned = borrow_pinned
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.Lock()
@@ -154,19 +173,51 @@ class Stager:
         """
         with step("stage"):
             parts = take_apart(batch)
-            table, place = parts.table, None
-            if self._ring is not None and table.nbytes:
-                place = self._ring.take(table.nbytes)
+            table, ring = parts.table, self._ring
+            place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
                 slab, event, copies = self._send(parts, place) if table.nbytes else (None, None, 0)
-                others, moved, moved_event = move_others(self._target, table, parts.others())
-                self._count(table, copies)
-                return Transfer(
-                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, place
-                )
+                return self._transfer(parts.structure, table, slab, event, copies, parts.others(), place)
             except BaseException:
                 if place is not None:
                     place.release()  # who keeps the error must not keep the slab
+                raise
+
+    def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer:
+        """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
+
+        Does not block. The lease is released behind the copy: it is no longer the caller's when the call returns, and
+        its views must not be written until `Transfer.done`.
+
+        Args:
+            lease: holds the batch, as `layout` says; of any pool.
+            layout: where each leaf lies.
+            others: the leaves that do not live in the slab, in the order of the batch, as `Layout.others` returns them.
+
+        Raises:
+            ValueError: the lease is smaller than the layout, or `others` are too few or too many.
+            LeaseError: the lease was released.
+            RingError: the batch is larger than the ring's device slabs, or all of them are held.
+        """
+        with step("stage"):
+            structure, table = layout.content
+            if lease.nbytes < table.nbytes:
+                raise ValueError(
+                    f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; acquire(layout.nbytes)"
+                )
+            if len(others) != table.others + table.moved:
+                raise ValueError(
+                    f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not "
+                    "live in the slab; pass layout.others(batch)"
+                )
+            host = lease.data_ptr()
+            place = self._ring.take(table.nbytes) if self._ring is not None and table.nbytes else None
+            try:
+                slab, event, copies = self._send_lease(lease, host, table, place)
+                return self._transfer(structure, table, slab, event, copies, list(others), place)
+            except BaseException:
+                if place is not None:
+                    place.release()
                 raise
 
     def to_device(self, batch: Any) -> Any:
@@ -261,39 +312,113 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _send(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
-        """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
-        target, nbytes = self._target, parts.table.nbytes
+    def _transfer(
+        self,
+        structure: Structure,
+        table: Table,
+        slab: torch.Tensor | None,
+        event: Event | None,
+        copies: int,
+        others: list[Any],
+        place: Place | None,
+    ) -> Transfer:
+        others, moved, moved_event = move_others(self._target, table, others)
+        with self._lock:
+            self._batches += 1
+            self._copies += copies
+            self._packed_leaves += table.packed
+            self._packed_bytes += table.payload_bytes
+            self._padding_bytes += table.nbytes - table.payload_bytes
+            self._passthrough_leaves += table.moved
+        return Transfer(self._target, structure, table, slab, event, copies, others, moved, moved_event, place)
+
+    def _send_lease(
+        self, lease: Lease, host: int, table: Table, place: Place | None
+    ) -> tuple[torch.Tensor | None, Event | None, int]:
+        target = self._target
+        if not table.nbytes:
+            lease.release()
+            return None, None, 0
         with target.selected():
-            lease = self._acquire(nbytes)
-            lease.guard(target.all_copies)  # an interrupt may come before the release
+            lease.guard(target.all_copies)
             try:
-                device = target.empty(nbytes) if place is None else place.ready()
-                host = lease.data_ptr()
-                with step("pack"):
-                    job = start_packing(parts, lease, self._threads)
-                if job is None:
-                    with step("copy"):
-                        target.copy(device, host, 0, nbytes)
-                    copies = 1
-                else:
-                    with job:
-                        copies = self._copy_chunks(job, device, host)
+                device = target.empty(table.nbytes) if place is None else place.ready()
+                with step("copy"):
+                    target.copy(device, host, 0, table.nbytes)
             finally:
                 event = target.record_copies()
                 lease.release(after=event)
+        return device, event, 1
+
+    def _send(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
+        """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
+        target, table = self._target, parts.table
+        borrowed = borrow(parts) if self._borrow_pinned else None
+        rest = parts if borrowed is None else borrowed.rest
+        with target.selected():
+            lease = self._acquire(rest.table.nbytes) if rest.table.nbytes else None
+            if lease is not None:
+                lease.guard(target.all_copies)  # an interrupt may come before the release
+            copies = 0
+            try:
+                device = target.empty(table.nbytes) if place is None else place.ready()
+                if borrowed is not None:
+                    copies = self._copy_borrowed(borrowed, device)
+                if lease is not None:
+                    copies += self._pack_and_copy(rest, lease, device, None if borrowed is None else borrowed.runs)
+            finally:
+                event = target.record_copies()
+                if lease is not None:
+                    lease.release(after=event)
+                if borrowed is not None and event is not None:
+                    reaper.tasks.put(Kept(event, borrowed.lenders))
         return device, event, copies
 
-    def _copy_chunks(self, job: Any, device: torch.Tensor, host: int) -> int:
-        """Send each chunk as soon as it is packed; return how many there are."""
-        start = 0
-        for chunk, end in enumerate(job.ends):
-            with step("pack"):
-                job.wait(chunk)
+    def _copy_borrowed(self, borrowed: Borrowed, device: torch.Tensor) -> int:
+        """Send leaves from where they lie; return how many."""
+        reaper.start()
+        with step("copy"):
+            for address, start, nbytes in borrowed.loans:
+                self._target.copy(device, address - start, start, start + nbytes)
+        return len(borrowed.loans)
+
+    def _pack_and_copy(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
+        """Pack, and send each chunk as soon as it is complete; return the number of copies.
+
+        Args:
+            parts: what is packed.
+            lease: the host slab.
+            device: the device slab.
+            runs: where the bytes go; None if they go to the same places.
+        """
+        with step("pack"):
+            job = start_packing(parts, lease, self._threads)
+        host, nbytes = lease.data_ptr(), parts.table.nbytes
+        if job is None and runs is None:
             with step("copy"):
+                self._target.copy(device, host, 0, nbytes)
+            return 1
+        if job is None:
+            return self._copy(device, host, 0, nbytes, runs)
+        copies = start = 0
+        with job:
+            for chunk, end in enumerate(job.ends):
+                with step("pack"):
+                    job.wait(chunk)
+                copies += self._copy(device, host, start, end, runs)
+                start = end
+        return copies
+
+    def _copy(self, device: torch.Tensor, host: int, start: int, end: int, runs: list[Run] | None) -> int:
+        with step("copy"):
+            if runs is None:
                 self._target.copy(device, host, start, end)
-            start = end
-        return len(job.ends)
+                return 1
+            here = [run for run in runs if run.start < end and start < run.end]
+            for run in here:
+                shift = run.shift
+                self._target.copy(device, host - shift, max(start, run.start) + shift, min(end, run.end) + shift)
+            return len(here)
 
     def _acquire(self, nbytes: int) -> Lease:
         try:
@@ -326,15 +451,6 @@ class Stager:
             yield ahead.popleft().get()
         if failure is not None:
             raise failure
-
-    def _count(self, table: Table, copies: int) -> None:
-        with self._lock:
-            self._batches += 1
-            self._copies += copies
-            self._packed_leaves += table.packed
-            self._packed_bytes += table.payload_bytes
-            self._padding_bytes += table.nbytes - table.payload_bytes
-            self._passthrough_leaves += table.moved
 
     def __enter__(self) -> Stager:
         return self

@@ -22,6 +22,7 @@ from .._copy import Gathering, arrange, duplicate, flat, gather
 from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
+from .._torch import check_is_plain
 from .._tree import Structure, walk
 from ._frames import clear_own_frames
 from ._sources import Events, Piece, Sources
@@ -230,6 +231,7 @@ def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: 
     copies = start = 0
     for device, gathering, _ in shares:
         here = host[start : start + gathering.table.nbytes]
+        check_is_plain(here)
         start += gathering.table.nbytes
         pieces = []
         if gathering.gathered_bytes:

@@ -1,0 +1,74 @@
+"""Batches that are page-locked already: they are not packed, and nothing is used again before its copy is done."""
+
+import gc
+
+import pytest
+import torch
+from latch import Latch
+
+import pinstage as ps
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def pinned(value: int, nbytes: int = MIB) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8).pin_memory()
+
+
+@pytest.mark.parametrize("ring", [None, 2])
+def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
+    with ps.Stager(cuda_device, max_bytes="64MiB", ring=ring, borrow_pinned=True) as stager:
+        with stager.pool.acquire(MIB) as lease:
+            batch = [pinned(1), torch.full((MIB,), 2, dtype=torch.uint8), torch.arange(7), lease.view(MIB, torch.uint8)]
+            batch[3].fill_(4)
+            before = stager.stats().pool.total_requested_bytes
+            transfer = stager.stage(batch)
+            assert transfer.copies == 3
+            packed = ps.Layout.of(batch[1:3]).nbytes
+            assert stager.stats().pool.total_requested_bytes - before == packed
+            for leaf, staged in zip(batch, transfer.get(), strict=True):
+                assert torch.equal(leaf, staged.cpu())
+
+
+def test_a_pinned_tensor_that_is_dropped_is_not_used_again_before_its_copy(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, Latch(cuda_device) as latch:
+        stager.to_device([pinned(0)])
+        torch.cuda.synchronize()
+        tensor = pinned(1)
+        address = tensor.data_ptr()
+        latch.hold(stager._target.stream)
+        staged = stager.to_device([tensor])
+        del tensor
+        gc.collect()
+        others = [pinned(9) for _ in range(8)]
+        assert address not in [other.data_ptr() for other in others]
+        latch.open()
+        assert bool((staged[0] == 1).all())
+
+
+@pytest.mark.parametrize("ring", [None, 2])
+def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device, ring):
+    batch = {"x": torch.randn(1000), "name": "a", "y": torch.arange(3)}
+    layout = ps.Layout.of(batch)
+    with (
+        ps.SlabPool(max_bytes="1MiB") as pool,
+        ps.Stager(cuda_device, pool=pool, ring=ring) as stager,
+        Latch(cuda_device) as latch,
+    ):
+        stager.to_device(batch)
+        torch.cuda.synchronize()
+        lease = pool.acquire(layout.nbytes)
+        layout.pack(batch, lease.tensor())
+        latch.hold(stager._target.stream)
+        transfer = stager.send(lease, layout, layout.others(batch))
+        assert lease.released
+        assert not transfer.done
+        assert pool.stats().in_flight_slabs == 1
+        latch.open()
+        staged = transfer.get()
+        torch.cuda.synchronize()
+        assert pool.stats().in_flight_slabs == 0
+        assert staged["name"] == "a"
+        assert all(torch.equal(batch[key], staged[key].cpu()) for key in "xy")

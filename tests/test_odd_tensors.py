@@ -1,0 +1,141 @@
+"""Tensors that are not what they seem, wherever a batch goes: none ends the process, none is read out of its bounds.
+
+Each comes in the place of a plain one, after some batches of that structure.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from loader_data import Mapped
+from strategies import assert_same, through_slab
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import pinstage as ps
+from pinstage import LayoutError, Stager, StagingError
+
+pytestmark = [
+    pytest.mark.usefixtures("both_paths"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:.*torch.jit"),
+]
+
+
+def plain(seed=0):
+    return torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def staging_by(name):
+    with Stager("cpu", max_bytes="1MiB", ring=2 if name == "ring" else None, timeout=5) as stager:
+        yield stager.to_device if name != "to_host" else lambda tree: stager.to_host(tree).result()
+        assert stager.pool.stats().leased_slabs == 0
+
+
+@pytest.fixture(params=["stage", "ring", "to_host"])
+def staging(request):
+    """Every way by a stager."""
+    with staging_by(request.param) as function:
+        yield function
+
+
+@pytest.fixture(params=["layout", "stage", "ring", "to_host"])
+def way(request):
+    """Every way that a batch can go on a machine without a GPU."""
+    with contextlib.nullcontext(through_slab) if request.param == "layout" else staging_by(request.param) as function:
+        yield function
+
+
+def after_plain_ones(way, leaf):
+    """Stage a leaf where plain ones stood before; see that plain ones are staged afterwards."""
+    for seed in range(4):
+        assert_same([plain(seed), plain(9)], way([plain(seed), plain(9)]), "cpu")
+    try:
+        staged = way([leaf, plain(9)])
+        assert torch.equal(staged[1], plain(9))
+        return staged[0]
+    finally:
+        assert_same([plain(5), plain(9)], way([plain(5), plain(9)]), "cpu")
+
+
+UNUSUAL = {
+    "nested, strided": lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]).transpose(1, 2),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+    "fake": lambda: FakeTensorMode().from_tensor(plain()),
+    "functional": lambda: torch._to_functional_tensor(plain()),
+    "of zeros without memory": lambda: torch._efficientzerotensor(3, 2),
+    "that requires grad": lambda: plain().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_an_unusual_tensor_arrives_by_its_own_to_after_plain_ones(way, kind):
+    leaf = UNUSUAL[kind]()
+    assert after_plain_ones(way, leaf) is leaf
+
+
+def test_a_dual_tensor_keeps_its_tangent_after_plain_ones(way):
+    with forward_ad.dual_level():
+        staged = after_plain_ones(way, forward_ad.make_dual(plain(), torch.full((3, 2), 2.0)))
+        primal, tangent = forward_ad.unpack_dual(staged)
+        assert torch.equal(primal, plain())
+        assert torch.equal(tangent, torch.full((3, 2), 2.0))
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 23], ids=["freed", "cut", "one byte short"])
+@pytest.mark.parametrize("change", [lambda t: t, lambda t: t.t(), lambda t: t[1:]], ids=["whole", "transposed", "part"])
+def test_a_tensor_without_all_of_its_memory_is_an_error_after_plain_ones(way, nbytes, change):
+    leaf = change(plain())
+    leaf.untyped_storage().resize_(nbytes)
+    with pytest.raises(LayoutError, match=rf"batch\[0\] has not the memory .* in a storage of {nbytes};") as caught:
+        after_plain_ones(way, leaf)
+    assert caught.value.path == "[0]"
+
+
+def test_a_tensor_that_needs_no_memory_may_have_none(way):
+    leaf = torch.empty(0, 5)
+    leaf.untyped_storage().resize_(0)
+    assert after_plain_ones(way, leaf).shape == (0, 5)
+
+
+@pytest.mark.parametrize("allow", [False, True], ids=["strict", "lenient"])
+def test_fake_tensors_pass_and_real_ones_are_an_error_where_torch_makes_no_memory(staging, allow):
+    for seed in range(3):
+        assert_same([plain(seed)], staging([plain(seed)]), "cpu")
+    real, fake = plain(), FakeTensorMode().from_tensor(plain())
+    with FakeTensorMode(allow_non_fake_inputs=allow):
+        made = torch.empty(3, 2)
+        for leaf in (fake, made):
+            assert staging([leaf, "text"])[0] is leaf
+        with pytest.raises((StagingError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
+            staging([real, made])
+    assert staging([made])[0] is made
+    assert_same([real], staging([real]), "cpu")
+
+
+def nested_at_last(index):
+    """Plain samples, then one that is nested and strided."""
+    if index < 6:
+        return {"x": torch.full((2, 3), float(index))}
+    return {"x": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]).transpose(1, 2)}
+
+
+def taken_from(loader):
+    """Return what a loader yields, written out, and the error that it ends with."""
+    found = []
+    try:
+        found.extend(repr(batch) for batch in loader)
+    except Exception as error:  # noqa: BLE001 - whatever torch says
+        return found, type(error)
+    return found, None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 4])
+def test_a_loader_survives_a_strided_nested_sample_as_torchs_own_does(batch_size, workers):
+    options = {"dataset": Mapped(nested_at_last, 8), "batch_size": batch_size, "num_workers": workers}
+    expected = taken_from(torch.utils.data.DataLoader(**options))
+    found = taken_from(ps.DataLoader(**options, device="cpu", max_bytes="1MiB"))
+    assert found == expected
+    assert len(expected[0]) >= 6 // (batch_size or 1) - 1

@@ -1,0 +1,226 @@
+"""Interrupts, collections and kills wherever they can come: nothing hangs, and all slabs come back."""
+
+import contextlib
+import gc
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import loader_data as data
+import pytest
+import torch
+from doubles import outcome, wait_until
+
+import pinstage as ps
+
+INSIDE = str(Path(ps.__file__).parent)
+STORM = Path(__file__).with_name("storm.py")
+
+
+def storm(*arguments):
+    """Run a storm in a process whose parent ignores SIGINT; return what it printed, and what to the screen."""
+
+    def ignore_interrupts():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    command = [sys.executable, "-X", "faulthandler", STORM, *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=ignore_interrupts,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+def test_after_interrupts_of_the_main_thread_all_is_back_and_nothing_was_printed(what):
+    found, told = storm(what, 150)
+    assert found["interrupted"] > 100
+    assert (found["wrong"], told) == ([], "")
+
+
+@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+def test_after_interrupts_of_other_threads_all_is_back(what):
+    found, _ = storm(what, 50, "threads")
+    assert found["interrupted"] >= 50
+    assert found["wrong"] == []
+
+
+class Collections:
+    """A profiler that collects garbage at the n-th point of pinstage's own code: at a call, before and after."""
+
+    def __init__(self, countdown):
+        self.countdown = countdown
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename.startswith(INSIDE):
+            self.countdown -= 1
+            if self.countdown == 0:
+                gc.collect(0)
+
+    def during(self, work):
+        """Do work; return what it returns, and whether that point was reached."""
+        sys.setprofile(self)
+        try:
+            result = work()
+        finally:
+            sys.setprofile(None)
+        return result, self.countdown <= 0
+
+
+class Cycle:
+    """Dies by collection only."""
+
+    def __init__(self, thing):
+        self.thing = thing
+        self.itself = self
+
+
+def batch():
+    return {"x": torch.arange(300.0), "y": [torch.ones(5), torch.zeros(2, 3)], "n": 3}
+
+
+def with_lease(pool):
+    with pool.acquire(700) as lease:
+        yield lease.tensor()
+
+
+def with_batch(stager):
+    with stager.stage(batch()) as staged:
+        yield staged
+
+
+def with_stager():
+    with ps.Stager("cpu", max_bytes="64KiB") as stager:
+        yield stager.to_device(batch())
+
+
+class House:
+    """A pool, two stagers, a ring and a loader; and garbage that holds something of each."""
+
+    def __init__(self):
+        self.pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+        self.stager = ps.Stager("cpu", pool=self.pool, timeout=5)
+        self.ring = ps.Stager("cpu", pool=self.pool, ring=8, timeout=5)
+        self.loader = ps.DataLoader([batch()] * 2, None, device="cpu", max_bytes="64KiB")
+        self.sizes = itertools.cycle([500, 5_000, 50_000, 700_000, 3_000])
+
+    def leave_garbage(self):
+        generators = [with_lease(self.pool), with_batch(self.stager), with_batch(self.ring), with_stager()]
+        for generator in generators:
+            next(generator)
+        lease = self.pool.acquire(600)
+        viewed = self.pool.acquire(800)
+        iterator = iter(self.loader)
+        next(iterator)
+        prefetched = self.ring.prefetch([batch()] * 4, depth=1)
+        next(prefetched)
+        things = [lease, [viewed, viewed.tensor()], iterator, prefetched, *generators]
+        things += [self.stager.stage(batch()), self.ring.stage(batch()), self.stager.to_host(batch())]
+        things.append(ps.Stager("cpu", max_bytes="64KiB"))
+        things[-1].to_device(batch())
+        for thing in things:
+            Cycle(thing)
+
+    def use_pool(self):
+        with self.pool.acquire(next(self.sizes), timeout=5) as lease:
+            lease.tensor().fill_(1)
+        self.pool.stats()
+        return batch()
+
+    def use_stager(self):
+        return self.stager.to_device(batch())
+
+    def use_ring(self):
+        return self.ring.to_device(batch())
+
+    def use_to_host(self):
+        return self.stager.to_host(batch()).result()
+
+    def use_loader(self):
+        [first, *_] = list(self.loader)
+        return first
+
+    def assert_all_back(self):
+        gc.collect()
+        for stats in (self.pool.stats, lambda: self.loader.stats().pool):
+            wait_until(lambda stats=stats: stats().leased_slabs == stats().in_flight_slabs == 0)
+        held = [self.ring.to_device(batch()) for _ in range(8)]
+        assert all(data.same(found, batch()) for found in held)
+
+
+@pytest.fixture
+def house():
+    gc.collect()
+    gc.freeze()  # so that collections are quick
+    gc.disable()
+    found = House()
+    yield found
+    gc.set_threshold(*THRESHOLDS)
+    gc.enable()
+    found.assert_all_back()
+    gc.unfreeze()
+
+
+USES = ["pool", "stager", "ring", "to_host", "loader"]
+THRESHOLDS = gc.get_threshold()
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+@pytest.mark.parametrize("what", USES)
+def test_garbage_that_holds_anything_of_ours_may_be_collected_at_any_point_of_a_call(house, what):
+    use = getattr(house, f"use_{what}")
+    for point in itertools.count(1, 7 if what == "loader" else 1):  # which has the most
+        house.leave_garbage()
+        found, reached = Collections(point).during(use)
+        assert data.same(found, batch())
+        del found
+        gc.collect(0)
+        if not reached:
+            break
+    assert point > 20
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+@pytest.mark.parametrize("what", USES)
+def test_garbage_may_be_collected_at_any_allocation(house, what):
+    use = getattr(house, f"use_{what}")
+    for allocations in range(1, 100):
+        house.leave_garbage()
+        gc.set_threshold(gc.get_count()[0] + allocations)  # the next ones, at any allocation, with those of that time
+        gc.enable()
+        found = use()
+        gc.disable()
+        assert data.same(found, batch())
+        del found
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
+    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="4KiB")
+    found = []
+
+    def hold():
+        with pool.acquire(4096) as lease:
+            try:
+                yield
+            finally:
+                found.append(outcome(background(pool.acquire, 4096, timeout=5)))
+                with contextlib.suppress(ps.LeaseError):
+                    found.append(lease.tensor())
+
+    held = hold()
+    next(held)
+    Cycle(held)
+    del held
+    gc.collect()
+    [other] = found
+    assert pool.stats().leased_slabs == 1
+    other.release()
