@@ -7,7 +7,7 @@ import warnings
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PoolClosedError, SlabPool, UnreleasedLeaseWarning
+from pinstage import PoolClosedError, SlabPool, Stager, UnreleasedLeaseWarning
 
 
 def test_close_frees_all_idle_slabs(pool, memory):
@@ -240,3 +240,22 @@ def test_a_pool_that_was_never_made_is_dropped_in_silence():
     with pytest.raises(AttributeError):
         SlabPool(object(), max_bytes=10)  # no memory resource
     gc.collect()
+
+
+def test_the_counters_of_a_stager_are_to_be_had_while_its_pool_frees_slabs(memory, background):
+    pool = SlabPool(memory, max_bytes=1000)
+    stager = Stager("cpu", pool=pool)
+    event = ManualEvent()
+    lease = pool.acquire(100)
+    view = lease.tensor()
+    lease.release(after=event)
+    event.finish()
+    pool.close()
+    memory.deallocate_gate = Gate()
+    del view
+    frees = background(stager.stats)
+    memory.deallocate_gate.wait_for_arrival()
+    assert outcome(background(repr, stager))
+    stager.to_device({"no": "tensors"})  # counts, too
+    memory.deallocate_gate.open()
+    assert outcome(frees).batches <= 1
