@@ -75,7 +75,7 @@ def staging(result: dict[str, Any] | None = None) -> str:
             row = of_case.get(name, {})
             ratio = row.get("vs_best_rival")
             cells += [f"**{figure(row.get('median'))}**", "-" if ratio is None else f"{ratio:.2f} x"]
-        lines.append(f"| {case.replace('x', ' x ')} | {' | '.join(cells)} |")
+        lines.append(f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *in_place, source(result)])
 
 
@@ -89,9 +89,26 @@ def staging_small() -> str:
     return staging(load("staging_small"))
 
 
-def staging_non_temporal() -> str:
-    """The same where the C library was told to write past the caches."""
-    return staging(load("staging_non_temporal"))
+def staging_plain() -> str:
+    """The same without the extension."""
+    return staging(load("staging_plain"))
+
+
+def staging_short() -> str:
+    """Of each batch `.to()`, the best rival, and ours."""
+    result = load("staging")
+    names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP", "pin_to": "pin + `.to()`"}
+    lines = ["| leaves x size | `.to()` | best rival | **pinstage** | **ring** | ratio |", "|---" * 6 + "|"]
+    for case in dict.fromkeys(row["case"] for row in result["rows"] if not row["case"].endswith("-in-place")):
+        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case and row["status"] == "ok"}
+        best = min((row for row in rows.values() if not row["ours"]), key=lambda row: row["median"])
+        ours = rows["pinstage"]
+        lines.append(
+            f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} | "
+            f"{figure(best['median'])}, {names[best['variant']].replace(' each', '')} | **{figure(ours['median'])}** | "
+            f"**{figure(rows['pinstage_ring']['median'])}** | {ours['vs_best_rival']:.2f} |"
+        )
+    return "\n".join([*lines, "", source(result)])
 
 
 def native_threads() -> str:
@@ -108,7 +125,7 @@ def native_threads() -> str:
 
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
     """Say how fast a batch travels that was written into page-locked memory, so that nothing is packed."""
-    ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager.to_device`"}
+    ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager(borrow_pinned=True).to_device`"}
     parts = []
     for name, way in ways.items():
         row = rows.get(name, {})
@@ -264,7 +281,8 @@ TABLES = {
     "staging": staging,
     "staging_small": staging_small,
     "staging_busy": staging_busy,
-    "staging_non_temporal": staging_non_temporal,
+    "staging_plain": staging_plain,
+    "staging_short": staging_short,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,

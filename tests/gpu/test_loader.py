@@ -62,8 +62,7 @@ def numbers(batches):
 
 
 def assert_all_back(loader):
-    pool = loader.stats().pool
-    assert pool.leased_slabs == 0
+    wait_until(lambda: loader.stats().pool.leased_slabs == 0)  # the iterator ends in a thread of its own
     torch.cuda.synchronize()
     assert loader.stats().pool.in_flight_slabs == 0
 

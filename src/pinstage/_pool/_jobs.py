@@ -81,7 +81,7 @@ class Job:
         except RuntimeError as error:  # the interpreter is about to end
             jobs[self] = None
             self.error, self.finished = error, True
-            self._inbox.notices.append(self)
+            self._inbox.notices.setdefault(self)
             self.bell.put(None)
 
     def room_needed(self) -> int:
@@ -110,14 +110,14 @@ class Job:
                 for slab in self.victims:
                     self._free(slab)
                 if self.victims and self.count:
-                    self._inbox.notices.append(self)
+                    self._inbox.notices.setdefault(self)
                 while len(self.made) < self.count:
                     self._make()
         except BaseException as error:  # noqa: BLE001 - raised by `outcome`
             self._undo()
             self.error = error
         self.finished = True
-        self._inbox.notices.append(self)
+        self._inbox.notices.setdefault(self)
         self.bell.put(None)
         self._inbox.ring()
         self._owner = None
@@ -131,7 +131,7 @@ class Job:
             self.gone += 1
 
     def _make(self) -> None:
-        slab = Slab(self._memory.allocate(self.capacity))
+        slab = Slab(self._memory.allocate(self.capacity), self._inbox)
         self.made.append(slab)
         self._slabs[slab] = None
 

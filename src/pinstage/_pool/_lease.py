@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import math
+import weakref
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
@@ -18,7 +19,7 @@ import torch
 
 from .._errors import LeaseError
 from . import _refusals
-from ._slab import Event, Inbox, Notice, Slab
+from ._slab import Event, Inbox, Slab
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,9 +39,7 @@ class Owner(Protocol):
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    return type(
-        "SlabBytes", (ctypes.c_ubyte * capacity,), {}
-    )  # a class of Python's: with a __dict__ and weak references
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("owner",)})
 
 
 class Lease:
@@ -61,7 +60,7 @@ class Lease:
         self._nbytes = nbytes
         self._capacity = slab.capacity
         self._exporter: Any = None
-        self._notice: Notice | None = None
+        self._notice: weakref.ref[Lease] | None = None
         """The slab's, while the slab is this lease's: a finaliser may use a lease whose death the collector told of."""
 
     @property
@@ -171,7 +170,6 @@ class Lease:
         owner = self._owner
         if owner.is_forked:
             raise _refusals.forked()
-        notices = owner.inbox.notices
         # From here to the notice nothing is called but C, so neither another thread nor an interrupt comes between: of
         # two releases at once one finds no slab, and none is half done.
         slab, self._slab = self._slab, None
@@ -181,7 +179,7 @@ class Lease:
             slab.event = after
             slab.holder = None
         self._exporter = None
-        notices.append(slab)
+        slab.came_back(None)
         if owner.inbox.bells:
             owner.inbox.ring()
         if owner.closed:
@@ -209,7 +207,7 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.owner = owner
-            notice = owner.inbox.watch(exporter, slab)
+            notice = weakref.ref(exporter, slab.came_back)
             if self._exporter is None:  # still: of two threads one makes it; no call comes between
                 self._exporter, slab.exporter = exporter, notice
         return self._exporter

@@ -19,7 +19,7 @@ from ._classes import reuse_limit, size_class
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
-from ._slab import Event, IdleSlabs, Inbox, Meter, Notice, Slab
+from ._slab import Event, IdleSlabs, Inbox, Meter, Slab
 from ._stats import PoolStats
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
@@ -195,7 +195,7 @@ class Ledger:
         lease = Lease(self, slab, nbytes)
         slab.requested = nbytes
         slab.event = slab.exporter = None
-        slab.holder = lease._notice = self.inbox.watch(lease, slab)
+        slab.holder = lease._notice = weakref.ref(lease, slab.came_back)
         slab.enter(self._leased)
         self._requested_bytes += nbytes
         self._total_requested_bytes += nbytes
@@ -205,13 +205,12 @@ class Ledger:
         """Bring slabs to the state that they are in now, and take note of what jobs have done."""
         notices = self.inbox.notices
         while notices:
-            notice = notices.popleft()
-            if type(notice) is Slab:
-                self._settle(notice)
-            elif type(notice) is Notice:
-                self._settle(notice.slab)
-            else:
-                self._settle_job(notice)
+            for thing in list(notices):  # by one call of C: others may come meanwhile
+                del notices[thing]  # before it is looked at: what comes afterwards is a notice anew
+                if type(thing) is Slab:
+                    self._settle(thing)
+                else:
+                    self._settle_job(thing)
 
     def _settle(self, slab: Slab) -> None:
         """Bring a slab that came back to the state that it is in now. A notice may be late, or come twice."""
@@ -283,8 +282,7 @@ class Ledger:
             del self._jobs[job]  # who waits for its lease will find none, and ask again
         for job in self._jobs:
             job.settled, job.promised = job.gone, job.room_needed()
-        notices = list(self.inbox.notices)
-        known = {notice if type(notice) is Slab else notice.slab for notice in notices if type(notice) is not Job}
+        known = {thing for thing in list(self.inbox.notices) if type(thing) is Slab}
         known.update(self._idle.slabs(), self._pending)
         being_freed = {slab for job in self._jobs for slab in job.victims[job.settled :]}
         coming = {slab for job in self._jobs for slab in list(job.made)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -78,18 +80,20 @@ class Slab:
         holder: a weak reference to the lease; None if there is none, or it was released.
         exporter: a weak reference to what all views of the last lease keep alive; None if there was no view.
         event: what the slab has to wait for when it has come back; None for nothing.
+        came_back: puts the slab into the pool's inbox, whatever it is given.
     """
 
-    __slots__ = ("block", "capacity", "event", "exporter", "holder", "ptr", "requested", "state")
+    __slots__ = ("block", "came_back", "capacity", "event", "exporter", "holder", "ptr", "requested", "state")
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, inbox: Inbox) -> None:
         self.block = block
+        self.came_back: Callable[[object], object] = partial(inbox.notices.setdefault, self)
         self.ptr = block.ptr
         self.capacity = block.nbytes
         self.requested = 0
         self.state: Meter | None = None
-        self.holder: Notice | None = None
-        self.exporter: Notice | None = None
+        self.holder: weakref.ref[Any] | None = None
+        self.exporter: weakref.ref[Any] | None = None
         self.event: Event | None = None
 
     def enter(self, state: Meter) -> None:
@@ -176,36 +180,23 @@ class IdleSlabs:
             self._capacities.remove(capacity)
 
 
-class Notice(weakref.ref[Any]):
-    """A weak reference that lies in the pool's inbox when its object has died."""
-
-    __slots__ = ("slab",)
-
-    slab: Slab
-
-
 class Inbox:
     """What has come back, and who waits for it. Written by releases and finalisers, which take no lock.
 
     A finaliser may run at any point of any thread, also inside the pool, and an interrupt may end it between two steps
-    of Python. So all that it does is one call of C: the callback of a weak reference is ``notices.append``.
+    of Python. So all that it does is one call of C: the callback of a weak reference is ``notices.setdefault`` with the
+    slab, made once for each slab.
 
     Attributes:
-        notices: slabs to be looked at again, as such or as `Notice`; and slow work that got on, as `Job`. Whoever next
+        notices: slabs to be looked at again, and slow work that got on, in the order in which they came. Whoever next
             has the pool's lock works them off.
         bells: of those who wait for a slab, the one whose turn it is first. A bell is a lock that is rung by releasing
             it.
     """
 
     def __init__(self) -> None:
-        self.notices: deque[Any] = deque()
+        self.notices: dict[Any, Any] = {}
         self.bells: deque[threading.Lock] = deque()
-
-    def watch(self, thing: Any, slab: Slab) -> Notice:
-        """Have the death of an object noticed."""
-        notice = Notice(thing, self.notices.append)
-        notice.slab = slab
-        return notice
 
     def ring(self) -> None:
         """Let the first of those who wait look again."""
