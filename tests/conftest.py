@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import signal
 
 import pytest
 from doubles import CountingMemory, wait_until
@@ -35,6 +36,14 @@ def nothing_left_behind():
     live = [memory.live_bytes for memory in CountingMemory.made]
     CountingMemory.made.clear()
     assert not any(live), f"live bytes left behind: {live}"
+
+
+@pytest.fixture
+def interruptible():
+    """Let SIGINT interrupt, here and in programs that are started meanwhile, also where our parent ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

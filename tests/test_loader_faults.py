@@ -456,6 +456,7 @@ def test_the_timeout_is_that_of_torch():
     assert_all_back(loader)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupting_the_loop_gives_everything_back():
     loader = make()
 
@@ -469,6 +470,7 @@ def test_interrupting_the_loop_gives_everything_back():
     assert_all_back(loader)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything_back(monkeypatch):
     loader = make(persistent_workers=True)
     assert numbers(loader) == list(range(40))
@@ -721,6 +723,7 @@ def test_a_program_may_end_in_the_middle_of_a_pass():
     assert (result.returncode, result.stdout, result.stderr) == (0, "2\n", "")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupting_the_whole_group_ends_all_of_it():
     script = """
         import loader_data as data, pinstage as ps

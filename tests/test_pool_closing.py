@@ -2,12 +2,14 @@
 
 import gc
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PoolClosedError, SlabPool, UnreleasedLeaseWarning
+from pinstage import PoolClosedError, SlabPool, Stager, UnreleasedLeaseWarning
 
 
 def test_close_frees_all_idle_slabs(pool, memory):
@@ -240,3 +242,68 @@ def test_a_pool_that_was_never_made_is_dropped_in_silence():
     with pytest.raises(AttributeError):
         SlabPool(object(), max_bytes=10)  # no memory resource
     gc.collect()
+
+
+def test_the_counters_of_a_stager_are_to_be_had_while_its_pool_frees_slabs(memory, background):
+    pool = SlabPool(memory, max_bytes=1000)
+    stager = Stager("cpu", pool=pool)
+    event = ManualEvent()
+    lease = pool.acquire(100)
+    view = lease.tensor()
+    lease.release(after=event)
+    event.finish()
+    pool.close()
+    memory.deallocate_gate = Gate()
+    del view
+    frees = background(stager.stats)
+    memory.deallocate_gate.wait_for_arrival()
+    assert outcome(background(repr, stager))
+    stager.to_device({"no": "tensors"})  # counts, too
+    memory.deallocate_gate.open()
+    assert outcome(frees).batches <= 1
+
+
+def run_script(script):
+    """Run a program; return its exit status, and what it printed."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+SLOW_MEMORY = """
+import gc, os, time, torch, pinstage as ps
+
+class Slow(ps.PageableMemory):
+    def deallocate(self, block):
+        os.write(1, b"begun ")
+        time.sleep(0.5)
+        super().deallocate(block)
+        os.write(1, b"freed")
+"""
+
+
+def test_a_program_waits_at_its_end_for_what_is_being_freed():
+    script = """
+pool = ps.SlabPool(Slow(), max_bytes=1000)
+pool.reserve(100)
+del pool
+time.sleep(0.2)
+"""
+    assert run_script(SLOW_MEMORY + script) == (0, "begun freed", "")
+
+
+def test_a_program_may_end_with_everything_in_use():
+    script = """
+pool = ps.SlabPool(Slow(), max_bytes="1MiB")
+lease = pool.acquire(100)
+view = pool.acquire(200).tensor()
+stager = ps.Stager("cpu", ring=8, pool=pool)
+transfer, fetch = stager.stage([torch.ones(3)]), stager.to_host([torch.ones(3)])
+batches = stager.prefetch([[torch.ones(2)]] * 5)
+next(batches)
+loader = ps.DataLoader(torch.arange(8), 2, num_workers=1, device="cpu", persistent_workers=True)
+iterator = iter(loader)
+next(iterator)
+cycle = [lease, view, stager, transfer, fetch, batches, loader, iterator]
+cycle.append(cycle)
+"""
+    assert run_script(SLOW_MEMORY + script) == (0, "", "")

@@ -274,6 +274,7 @@ def test_a_request_that_comes_while_others_wait_queues_behind_them_even_for_an_i
 
 
 @slow_polling
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
     lease = full_pool.acquire(1000)
 
@@ -292,6 +293,7 @@ def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
 
 
 @slow_polling
+@pytest.mark.usefixtures("interruptible")
 def test_a_waiter_interrupted_behind_another_leaves_the_queue(full_pool, background):
     lease = full_pool.acquire(1000)
     first = background(full_pool.acquire, 1000)

@@ -358,15 +358,18 @@ def test_a_closed_or_frozen_pool_is_an_error(make_stager):
 
 def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
     def fail(*pieces):
+        note = f"of {len(pieces)}"
         del pieces  # frames that are not pinstage's keep what they have
-        raise RuntimeError("out of device memory")
+        raise RuntimeError("out of device memory", note)
 
     monkeypatch.setattr(_sources.CpuSource, "fetch", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.to_host([torch.ones(3)])
     stats = stager.pool.stats()
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
-    assert caught.value.__traceback__ is not None
+    frames = {found.name: found.frame.f_locals for found in caught.traceback}
+    assert frames["fail"]["note"].startswith("of ")  # for a debugger
+    assert frames["_fetch"] == {}
 
 
 def test_pageable_memory_of_a_pool_shared_by_two_stagers_serves_both():

@@ -906,3 +906,17 @@ def _python(code, directory, given=b""):
     result = subprocess.run([sys.executable, "-c", code], cwd=directory, input=given, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr.decode()
     return result.stdout
+
+
+def test_classes_become_known_without_a_change_of_the_processs_warnings(monkeypatch):
+    def changed(*_, **__):
+        raise AssertionError("another thread's warnings were lost for a moment")
+
+    monkeypatch.setattr("warnings.catch_warnings.__enter__", changed)
+    monkeypatch.setattr("warnings.simplefilter", changed)
+    plain = dataclasses.make_dataclass("Plain", ["x"])
+    ours = attrs.make_class("Ours", ["x"])
+    own = type("Own", (dict,), {})
+    registered = register_node(type("Registered", (list,), {}), lambda node: (list(node), None), lambda _, x: list(x))
+    batch = [plain(leaf(1)), ours(leaf(2)), own(x=leaf(3)), registered([leaf(4)])]
+    assert len(Layout.of(batch).slots) == 4

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -451,6 +451,9 @@ class Stager:
             yield ahead.popleft().get()
         if failure is not None:
             raise failure
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")
 
     def __enter__(self) -> Stager:
         return self

@@ -14,7 +14,7 @@ copies are done and the last view has died.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -136,6 +136,9 @@ class HostTransfer:
             for index in table.positions(RowKind.ALIAS):
                 leaves[index] = leaves[int(first[index])]
         return leaves
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what result() returns")
 
     def __repr__(self) -> str:
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.done else ''}>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -169,6 +169,9 @@ class Transfer:
             # The slab of the batch, and its views, would count as somebody who uses it.
             self._batch = self._slab = None
             self._leaves, self._others = None, []
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
 
     def __enter__(self) -> Any:
         """Return the batch, as `get` does; it is released at the end of the block."""

@@ -1,0 +1,52 @@
+"""Whatever has a slab, or the right to one, is not copied: two of it would give the slab back twice."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from pinstage import PageableMemory, SlabPool, Stager
+
+WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+THINGS = {
+    "lease": lambda stager: stager.pool.acquire(10),
+    "pool": lambda stager: stager.pool,
+    "stager": lambda stager: stager,
+    "transfer": lambda stager: stager.stage([torch.ones(3)]),
+    "fetch": lambda stager: stager.to_host([torch.ones(3)]),
+}
+REMEDIES = {
+    "lease": "acquire another, or copy its bytes with lease.tensor",
+    "pool": "make another SlabPool, or pass this one on",
+    "stager": "make another Stager, or pass this one on",
+    "transfer": r"copy what get\(\) returns",
+    "fetch": r"copy what result\(\) returns",
+}
+
+
+@pytest.fixture(params=[None, 2], ids=["fresh", "ring"])
+def stager(request):
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+        yield Stager("cpu", pool=pool, ring=request.param)
+        stats = pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", THINGS)
+def test_it_cannot_be_copied_or_pickled_and_goes_on_as_before(stager, what, way):
+    thing = THINGS[what](stager)
+    with pytest.raises(
+        TypeError, match=f"a (lease|pool|stager|transfer) cannot be copied or pickled: .*{REMEDIES[what]}"
+    ):
+        WAYS[way](thing)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        WAYS[way]({"nested": [thing]} if way != "copy" else thing)
+    if what == "lease":
+        thing.tensor().fill_(1)
+        thing.release()
+    elif what in ("transfer", "fetch"):
+        assert (thing.get() if what == "transfer" else thing.result())[0].tolist() == [1, 1, 1]
+    del thing
+    assert stager.to_device([torch.ones(2)])[0].tolist() == [1, 1]

@@ -1,0 +1,60 @@
+"""KeyboardInterrupt at every point of the pool where one can come: no slab, and no byte of the cap, is lost."""
+
+import itertools
+
+import pytest
+from doubles import PATIENCE_SECONDS, Interrupts, ManualEvent, wait_until
+
+from pinstage import SlabPool
+
+FILES = ("_pool.py", "_ledger.py", "_jobs.py", "_waiting.py", "_lease.py", "_slab.py")
+
+pytestmark = pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # of the lease that nobody got
+
+
+CALLS = {
+    "acquire": lambda pool: pool.acquire(100).release(),
+    "acquire, which grows": lambda pool: pool.acquire(500).release(),
+    "acquire, which trims": lambda pool: pool.acquire(900).release(),
+    "a view": lambda pool: pool.acquire(100).tensor(),
+    "reserve": lambda pool: pool.reserve(300, count=2),
+    "trim": lambda pool: pool.trim(),
+    "stats": lambda pool: pool.stats(),
+    "close": lambda pool: pool.close(),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_after_an_interrupt_all_of_the_cap_can_be_leased(memory, what):
+    for number in itertools.count(1):
+        pool = SlabPool(memory, max_bytes=1000)
+        pool.reserve(100, count=2)
+        interrupted = Interrupts(number, *FILES).during(lambda pool=pool: CALLS[what](pool))
+        if not pool.closed:
+            with pool.acquire(1000, timeout=PATIENCE_SECONDS) as lease:
+                assert lease.capacity == memory.live_bytes == 1000
+            stats = pool.stats()
+            assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+            assert stats.held_bytes == stats.free_bytes == 1000
+        pool.close()
+        wait_until(lambda: memory.live_bytes == 0)
+        if not interrupted:
+            break
+    assert number > 5
+
+
+def test_an_interrupted_release_waits_for_its_event_or_was_none(memory):
+    for number in itertools.count(1):
+        event = ManualEvent()
+        with SlabPool(memory, max_bytes=1000) as pool:
+            lease = pool.acquire(1000)
+            interrupted = Interrupts(number, *FILES).during(lambda lease=lease, event=event: lease.release(after=event))
+            if lease.released:
+                assert pool.stats().in_flight_slabs == 1
+            else:
+                lease.release(after=event)
+            event.finish()
+            pool.acquire(1000, timeout=0).release()
+        if not interrupted:
+            break
+    assert number > 1
