@@ -31,7 +31,7 @@ MAY_SEE = {
     "_tree": COMMON | {"_native"},
     "_layout": COMMON | {"_native", "_tree"},
     "_copy": COMMON | {"_native", "_tree", "_layout"},
-    "_staging": COMMON | BATCHES | {"_memory", "_pool"},
+    "_staging": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_staging"},
     "inspect": FACTS | {PUBLIC, "_torch", "_native"},
     "integrations": {PUBLIC},

@@ -19,17 +19,19 @@ def pinned(value: int, nbytes: int = MIB) -> torch.Tensor:
 
 @pytest.mark.parametrize("ring", [None, 2])
 def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
-    with ps.Stager(cuda_device, max_bytes="64MiB", ring=ring, borrow_pinned=True) as stager:
-        with stager.pool.acquire(MIB) as lease:
-            batch = [pinned(1), torch.full((MIB,), 2, dtype=torch.uint8), torch.arange(7), lease.view(MIB, torch.uint8)]
-            batch[3].fill_(4)
-            before = stager.stats().pool.total_requested_bytes
-            transfer = stager.stage(batch)
-            assert transfer.copies == 3
-            packed = ps.Layout.of(batch[1:3]).nbytes
-            assert stager.stats().pool.total_requested_bytes - before == packed
-            for leaf, staged in zip(batch, transfer.get(), strict=True):
-                assert torch.equal(leaf, staged.cpu())
+    with (
+        ps.Stager(cuda_device, max_bytes="64MiB", ring=ring, borrow_pinned=True) as stager,
+        stager.pool.acquire(MIB) as lease,
+    ):
+        batch = [pinned(1), torch.full((MIB,), 2, dtype=torch.uint8), torch.arange(7), lease.view(MIB, torch.uint8)]
+        batch[3].fill_(4)
+        before = stager.stats().pool.total_requested_bytes
+        transfer = stager.stage(batch)
+        assert transfer.copies == 3
+        packed = ps.Layout.of(batch[1:3]).nbytes
+        assert stager.stats().pool.total_requested_bytes - before == packed
+        for leaf, staged in zip(batch, transfer.get(), strict=True):
+            assert torch.equal(leaf, staged.cpu())
 
 
 def test_a_pinned_tensor_that_is_dropped_is_not_used_again_before_its_copy(cuda_device):

@@ -71,9 +71,12 @@ def borrow(parts: Parts) -> Borrowed | None:
     for index in np.flatnonzero(np.isin(rows["kind"], PACKED)).tolist():
         there, nbytes = int(rows["offset"][index]), -(-int(rows["nbytes"][index]) // ALIGNMENT) * ALIGNMENT
         if runs and runs[-1].shift == there - end:
-            runs[-1] = runs[-1]._replace(end=end + nbytes)
+            runs[-1] = Run(runs[-1].start, end + nbytes, runs[-1].shift)
         elif nbytes:
             runs.append(Run(end, end + nbytes, there - end))
         rows["offset"][index] = end
         end += nbytes
-    return Borrowed(loans, lenders, parts._replace(table=parts.table.moved_to(rows, end)), runs)
+    rest = Parts(
+        parts.structure, parts.leaves, parts.table.moved_to(rows, end), parts.sources, parts.kept, parts.has_lazy
+    )
+    return Borrowed(loans, lenders, rest, runs)
