@@ -84,11 +84,6 @@ def staging_busy() -> str:
     return staging(load("staging_busy"))
 
 
-def staging_small() -> str:
-    """Small batches, by three processes for each way."""
-    return staging(load("staging_small"))
-
-
 def staging_plain() -> str:
     """The same without the extension."""
     return staging(load("staging_plain"))
@@ -279,7 +274,6 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
 
 TABLES = {
     "staging": staging,
-    "staging_small": staging_small,
     "staging_busy": staging_busy,
     "staging_plain": staging_plain,
     "staging_short": staging_short,
