@@ -516,3 +516,24 @@ def test_views_of_an_odd_sized_slab_end_at_its_end():
         lease.tensor().fill_(255)
         assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
         assert lease.view(math.prod((64, 16)), torch.float32).nbytes == 4096
+
+
+def test_a_finaliser_may_use_a_memoryview_that_dies_in_the_same_garbage(make_pool):
+    pool = make_pool(max_bytes=4096)
+    used = []
+
+    class Writer:
+        def __init__(self, view):
+            self.view, self.me = view, self
+
+        def __del__(self):
+            with pytest.raises(AcquireTimeoutError):
+                pool.acquire(4096, timeout=0)
+            self.view[0] = 7
+            used.append(True)
+
+    with pool.acquire(4096) as lease:
+        Writer(lease.memoryview())
+    gc.collect()
+    assert used == [True]
+    pool.acquire(4096, timeout=0).release()

@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("owner",)})
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("life", "owner")})
 
 
 class Lease:
@@ -207,7 +207,10 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.owner = owner
-            notice = weakref.ref(exporter, slab.came_back)
+            # Not the exporter: of a memoryview in a garbage cycle the collector tells its death before finalisers have had
+            # their last use of it. It does not know arrays.
+            exporter.life = np.empty(0)
+            notice = weakref.ref(exporter.life, slab.came_back)
             if self._exporter is None:  # still: of two threads one makes it; no call comes between
                 self._exporter, slab.exporter = exporter, notice
         return self._exporter
