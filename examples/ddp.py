@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 import pinstage as ps
-from pinstage._demo.batch import HourSample, RaggedBatch
-from pinstage._demo.data import Archive
-from pinstage._demo.model import DelayModel, deterministic
+from demo.batch import HourSample, RaggedBatch
+from demo.data import Archive
+from demo.model import DelayModel, deterministic
 
 
 class Hours(Dataset[HourSample]):

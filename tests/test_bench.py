@@ -12,13 +12,13 @@ import pytest
 import torch
 from result_files import check_schema
 
+from comparison import batches, harness, plot, record, rivals, staging, table
+from comparison.batches import BatchShape
+from comparison.errors import BenchError
+from comparison.harness import Size, Variant
+from comparison.record import SCHEMA, Row
+from comparison.run import Settings, chosen_shapes, run_bench
 from pinstage import _cli
-from pinstage._bench import batches, harness, plot, record, rivals, staging, table
-from pinstage._bench.batches import BatchShape
-from pinstage._bench.errors import BenchError
-from pinstage._bench.harness import Size, Variant
-from pinstage._bench.record import SCHEMA, Row
-from pinstage._bench.run import Settings, chosen_shapes, run_bench
 
 pytest.importorskip("typer", reason="the extra cli is not installed")
 pytest.importorskip("rich", reason="the extra cli is not installed")
@@ -187,7 +187,7 @@ def test_the_bar_ends_full_even_if_a_process_does_not_come_to_all_cases(tmp_path
     from rich.console import Console
     from rich.progress import Progress
 
-    from pinstage._bench.progress import Bar
+    from comparison.progress import Bar
 
     file = io.StringIO()
     with Progress(console=Console(file=file, force_terminal=True, width=100)) as bar:
@@ -315,7 +315,7 @@ def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys, 
 
 
 def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pinstage._bench.run.find_spec", lambda name: None)
+    monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as exit_:
         _cli.main(["bench", "--smoke", "--plot", str(tmp_path / "p.png")])
     assert exit_.value.code == 2

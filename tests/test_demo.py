@@ -17,13 +17,13 @@ pytest.importorskip("rich", reason="the demo's extra is not installed")
 pytest.importorskip("typer", reason="the demo's extra is not installed")
 pytest.importorskip("pandas", reason="the demo's extra is not installed")
 
-from pinstage._demo import run
-from pinstage._demo.batch import Array, HourSample, ObservationStream, RaggedBatch
-from pinstage._demo.data import Archive, make_batches
-from pinstage._demo.errors import DemoError, LossMismatchError
-from pinstage._demo.model import DelayModel, deterministic
-from pinstage._demo.train import check_losses, measure
-from pinstage._demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
+from demo import run
+from demo.batch import Array, HourSample, ObservationStream, RaggedBatch
+from demo.data import Archive, make_batches
+from demo.errors import DemoError, LossMismatchError
+from demo.model import DelayModel, deterministic
+from demo.train import check_losses, measure
+from demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
 
 # Of Python 3.12, about what torch's loader does anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from pinstage._bench.run import Settings, measured
+from comparison.run import Settings, measured
 
 pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_ring", "pinstage_lease"]
