@@ -2,7 +2,7 @@
 
     python examples/weather_batch.py --out weather_batch.json --traces traces
 
-The batches are those of `pinstage demo`: hours of weather and flights, in classes of their own. The same model trains
+The batches are those of the demo: hours of weather and flights, in classes of their own. The same model trains
 on them twice, from a DataLoader with `pin_memory=True`; what differs is the line that brings a batch to the device.
 Each time a few steps are recorded by torch's profiler, and read by `pinstage trace`. The losses must be equal bit for
 bit. Without a GPU nothing crosses a bus: the audit and the losses are real, and there is nothing to compare.
