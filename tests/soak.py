@@ -151,9 +151,10 @@ def same(one, other):
 
 def held(pools):
     """Say what the process holds."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     in_pools = sum(pool.stats().held_bytes for pool in pools)
     return {
-        "resident": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
+        "beside_pools": resident - in_pools,
         "in_pools": in_pools,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
@@ -203,13 +204,10 @@ def soak(count, seed=0):
             stats for stats in (fresh.pool.stats(), ring.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
         ]
     first, second = (
-        {
-            name: (statistics.median if name == "resident" else max)(each[name] for each in half)
-            for name in ("resident", "in_pools", "descriptors", "threads", "objects")
-        }
+        {name: (statistics.median if name == "beside_pools" else max)(each[name] for each in half) for name in half[0]}
         for half in halves
     )
-    grown = (second["resident"] - first["resident"]) / (count / 2)
+    grown = (second["beside_pools"] - first["beside_pools"]) / (count / 2)
     return {
         "batches": count, "wrong": wrong, "left": list(map(str, left)), "seconds": round(time.monotonic() - began, 1),
         "first_half": first, "second_half": second, "grown_bytes_per_batch": round(grown, 1),

@@ -56,5 +56,4 @@ def test_an_interrupted_release_waits_for_its_event_or_was_none(memory):
             event.finish()
             pool.acquire(1000, timeout=0).release()
         if not interrupted:
-            break
-    assert number > 1
+            break  # there may be no such point at all: then nothing but C is called

@@ -1,5 +1,6 @@
 """Many threads at once: nobody starves, the cap holds, and nobody finds another's bytes in his slab."""
 
+import _thread
 import ctypes
 import itertools
 import random
@@ -13,6 +14,7 @@ import torch
 from doubles import ManualEvent, outcome, wait_until
 
 from pinstage import PoolClosedError, UnreleasedLeaseWarning
+from pinstage._pool import _jobs
 
 THREADS = 16
 QUOTA = 100
@@ -231,3 +233,20 @@ def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, backg
     assert all(outcome(future) for future in futures)
     assert memory.live_bytes == 0
     assert memory.peak_live_bytes <= 5_000
+
+
+def test_an_allocation_whose_thread_never_begins_is_done_by_another(make_pool, monkeypatch):
+    start, lost = _thread.start_new_thread, []
+
+    def lose_the_first(function, arguments):
+        return lost.append(function) if not lost else start(function, arguments)
+
+    pool = make_pool(max_bytes="64KiB")
+    pool.acquire(1).release()  # the reaper's thread is there
+    pool.trim()
+    monkeypatch.setattr(_jobs, "_START_SECONDS", 0.02)
+    monkeypatch.setattr(_thread, "start_new_thread", lose_the_first)
+    with pool.acquire(4096):
+        assert len(lost) == 1
+    lost[0]()  # late: it finds nothing to do
+    assert pool.stats().held_slabs == 1

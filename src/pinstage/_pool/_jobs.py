@@ -10,12 +10,14 @@ from __future__ import annotations
 import _thread
 import contextlib
 from collections.abc import Sequence
-from queue import SimpleQueue
 
 from .._memory import MemoryResource, as_called_here
 from .._reaper import reaper, running
 from ._lease import Lease
 from ._slab import Inbox, Slab
+
+_START_SECONDS = 1.0
+"""A thread that has not begun after so long is taken for dead; if it does begin, it finds nothing to do."""
 
 
 class Job:
@@ -39,7 +41,6 @@ class Job:
         error: what ended it; None if nothing did. Nothing is made then.
         finished: whether all of this is final.
         lease: of the first slab.
-        bell: is rung at the end.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Job:
         self.error: BaseException | None = None
         self.finished = False
         self.lease: Lease | None = None
-        self.bell: SimpleQueue[None] = SimpleQueue()
+        self._claim = _thread.allocate_lock()  # taken by the thread that does it
+        self._end = _thread.allocate_lock()  # free from the end on
+        self._end.acquire()
         self._memory = memory
         self._inbox = inbox
         self._slabs = slabs
@@ -82,7 +85,18 @@ class Job:
             jobs[self] = None
             self.error, self.finished = error, True
             self._inbox.notices.setdefault(self)
-            self.bell.put(None)
+            self._end.release()
+
+    def wait(self) -> None:
+        """Wait until it is done. Blocks.
+
+        In CPython 3.11 a thread that has not begun has its creator's number, so an interrupt by
+        ``PyThreadState_SetAsyncExc`` may hit it instead, and it never begins. Then another one is started.
+        """
+        while not self._end.acquire(timeout=_START_SECONDS):
+            if not self._claim.locked():
+                _thread.start_new_thread(self._run, ())
+        self._end.release()
 
     def room_needed(self) -> int:
         """Return the bytes of the cap that it needs beyond those of the victims that are still there."""
@@ -104,6 +118,8 @@ class Job:
         return lease
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         running[self] = None
         try:
             with self._surroundings():
@@ -118,7 +134,7 @@ class Job:
             self.error = error
         self.finished = True
         self._inbox.notices.setdefault(self)
-        self.bell.put(None)
+        self._end.release()
         self._inbox.ring()
         self._owner = None
         del running[self]

@@ -232,7 +232,7 @@ class SlabPool:
 
     def _wait_for(self, job: Job) -> Lease | None:
         """Wait for slow work; return the lease that it was for, unless an interrupt of another thread lost that."""
-        job.bell.get()
+        job.wait()
         ledger = self._ledger
         with ledger.lock:
             ledger.begin()

@@ -90,7 +90,7 @@ class Stager:
         ring_bytes: size of each of these slabs; None takes the first batch's.
         ring_overflow: what becomes of a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
             ``"fresh"``, a device slab of its own (counted in the stats).
-        threads: how many pack a batch of 4 MiB or more at the most, the calling one included; None takes the cpus that
+        threads: how many pack a batch of 1 MiB or more at the most, the calling one included; None takes the cpus that
             the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
