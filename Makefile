@@ -12,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_ARGS)
-	$(BIN)/pinstage demo $(DEMO_ARGS)
+	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -34,16 +34,16 @@ docs: $(VENV)/.stamp-docs ## build the docs into site/
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
-	$(BIN)/pinstage bench --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)
+	$(BIN)/python benchmarks/comparison --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)
 
 bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU (BENCH_ARGS)
-	$(BIN)/pinstage bench --smoke $(BENCH_ARGS)
+	$(BIN)/python benchmarks/comparison --smoke $(BENCH_ARGS)
 	$(BIN)/python benchmarks/loader.py --smoke
 	$(BIN)/python benchmarks/to_host.py --smoke
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The extension; a file of it that changes is compiled anew.
 NATIVE := setup.py $(wildcard src/pinstage/_native/*.[ch])

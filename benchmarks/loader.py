@@ -36,9 +36,9 @@ import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from pinstage._bench import harness, record, table
-from pinstage._bench.harness import Outcome, Variant
-from pinstage._bench.record import Row
+from comparison import harness, record, table
+from comparison.harness import Outcome, Variant
+from comparison.record import Row
 
 KEPT = 128
 """Samples in memory; the dataset begins again with the first. None comes twice in a batch."""

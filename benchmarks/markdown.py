@@ -131,7 +131,7 @@ def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def scaling() -> str:
-    """The picture that `pinstage bench --plot` drew."""
+    """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
     return f"![Time to stage a batch against its leaves and its bytes, pinstage and the rivals]({PICTURE.name})"

@@ -19,8 +19,8 @@ from typing import Any
 import script
 import torch
 
-from pinstage._bench import harness, record, table
-from pinstage._bench.harness import Outcome, Size, Variant
+from comparison import harness, record, table
+from comparison.harness import Outcome, Size, Variant
 
 MIB, GIB = 1 << 20, 1 << 30
 TOUCHED_FIRST = 4 * GIB

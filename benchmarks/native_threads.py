@@ -21,9 +21,9 @@ import script
 import torch
 
 import pinstage as ps
-from pinstage._bench import table
-from pinstage._bench.harness import Variant
-from pinstage._bench.record import Row, quantile
+from comparison import table
+from comparison.harness import Variant
+from comparison.record import Row, quantile
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 5

@@ -17,8 +17,8 @@ from functools import partial
 import script
 import torch
 
-from pinstage._bench import harness, table
-from pinstage._bench.harness import Outcome, Size, Variant
+from comparison import harness, table
+from comparison.harness import Outcome, Size, Variant
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200

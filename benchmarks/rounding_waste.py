@@ -14,15 +14,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import script
 import torch
 
 import pinstage as ps
-from pinstage._bench import harness, table
-from pinstage._bench.harness import Outcome, Size, Variant
-from pinstage._demo.data import Archive, make_batches
+from comparison import harness, table
+from comparison.harness import Outcome, Size, Variant
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from demo.data import Archive, make_batches
 
 CASES = tuple(Size(name, 0) for name in ("all batches", "mean batch", "worst batch"))
 BATCH_SIZE, SEED, SMOKE_BATCHES = 8, 0, 20  # of the demo

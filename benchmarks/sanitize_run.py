@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from pinstage._bench import batches
-from pinstage._bench.batches import KIB, MIB, BatchShape
+from comparison import batches
+from comparison.batches import KIB, MIB, BatchShape
 
 SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pinstage._bench import harness, record
-from pinstage._bench.errors import BenchError
-from pinstage._bench.harness import Case, Variant
-from pinstage._bench.record import Row
+from comparison import harness, record
+from comparison.errors import BenchError
+from comparison.harness import Case, Variant
+from comparison.record import Row
 
 
 def parser(description: str | None, *, repeats: int, repeats_help: str) -> argparse.ArgumentParser:

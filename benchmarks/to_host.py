@@ -31,8 +31,8 @@ from typing import Any
 import script
 import torch
 
-from pinstage._bench import harness, record, table
-from pinstage._bench.harness import Outcome, Variant
+from comparison import harness, record, table
+from comparison.harness import Outcome, Variant
 
 MIB = 1 << 20
 FEWEST_REPEATS, WARM_UPS = 3, 2

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pinstage._bench import record
+from comparison import record
 from pinstage.inspect._trace import html, trace_report
 
 Event = dict[str, Any]

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
 
 On GPUs by NCCL, elsewhere by gloo on the CPU. Both loaders train to the same losses, bit for bit: compare what
-``--out`` saves. Needs the demo's data: ``pip install "pinstage[demo]"``.
+``--out`` saves. Needs the demo's data: ``pip install -e ".[demo]"``.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
 import pinstage as ps
-from pinstage._demo.batch import HourSample, RaggedBatch
-from pinstage._demo.data import Archive
-from pinstage._demo.model import DelayModel, deterministic
+from demo.batch import HourSample, RaggedBatch
+from demo.data import Archive
+from demo.model import DelayModel, deterministic
 
 
 class Hours(Dataset[HourSample]):

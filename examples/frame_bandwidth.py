@@ -25,9 +25,11 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from pinstage._bench import harness, record, table
-from pinstage._bench.harness import Outcome, Variant
-from pinstage._bench.record import Row
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from comparison import harness, record, table
+from comparison.harness import Outcome, Variant
+from comparison.record import Row
 
 FRAME, SMALL_FRAME = (3, 2160, 3840), (3, 216, 384)
 FEWEST_REPEATS, WARM_UPS = 5, 2

@@ -2,7 +2,7 @@
 
     python examples/weather_batch.py --out weather_batch.json --traces traces
 
-The batches are those of `pinstage demo`: hours of weather and flights, in classes of their own. The same model trains
+The batches are those of the demo: hours of weather and flights, in classes of their own. The same model trains
 on them twice, from a DataLoader with `pin_memory=True`; what differs is the line that brings a batch to the device.
 Each time a few steps are recorded by torch's profiler, and read by `pinstage trace`. The losses must be equal bit for
 bit. Without a GPU nothing crosses a bus: the audit and the losses are real, and there is nothing to compare.
@@ -25,11 +25,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader
 
 import pinstage as ps
-from pinstage._bench import record, table
-from pinstage._bench.record import Row
-from pinstage._demo.batch import RaggedBatch
-from pinstage._demo.data import Archive, make_batches
-from pinstage._demo.model import DelayModel, deterministic
+from demo.batch import RaggedBatch
+from demo.data import Archive, make_batches
+from demo.model import DelayModel, deterministic
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from comparison import record, table
+from comparison.record import Row
 
 WAIT, WARM_UP = 3, 3
 FIGURES = {"staging": "staging_seconds", "GPU waits for staging": "stall_seconds", "step, profiled": "seconds"}

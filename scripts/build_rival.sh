@@ -2,7 +2,7 @@
 # Build NVIDIA's multi_tensor_copier (ACCV-Lab, Apache-2.0), the C++ rival of the benchmarks, by torch's extension loader.
 #
 #     ACCV_LAB=<checkout of https://github.com/NVIDIA/ACCV-Lab> scripts/build_rival.sh
-#     PYTHONPATH=/tmp/rival pinstage bench
+#     PYTHONPATH=/tmp/rival python benchmarks/comparison
 #
 # It is built twice at a time, in under a minute. `accvlab` has the flags of its own setup.py. Its documentation says that
 # staging is parallel, but that setup.py does not pass -fopenmp, without which at::parallel_for of torch's headers is a

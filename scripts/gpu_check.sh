@@ -127,9 +127,9 @@ benchmark() {
   step bench "$1" "$2" "$PYTHON" "benchmarks/$1.py" --device "$DEVICE" --out "$RESULTS/$1.json" "${@:3}"
 }
 
-# comparison NAME SECONDS OPTION...: pinstage bench.
+# comparison NAME SECONDS OPTION...: benchmarks/comparison.
 comparison() {
-  step bench "$1" "$2" "$PYTHON" -m pinstage._cli bench --device "$DEVICE" --out "$RESULTS/$1.json" "${@:3}"
+  step bench "$1" "$2" "$PYTHON" benchmarks/comparison --device "$DEVICE" --out "$RESULTS/$1.json" "${@:3}"
 }
 
 rival() {
@@ -188,15 +188,15 @@ series() {
     files+=(--from "$RESULTS/series_$which.json")
   done
   if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-    step bench draw 60 "$PYTHON" -m pinstage._cli bench "${files[@]}" --plot "$RESULTS/scaling.png"
+    step bench draw 60 "$PYTHON" benchmarks/comparison "${files[@]}" --plot "$RESULTS/scaling.png"
   else
-    say "no matplotlib here; where it is: pinstage bench ${files[*]} --plot scaling.png"
+    say "no matplotlib here; where it is: python benchmarks/comparison ${files[*]} --plot scaling.png"
   fi
 }
 
 demo() {
   # shellcheck disable=SC2086
-  step demo demo 180 "$PYTHON" -m pinstage._cli demo ${DEMO_ARGS:-}
+  step demo demo 180 "$PYTHON" examples/demo ${DEMO_ARGS:-}
 }
 
 doctor() { step doctor doctor 120 "$PYTHON" -m pinstage._cli doctor --plot "$RESULTS/doctor.png"; }

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from pinstage._bench.record import SCHEMA, STATUSES, Row
+from comparison.record import SCHEMA, STATUSES, Row
 
 
 def check_schema(result):

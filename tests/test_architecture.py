@@ -35,11 +35,9 @@ MAY_SEE = {
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_staging"},
     "inspect": FACTS | {PUBLIC, "_torch", "_native"},
     "integrations": {PUBLIC},
-    "_demo": {PUBLIC},
-    "_bench": {PUBLIC, "_torch"},
-    "_cli": {PUBLIC, "inspect", "_demo", "_bench"},
+    "_cli": {PUBLIC, "inspect"},
 }
-MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "_demo", "_bench"}
+MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
 MAY_SEE["__main__"] = {"_cli"}
 
 
@@ -155,6 +153,43 @@ def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
     assert cycles(imports(tmp_path)) == [[*both, "pinstage._room._c"] if "_c" in back else both]
 
 
+# -- programs beside the package ---------------------------------------------------------------------------------------
+
+INSIDE = {"benchmarks/trace_reading.py": {"pinstage.inspect._trace"}}
+"""Programs that measure what no public name does."""
+
+
+def private_names_of_ours(folder: Path) -> dict[str, set[str]]:
+    """Return which modules each program of a folder imports of pinstage that are private."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        private = set()
+        for name in imported_names(path, ""):
+            parts = name.split(".")
+            first = next((number for number, part in enumerate(parts) if is_private(part)), None)
+            if parts[0] == "pinstage" and first is not None:
+                private.add(".".join(parts[: first + 1]))
+        if private:
+            found[path.relative_to(folder.parent).as_posix()] = private
+    return found
+
+
+@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
+def test_examples_and_benchmarks_use_public_names(folder):
+    allowed = {path: names for path, names in INSIDE.items() if path.startswith(f"{folder}/")}
+    assert private_names_of_ours(SRC.parents[1] / folder) == allowed
+
+
+def test_the_checker_finds_a_program_that_uses_a_private_name(tmp_path):
+    wrong = "from pinstage._host import cpus\nimport pinstage.inspect._trace.a\nimport torch._C"
+    right = "from pinstage import __version__\nfrom pinstage.inspect import audit\nfrom ._x import y"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "ways.py").write_text(wrong)
+    (tmp_path / "right.py").write_text(right)
+    found = {f"{tmp_path.name}/demo/ways.py": {"pinstage._host", "pinstage.inspect._trace"}}
+    assert private_names_of_ours(tmp_path) == found
+
+
 # -- private names of others -------------------------------------------------------------------------------------------
 
 PRIVATE_BUT_DOCUMENTED = {"_fields", "_exit", "_getframe"}  # of named tuples, os, sys
@@ -264,10 +299,8 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_sizes", "from . import _host", "pinstage._host"),
         ("inspect/_doctor", "from pinstage._memory import default_memory", "pinstage._memory.default_memory"),
         ("integrations/lightning", "from pinstage import _pool", "pinstage._pool"),
-        ("_demo", "from pinstage import _private", "pinstage._private"),
-        ("_demo", "from pinstage._host import usable_cpus", "pinstage._host.usable_cpus"),
-        ("_demo", "from pinstage._cli import main", "pinstage._cli.main"),
-        ("_bench/rivals", "from pinstage._staging import Stager", "pinstage._staging.Stager"),
+        ("_cli", "from pinstage import _private", "pinstage._private"),
+        ("integrations/lightning", "from pinstage._cli import main", "pinstage._cli.main"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
         ("_unknown", "from pinstage._errors import StagingError", "pinstage._errors.StagingError"),
     ],
@@ -287,8 +320,8 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
         "_memory/_linux": "import mmap, torch.cuda",
         "_pool": "from . import _errors, _memory",
         "_staging": "from ._pool import SlabPool\nfrom ._layout import Layout",
-        "_cli": "import pinstage as ps\nfrom pinstage import __version__, _demo\nfrom pinstage.inspect import audit",
-        "_demo/_train": "from pinstage import Stager\nfrom ._data import hours",
+        "_cli": "import pinstage as ps\nfrom pinstage import __version__\nfrom pinstage.inspect import audit",
+        "integrations/_train": "from pinstage import Stager\nfrom ._data import hours",
         "inspect/_doctor": "import pinstage as ps\nfrom .. import _host\nfrom .._sizes import format_bytes",
     }
     for module, lines in right.items():

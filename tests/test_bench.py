@@ -1,4 +1,4 @@
-"""`pinstage bench`: one table beside every rival that is installed, a result file, a picture, errors in one line."""
+"""The comparison: one table beside every rival that is installed, a result file, a picture, errors in one line."""
 
 import io
 import json
@@ -12,16 +12,15 @@ import pytest
 import torch
 from result_files import check_schema
 
-from pinstage import _cli
-from pinstage._bench import batches, harness, plot, record, rivals, staging, table
-from pinstage._bench.batches import BatchShape
-from pinstage._bench.errors import BenchError
-from pinstage._bench.harness import Size, Variant
-from pinstage._bench.record import SCHEMA, Row
-from pinstage._bench.run import Settings, chosen_shapes, run_bench
+from comparison import batches, harness, plot, record, rivals, staging, table
+from comparison.batches import BatchShape
+from comparison.command import main
+from comparison.errors import BenchError
+from comparison.harness import Size, Variant
+from comparison.record import SCHEMA, Row
+from comparison.run import Settings, chosen_shapes, run_bench
 
-pytest.importorskip("typer", reason="the extra cli is not installed")
-pytest.importorskip("rich", reason="the extra cli is not installed")
+pytest.importorskip("rich", reason="the extra bench is not installed")
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ SMALL = "16x1KiB"
 
 
 def command(*arguments, **environment):
-    whole = [sys.executable, "-m", "pinstage._cli", "bench", *map(str, arguments)]
+    whole = [sys.executable, str(ROOT / "benchmarks" / "comparison"), *map(str, arguments)]
     return subprocess.run(whole, capture_output=True, text=True, timeout=110, check=False, env=os.environ | environment)
 
 
@@ -187,7 +186,7 @@ def test_the_bar_ends_full_even_if_a_process_does_not_come_to_all_cases(tmp_path
     from rich.console import Console
     from rich.progress import Progress
 
-    from pinstage._bench.progress import Bar
+    from comparison.progress import Bar
 
     file = io.StringIO()
     with Progress(console=Console(file=file, force_terminal=True, width=100)) as bar:
@@ -298,7 +297,7 @@ def test_results_have_a_schema_number():
         (["--out", "file/inside.json"], "file/inside.json cannot be written: "),
         (["--from", "absent.json"], "absent.json cannot be read: No such file or directory"),
         (["--from", "file"], "file is not JSON: "),
-        (["--from", "other.json"], "other.json is not a result of `pinstage bench`"),
+        (["--from", "other.json"], "other.json is not a result of this comparison"),
         (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
     ],
 )
@@ -306,20 +305,31 @@ def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("not JSON")
     Path("other.json").write_text('{"benchmark": "loader", "rows": []}')
-    with pytest.raises(SystemExit) as exit_:
-        _cli.main(["bench", "--smoke", *arguments])
-    assert exit_.value.code == 2
+    assert main(["--smoke", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"pinstage: {message}")
+    assert error.startswith(f"comparison: {message}")
     assert error.count("\n") == 1
 
 
 def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pinstage._bench.run.find_spec", lambda name: None)
+    monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
+    assert main(["--smoke", "--plot", str(tmp_path / "p.png")]) == 2
+    assert capsys.readouterr().err == 'comparison: matplotlib is not installed; run: pip install -e ".[bench]"\n'
+
+
+def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # what the import system reads as "not installed"
+    assert main(["--smoke", "--only", "to"]) == 2
+    assert capsys.readouterr().err == 'comparison: rich is not installed; run: pip install -e ".[bench]"\n'
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--repeats"])
+def test_a_number_that_makes_no_run_is_refused(capsys, option):
     with pytest.raises(SystemExit) as exit_:
-        _cli.main(["bench", "--smoke", "--plot", str(tmp_path / "p.png")])
+        main(["--smoke", option, "0"])
     assert exit_.value.code == 2
-    assert capsys.readouterr().err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
+    assert f"{option}: 0 is not 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("accv_lab", [None, "elsewhere"])

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run in small, without a GPU; their result files have the schema of `pinstage bench`."""
+"""The scripts of benchmarks/ run in small, without a GPU; their result files have the schema of the comparison."""
 
 import json
 import subprocess

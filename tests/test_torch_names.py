@@ -150,13 +150,3 @@ def test_a_tensor_that_a_mode_made_is_not_taken_for_memory():
 
     with pytest.raises(StagingError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
         names.check_is_plain(torch.ones(2).as_subclass(Ours))
-
-
-def test_what_torch_keeps_page_locked_is_given_back_where_it_can_be(monkeypatch):
-    called = []
-    monkeypatch.delattr("torch.accelerator.empty_host_cache", raising=False)
-    monkeypatch.setattr("torch._C._host_emptyCache", lambda: called.append(1), raising=False)
-    names.empty_host_cache()
-    monkeypatch.delattr("torch._C._host_emptyCache")
-    names.empty_host_cache()
-    assert called == [1]

@@ -43,6 +43,7 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2, timeout: float) -
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does with a script that it runs itself
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.stdout.flush()
     sys.stderr.flush()

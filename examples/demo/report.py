@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pinstage._demo.batch import RaggedBatch
-from pinstage._demo.data import Archive
-from pinstage._demo.train import Outcome
-from pinstage._demo.ways import HostMemory, Loaded, Staged
+from demo.batch import RaggedBatch
+from demo.data import Archive
+from demo.train import Outcome
+from demo.ways import HostMemory, Loaded, Staged
 
 PLAIN_WIDTH = 120
 """Columns when the output is not a terminal."""

@@ -1,6 +1,8 @@
-"""What can go wrong in the demo, as types that know the exit status of the command."""
+"""What can go wrong in the demo, as types that know the exit status of the program."""
 
 from __future__ import annotations
+
+REMEDY = 'pip install -e ".[demo]"'
 
 
 class DemoError(Exception):

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pinstage._demo.batch import Array, RaggedBatch
-from pinstage._demo.data import AIRPORTS, DEPARTURE_CHANNELS, HOUR, RECENT_CHANNELS, WEATHER_CHANNELS
+from demo.batch import Array, RaggedBatch
+from demo.data import AIRPORTS, DEPARTURE_CHANNELS, HOUR, RECENT_CHANNELS, WEATHER_CHANNELS
 
 WIDTH = 32
 BUCKETS = 16

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pinstage._bench.batches import SERIES
-from pinstage._bench.errors import BenchError
-from pinstage._bench.record import Row, rows_of
+from comparison.batches import SERIES
+from comparison.errors import BenchError
+from comparison.record import Row, rows_of
 
 LABELS = {
     "to": ".to() each",

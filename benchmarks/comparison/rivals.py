@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pinstage._bench.batches import map_leaves
-from pinstage._bench.harness import Variant
+from comparison.batches import map_leaves
+from comparison.harness import Variant
 
 if TYPE_CHECKING:
     import pinstage as ps

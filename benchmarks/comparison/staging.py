@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from pinstage._bench import batches
-from pinstage._bench.harness import Outcome, Variant
-from pinstage._bench.rivals import Stage
-from pinstage._torch import empty_host_cache
+from comparison import batches
+from comparison.harness import Outcome, Variant
+from comparison.rivals import Stage
 
 FEWEST_REPEATS = 7
 FEWEST_WARM_UPS = 3
@@ -131,4 +130,6 @@ def empty_caches(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        empty_host_cache()
+        # In torch 2.11 only its private name is there.
+        private = getattr(torch._C, "_host_emptyCache", lambda: None)
+        getattr(torch.accelerator, "empty_host_cache", private)()

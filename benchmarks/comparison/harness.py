@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from pinstage._bench.errors import BenchError
-from pinstage._bench.record import Row
+from comparison.errors import BenchError
+from comparison.record import Row
 
 MARK = "@outcome "
 SMOKE_AT_ONCE = 2

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pinstage._bench.harness import Lines, Watcher
+from comparison.harness import Lines, Watcher
 
 
 class Bar:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pinstage._demo.data import Archive, make_batches
-from pinstage._demo.errors import DemoError
-from pinstage._demo.model import deterministic
-from pinstage._demo.report import Report
-from pinstage._demo.train import (
+from demo.data import Archive, make_batches
+from demo.errors import DemoError
+from demo.model import deterministic
+from demo.report import Report
+from demo.train import (
     MEASURED_BATCHES,
     WARM_UP_BATCHES,
     Outcome,
@@ -22,7 +22,7 @@ from pinstage._demo.train import (
     profile_copies,
     warm_up,
 )
-from pinstage._demo.ways import Loaded, PinThenTo, PlainTo, Staged, Way
+from demo.ways import Loaded, PinThenTo, PlainTo, Staged, Way
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,15 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
 
 
 def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
-    """Return the four ways, ours last; `stack` closes what has to be closed."""
-    staged = stack.enter_context(Staged(device, max_bytes))
+    """Return the four ways, ours last; `stack` closes what has to be closed.
+
+    Raises:
+        DemoError: `max_bytes` is no size.
+    """
+    try:
+        staged = stack.enter_context(Staged(device, max_bytes))
+    except ValueError as error:
+        raise DemoError(f"--max-bytes: {error}") from error
     return [PlainTo(device), PinThenTo(device), staged, Loaded(device, max_bytes)]
 
 

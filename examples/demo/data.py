@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pinstage._demo.batch import HourSample, ObservationStream, RaggedBatch
-from pinstage._demo.errors import DemoError
+from demo.batch import HourSample, ObservationStream, RaggedBatch
+from demo.errors import REMEDY, DemoError
 
 AIRPORTS = ("EWR", "JFK", "LGA")
 HOUR = 3600
@@ -36,8 +36,6 @@ IMPOSSIBLE_WIND_SPEED = 200.0
 """Miles an hour. The data set has one slip of the keyboard, 1048.4 at EWR on 12 February; it is taken as missing."""
 HALF_HOUR = 30.0
 """Minutes: the unit of the target, which keeps the loss near one."""
-
-REMEDY = 'pip install "pinstage[demo]"'
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 

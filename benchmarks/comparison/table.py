@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pinstage._bench.record import Row
+from comparison.record import Row
 
 
 def say(text: str) -> None:

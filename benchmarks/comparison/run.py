@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from pinstage._bench import batches, harness, plot, record, rivals, table
-from pinstage._bench.batches import BatchShape
-from pinstage._bench.errors import BenchError
-from pinstage._bench.staging import FEWEST_REPEATS
+from comparison import batches, harness, plot, record, rivals, table
+from comparison.batches import BatchShape
+from comparison.errors import BenchError
+from comparison.staging import FEWEST_REPEATS
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -76,7 +76,7 @@ def run_bench(settings: Settings) -> int:
 
 def measured(settings: Settings) -> dict[str, Any]:
     """Measure, and return what a result file holds."""
-    from pinstage._bench.progress import watching
+    from comparison.progress import watching
 
     device = choose_device(settings.device, smoke=settings.smoke)
     of_table, series = chosen_shapes(settings)
@@ -85,7 +85,7 @@ def measured(settings: Settings) -> dict[str, Any]:
     repeats, seconds = settings.repeats, settings.seconds
     if settings.smoke:
         repeats, seconds = min(repeats, FEWEST_REPEATS), 0.0
-    command = [sys.executable, "-m", "pinstage._bench", "--device", str(device)]
+    command = [sys.executable, str(Path(__file__).parent), "--device", str(device)]
     command += ["--batches", ",".join(shape.id for shape in shapes), "--repeats", str(repeats)]
     command += ["--seconds", str(seconds)]
     able = [variant for variant in variants if variant.obstacle(device) is None]
@@ -185,7 +185,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BenchError(f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "staging":
-        raise BenchError(f"{path} is not a result of `pinstage bench`")
+        raise BenchError(f"{path} is not a result of this comparison")
     return result
 
 

@@ -2,7 +2,5 @@
 
 It is written as a user's program: a team's own batch classes (`batch`), their data (`data`), their model (`model`),
 four ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and what is shown
-(`report`); `run` puts them in order. Of pinstage it uses the public names only.
-
-Nothing here is imported until `pinstage demo` runs.
+(`report`); `run` puts them in order, behind the options of `command`. Of pinstage it uses the public names only.
 """

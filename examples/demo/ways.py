@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 import pinstage as ps
-from pinstage._demo.batch import Array, RaggedBatch
+from demo.batch import Array, RaggedBatch
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pinstage._demo.batch import RaggedBatch
-from pinstage._demo.errors import LossMismatchError
-from pinstage._demo.model import DelayModel
-from pinstage._demo.ways import HostMemory, Way
+from demo.batch import RaggedBatch
+from demo.errors import LossMismatchError
+from demo.model import DelayModel
+from demo.ways import HostMemory, Way
 
 LEARNING_RATE = 2e-3
 WARM_UP_BATCHES = 5
