@@ -207,8 +207,8 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.owner = owner
-            # Not the exporter: of a memoryview in a garbage cycle the collector tells its death before finalisers have had
-            # their last use of it. It does not know arrays.
+            # Not the exporter: if a memoryview is part of a garbage cycle, the collector tells of its death before
+            # finalisers have had their last use of it. An array is nothing that the collector knows.
             exporter.life = np.empty(0)
             notice = weakref.ref(exporter.life, slab.came_back)
             if self._exporter is None:  # still: of two threads one makes it; no call comes between
