@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _format as fmt
+from .. import _report as fmt
 from .._bus import Bus
 from ._analysis import Analysis
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..._sizes import format_bytes
-from .. import _format as fmt
+from .. import _report as fmt
 from .._report import Block, Line, Table
 from ._analysis import Analysis, Step
 from ._events import TO_DEVICE, TO_HOST

@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from .. import _format as fmt
+from .. import _report as fmt
 from ._analysis import Analysis, SizeBucket, Step
 from ._intervals import Intervals, within
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..._sizes import format_bytes
-from .. import _format as fmt
+from .. import _report as fmt
 from ._analysis import SMALL_BYTES, Analysis
 from ._events import TO_DEVICE
 from ._model import Packing

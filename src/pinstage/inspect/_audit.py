@@ -1,9 +1,9 @@
-"""`audit`: look at a batch before it is moved."""
+"""`audit`: what a batch is made of, what ``pin_memory=True`` would do with it, and what moving it costs."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ..._sizes import format_bytes
-from ..._torch import memory_of
-from .. import _format as fmt
-from .._bus import Bus
-from .._report import Block, Line, Table, as_rich, as_text
-from . import _costs
-from ._pinning import Pinning, ask_torch, type_name
-from ._walk import Place, places
+import pinstage as ps
 
+from .._layout import dense_stride
+from .._sizes import format_bytes
+from .._torch import memory_of
+from ._bus import GIB, Bus
+from ._pinning import Pinning, ask_torch, type_name
+from ._report import Block, Line, Table, as_rich, as_text, count, duration, share
+from ._walk import Leaf, Place, places
+
+_PACK_LIMIT_BYTES = GIB
+"""A larger batch is not packed just to see how long it takes: it would need its size in memory once more."""
 _ROWS = 40
 """Leaves shown; `to_dict` has them all."""
 
@@ -60,6 +63,46 @@ class LeafReport:
 
 
 @dataclass(frozen=True)
+class LeafCopies:
+    """What ``.to(device)`` on each leaf would do.
+
+    Attributes:
+        copies: host-to-device copies it would issue; a leaf in two places is copied twice, an empty one not at all.
+        nbytes: bytes that they carry.
+        seconds: what they take on the bus with the leaves as they are; None without a bus.
+        seconds_pinned: the same if every leaf were page-locked first, pinning itself not counted.
+    """
+
+    copies: int
+    nbytes: int
+    seconds: float | None
+    seconds_pinned: float | None
+
+
+@dataclass(frozen=True)
+class SlabCopy:
+    """What one slab would do.
+
+    Attributes:
+        copies: host-to-device copies: one, and one for each leaf that cannot be packed.
+        nbytes: bytes of the slab, padding included.
+        padding_bytes: of them, between the leaves.
+        unpackable: leaves that travel by their own ``.to()``.
+        pack_seconds: measured: gathering this batch into a slab, by one thread; None if it is too large to try.
+        seconds: packing, and the copy on the bus; None without a bus or without a measurement.
+        error: why `pinstage` would not take the batch as it is; None if it would.
+    """
+
+    copies: int
+    nbytes: int
+    padding_bytes: int
+    unpackable: int
+    pack_seconds: float | None
+    seconds: float | None
+    error: str | None
+
+
+@dataclass(frozen=True)
 class Audit:
     """What was found; made by `audit`. Print it, show it with rich, or take `to_dict`.
 
@@ -74,8 +117,8 @@ class Audit:
 
     leaves: tuple[LeafReport, ...]
     pinning: Pinning
-    each: _costs.LeafCopies
-    slab: _costs.SlabCopy
+    each: LeafCopies
+    slab: SlabCopy
     bus: Bus | None
     bus_source: str
 
@@ -126,7 +169,7 @@ class Audit:
         if len(shown) < len(self.leaves):
             rest = self.leaves[len(shown) :]
             nbytes = format_bytes(sum(leaf.nbytes for leaf in rest))
-            blocks.append(Line(f"... and {fmt.count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
+            blocks.append(Line(f"... and {count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
         return [*blocks, *self._totals(), *self._pinning_lines(), *self._cost_lines()]
 
     def _by_stop(self) -> dict[str, list[LeafReport]]:
@@ -139,7 +182,7 @@ class Audit:
         pinned = sum(leaf.pinned for leaf in self.leaves)
         on_host = sum(leaf.device == "cpu" for leaf in self.leaves)
         parts = [
-            fmt.count(len(self.leaves), "leaf", "leaves"),
+            count(len(self.leaves), "leaf", "leaves"),
             format_bytes(self.nbytes),
             f"{pinned:,} pinned, {on_host - pinned:,} pageable, {len(self.leaves) - on_host:,} on a device",
         ]
@@ -157,7 +200,7 @@ class Audit:
         if self.pinning.error is not None:
             return [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
         pinned = sum(leaf.loader_pins for leaf in self.leaves)
-        of = f"{pinned:,} of {fmt.count(len(self.leaves), 'leaf', 'leaves')}"
+        of = f"{pinned:,} of {count(len(self.leaves), 'leaf', 'leaves')}"
         left = self.left_pageable
         if not left:
             return [Line(f"pin_memory=True would pin {of} and leave none pageable", "ok")]
@@ -168,26 +211,24 @@ class Audit:
         for name, leaves in self._by_stop().items():
             size = format_bytes(sum(leaf.nbytes for leaf in leaves))
             example = leaves[0].path or "the batch itself"
-            lines.append(
-                Line(f"  {name} stops it: {fmt.count(len(leaves), 'leaf', 'leaves')}, {size}, such as {example}")
-            )
+            lines.append(Line(f"  {name} stops it: {count(len(leaves), 'leaf', 'leaves')}, {size}, such as {example}"))
         return lines
 
     def _cost_lines(self) -> list[Block]:
         each, slab = self.each, self.slab
-        one_by_one = f".to() on each leaf: {fmt.count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
+        one_by_one = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
         if each.seconds is not None and each.seconds_pinned is not None:
-            one_by_one += f", {fmt.duration(each.seconds)} as it is; {fmt.duration(each.seconds_pinned)} if every leaf "
+            one_by_one += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf "
             one_by_one += "were pinned, not counting the pinning"
-        padding = f"{format_bytes(slab.nbytes)}, {fmt.share(slab.padding_bytes, slab.nbytes)} of it padding"
-        as_slab = f"one slab: {fmt.count(slab.copies, 'copy', 'copies')}, {padding}"
+        padding = f"{format_bytes(slab.nbytes)}, {share(slab.padding_bytes, slab.nbytes)} of it padding"
+        as_slab = f"one slab: {count(slab.copies, 'copy', 'copies')}, {padding}"
         if slab.pack_seconds is not None:
-            as_slab += f"; packing takes {fmt.duration(slab.pack_seconds)} here, by one thread"
+            as_slab += f"; packing takes {duration(slab.pack_seconds)} here, by one thread"
         if slab.seconds is not None:
-            as_slab += f"; with the copy {fmt.duration(slab.seconds)}"
+            as_slab += f"; with the copy {duration(slab.seconds)}"
         lines: list[Block] = [Line(one_by_one), Line(as_slab)]
         if slab.unpackable:
-            what = fmt.count(slab.unpackable, "leaf", "leaves")
+            what = count(slab.unpackable, "leaf", "leaves")
             lines.append(Line(f"  {what} cannot be packed and travel by their own .to()", "info"))
         if slab.error is not None:
             lines.append(Line(f"  to stage it as it is: {slab.error}", "warning"))
@@ -232,13 +273,16 @@ def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | No
     pinning = ask_torch(batch, found)
     leaves = tuple(_reports(found, pinning))
     moved = [
-        (place.leaf, leaf)
+        (place.leaf, leaf.nbytes, leaf.pinned)
         for place, leaf in zip(found, leaves, strict=True)
-        if leaf.device == "cpu" and _costs.becomes_tensor(place.leaf)
+        if leaf.device == "cpu" and leaf.nbytes and _becomes_tensor(place.leaf)
     ]
-    each = _costs.of_leaves([(leaf.nbytes, leaf.pinned) for _, leaf in moved], bus)
-    slab = _costs.of_slab(batch, [leaf for leaf, _ in moved], bus)
-    return Audit(leaves, pinning, each, slab, bus, bus_source)
+    seconds = seconds_pinned = None
+    if bus is not None:
+        seconds = sum(bus.seconds(nbytes, pinned=pinned) for _, nbytes, pinned in moved)
+        seconds_pinned = sum(bus.seconds(nbytes, pinned=True) for _, nbytes, _ in moved)
+    each = LeafCopies(len(moved), sum(nbytes for _, nbytes, _ in moved), seconds, seconds_pinned)
+    return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus, bus_source)
 
 
 def _price(bus: Bus | None, device: torch.device | str | None) -> tuple[Bus | None, str]:
@@ -252,16 +296,60 @@ def _price(bus: Bus | None, device: torch.device | str | None) -> tuple[Bus | No
     return bus, bus.source
 
 
+def _becomes_tensor(leaf: Leaf) -> bool:
+    """Whether it is a tensor, or an array that can become one; strings, dates and records are not moved."""
+    return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
+
+
+def _slab_copy(batch: Any, found: Sequence[Place], bus: Bus | None) -> SlabCopy:
+    """Find what a slab would hold once all classes are registered, and whether the batch can be staged as it is."""
+    error = None
+    try:
+        ps.Layout.of(batch)
+    except ps.LayoutError as reason:
+        error = str(reason)
+    on_host = {id(place.leaf): place.leaf for place in found if _device(place.leaf) == "cpu"}  # an alias once
+    staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
+    packed = [leaf for leaf in staged if _is_packable(leaf)]
+    layout = ps.Layout.of(packed)
+    unpackable = len(staged) - len(packed)
+    pack_seconds = seconds = None
+    if layout.nbytes <= _PACK_LIMIT_BYTES:
+        pack_seconds = _pack_seconds(layout, packed)
+        seconds = pack_seconds + bus.seconds(layout.nbytes, pinned=True) if bus is not None else None
+    padding = layout.nbytes - sum(leaf.nbytes for leaf in packed)
+    copies = bool(layout.nbytes) + unpackable
+    return SlabCopy(copies, layout.nbytes, padding, unpackable, pack_seconds, seconds, error)
+
+
+def _is_packable(leaf: Leaf) -> bool:
+    try:
+        return bool(ps.Layout.of([leaf]).slots)
+    except ps.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
+        return False
+
+
+def _pack_seconds(layout: ps.Layout, leaves: list[Leaf]) -> float:
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    took = []
+    for _ in range(3):  # the first one meets the slab's pages
+        began = time.perf_counter()
+        layout.pack(leaves, slab)
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+# -- one leaf ----------------------------------------------------------------------------------------------------------
+
+
 def _reports(found: Sequence[Place], pinning: Pinning) -> list[LeafReport]:
-    first_by_id: dict[int, str] = {}
-    first_by_storage: dict[int, tuple[str, int]] = {}
+    path_by_id: dict[int, str] = {}
+    first_by_storage: dict[int, tuple[str, int]] = {}  # path and id of the leaf over a storage that was met first
     reports = []
     for place, loader_pins, stopped_by in zip(found, pinning.pinned, pinning.stopped_by, strict=True):
         leaf = place.leaf
-        alias_of = first_by_id.setdefault(id(leaf), place.path) if id(leaf) in first_by_id else None
-        first_by_id.setdefault(id(leaf), place.path)
         storage = _storage(leaf)
-        shares, owner = first_by_storage.setdefault(storage, (place.path, id(leaf))) if storage else (None, id(leaf))
+        first = first_by_storage.setdefault(storage, (place.path, id(leaf))) if storage else ("", id(leaf))
         pinned = _is_pinned(leaf)
         reports.append(
             LeafReport(
@@ -270,16 +358,68 @@ def _reports(found: Sequence[Place], pinning: Pinning) -> list[LeafReport]:
                 dtype=str(leaf.dtype).removeprefix("torch."),
                 shape=_shape(leaf),
                 nbytes=_nbytes(leaf),
-                device=str(leaf.device) if isinstance(leaf, torch.Tensor) else "cpu",
+                device=_device(leaf),
                 pinned=pinned,
                 contiguous=_contiguity(leaf),
-                alias_of=alias_of,
-                shares_storage_with=None if owner == id(leaf) else shares,
+                alias_of=path_by_id.get(id(leaf)),
+                shares_storage_with=None if first[1] == id(leaf) else first[0],
                 loader_pins=loader_pins,
                 stopped_by=None if pinned else stopped_by,
             )
         )
+        path_by_id.setdefault(id(leaf), place.path)
     return reports
+
+
+def _device(leaf: Leaf) -> str:
+    return str(leaf.device) if isinstance(leaf, torch.Tensor) else "cpu"
+
+
+def _is_pinned(leaf: Leaf) -> bool:
+    try:
+        return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
+    except (RuntimeError, NotImplementedError):  # some layouts have no answer
+        return False
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return (leaf.size(0),)  # the others differ from part to part
+    return tuple(leaf.shape)
+
+
+def _nbytes(leaf: Leaf) -> int:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf.nbytes
+    parts = leaf.unbind() if leaf.is_nested else memory_of(leaf) or [leaf]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _contiguity(leaf: Leaf) -> str:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            return "-"
+        contiguous, stride = leaf.is_contiguous(), leaf.stride()
+    else:
+        contiguous, stride = leaf.flags.c_contiguous, tuple(step // max(leaf.itemsize, 1) for step in leaf.strides)
+    return "yes" if contiguous else "dense" if dense_stride(tuple(leaf.shape), stride) else "no"
+
+
+def _storage(leaf: Leaf) -> int:
+    """Return the address of the memory that a leaf is a part of; 0 if there is none to name."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type == "meta":
+            return 0
+        try:
+            return leaf.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # a subclass without storage
+            return 0
+    while isinstance(leaf.base, np.ndarray):
+        leaf = leaf.base
+    return int(leaf.__array_interface__["data"][0]) if leaf.nbytes else 0
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
 
 
 def _table(leaves: Sequence[LeafReport]) -> Table:
@@ -306,61 +446,3 @@ def _relation(leaf: LeafReport) -> str:
     if leaf.alias_of is not None:
         return leaf.alias_of or "(batch)"
     return f"storage of {leaf.shares_storage_with}" if leaf.shares_storage_with is not None else ""
-
-
-def _is_pinned(leaf: _costs.Leaf) -> bool:
-    try:
-        return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
-    except (RuntimeError, NotImplementedError):  # some layouts have no answer
-        return False
-
-
-def _shape(leaf: _costs.Leaf) -> tuple[int, ...]:
-    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return (leaf.size(0),)  # the others differ from part to part
-    return tuple(leaf.shape)
-
-
-def _nbytes(leaf: _costs.Leaf) -> int:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf.nbytes
-    return sum(part.numel() * part.element_size() for part in _parts(leaf))
-
-
-def _parts(leaf: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a tensor consists of."""
-    if leaf.is_nested:
-        return list(leaf.unbind())
-    return memory_of(leaf) or [leaf]
-
-
-def _contiguity(leaf: _costs.Leaf) -> str:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested or leaf.layout is not torch.strided:
-            return "-"
-        contiguous, strides = leaf.is_contiguous(), leaf.stride()
-    else:
-        contiguous, strides = leaf.flags.c_contiguous, tuple(step // max(leaf.itemsize, 1) for step in leaf.strides)
-    if contiguous:
-        return "yes"
-    return "dense" if _is_dense(leaf.shape, strides) else "no"
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill their memory without gaps or overlaps, in some order of the dimensions."""
-    steps = sorted((step, size) for step, size in zip(strides, shape, strict=True) if size != 1)
-    return all(step == math.prod(size for _, size in steps[:index]) for index, (step, _) in enumerate(steps))
-
-
-def _storage(leaf: _costs.Leaf) -> int:
-    """Return the address of the memory that a leaf is a part of; 0 if there is none to name."""
-    if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested or leaf.layout is not torch.strided or leaf.device.type == "meta":
-            return 0
-        try:
-            return leaf.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # a subclass without storage
-            return 0
-    while isinstance(leaf.base, np.ndarray):
-        leaf = leaf.base
-    return int(leaf.__array_interface__["data"][0]) if leaf.nbytes else 0
