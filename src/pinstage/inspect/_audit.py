@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .._sizes import format_bytes
 from .._torch import memory_of
 from ._bus import GIB, Bus
 from ._pinning import Pinning, ask_torch, type_name
-from ._report import Block, Line, Table, as_rich, as_text, count, duration, share
+from ._report import Block, Line, Table, as_rich, as_text, count, duration, share, table_of
 from ._walk import Leaf, Place, places
 
 _PACK_LIMIT_BYTES = GIB
@@ -30,76 +30,45 @@ _ROWS = 40
 
 @dataclass(frozen=True)
 class LeafReport:
-    """One tensor or array of the batch.
+    """One tensor or array of the batch."""
 
-    Attributes:
-        path: where it is, as one would write it after the batch's name.
-        type: its class.
-        dtype: its dtype, without ``torch.``.
-        shape: its shape, in elements.
-        nbytes: bytes of its elements.
-        device: where it is.
-        pinned: whether it is page-locked now.
-        contiguous: ``"yes"``; ``"dense"``: in another order of dimensions, which ``.to()`` keeps; ``"no"``: with gaps
-            or overlaps, so that it is copied on the host before it is copied to the device.
-        alias_of: the path of the same tensor, met before; else None.
-        shares_storage_with: the path of another tensor over the same storage, met before; else None.
-        loader_pins: whether ``pin_memory=True`` would page-lock it.
-        stopped_by: the type that stops ``pin_memory=True`` on the way to it; else None.
-    """
-
-    path: str
+    path: str  # as one would write it after the batch's name
     type: str
-    dtype: str
+    dtype: str  # without "torch."
     shape: tuple[int, ...]
     nbytes: int
     device: str
-    pinned: bool
+    pinned: bool  # whether it is page-locked now
+    # "yes"; "dense": in another order of dimensions, which .to() keeps; "no": with gaps or overlaps, so that it is
+    # copied on the host before it is copied to the device; "-": sparse and nested tensors
     contiguous: str
-    alias_of: str | None
-    shares_storage_with: str | None
-    loader_pins: bool
-    stopped_by: str | None
+    alias_of: str | None  # the path of the same tensor, met before
+    shares_storage_with: str | None  # the path of another tensor over the same storage, met before
+    loader_pins: bool  # whether pin_memory=True would page-lock it
+    stopped_by: str | None  # the type that stops pin_memory=True on the way to it
 
 
 @dataclass(frozen=True)
 class LeafCopies:
-    """What ``.to(device)`` on each leaf would do.
+    """What ``.to(device)`` on each leaf would do."""
 
-    Attributes:
-        copies: host-to-device copies it would issue; a leaf in two places is copied twice, an empty one not at all.
-        nbytes: bytes that they carry.
-        seconds: what they take on the bus with the leaves as they are; None without a bus.
-        seconds_pinned: the same if every leaf were page-locked first, pinning itself not counted.
-    """
-
-    copies: int
+    copies: int  # a leaf in two places is copied twice, an empty one not at all
     nbytes: int
-    seconds: float | None
-    seconds_pinned: float | None
+    seconds: float | None  # of these copies, with the leaves as they are; None without a bus
+    seconds_pinned: float | None  # the same if every leaf were page-locked first, pinning itself not counted
 
 
 @dataclass(frozen=True)
 class SlabCopy:
-    """What one slab would do.
+    """What one slab would do."""
 
-    Attributes:
-        copies: host-to-device copies: one, and one for each leaf that cannot be packed.
-        nbytes: bytes of the slab, padding included.
-        padding_bytes: of them, between the leaves.
-        unpackable: leaves that travel by their own ``.to()``.
-        pack_seconds: measured: gathering this batch into a slab, by one thread; None if it is too large to try.
-        seconds: packing, and the copy on the bus; None without a bus or without a measurement.
-        error: why `pinstage` would not take the batch as it is; None if it would.
-    """
-
-    copies: int
-    nbytes: int
+    copies: int  # one, and one for each leaf that cannot be packed
+    nbytes: int  # of the slab, padding included
     padding_bytes: int
-    unpackable: int
-    pack_seconds: float | None
-    seconds: float | None
-    error: str | None
+    unpackable: int  # leaves that travel by their own .to()
+    pack_seconds: float | None  # measured, by one thread; None if the batch is too large to try
+    seconds: float | None  # packing, and the copy on the bus; None without a bus or without a measurement
+    error: str | None  # why pinstage would not take the batch as it is
 
 
 @dataclass(frozen=True)
@@ -139,14 +108,7 @@ class Audit:
         left = self.left_pageable
         return {
             "leaves": [dataclasses.asdict(leaf) | {"shape": list(leaf.shape)} for leaf in self.leaves],
-            "totals": {
-                "leaves": len(self.leaves),
-                "nbytes": self.nbytes,
-                "pinned_leaves": sum(leaf.pinned for leaf in self.leaves),
-                "pageable_leaves": sum(leaf.device == "cpu" and not leaf.pinned for leaf in self.leaves),
-                "non_contiguous_leaves": sum(leaf.contiguous == "no" for leaf in self.leaves),
-                "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
-            },
+            "totals": self._counts(),
             "pin_memory": {
                 "pinned_leaves": sum(leaf.loader_pins for leaf in self.leaves),
                 "left_leaves": len(left),
@@ -170,7 +132,17 @@ class Audit:
             rest = self.leaves[len(shown) :]
             nbytes = format_bytes(sum(leaf.nbytes for leaf in rest))
             blocks.append(Line(f"... and {count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
-        return [*blocks, *self._totals(), *self._pinning_lines(), *self._cost_lines()]
+        return [*blocks, self._totals(), *self._pinning_lines(), *self._cost_lines()]
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "leaves": len(self.leaves),
+            "nbytes": self.nbytes,
+            "pinned_leaves": sum(leaf.pinned for leaf in self.leaves),
+            "pageable_leaves": sum(leaf.device == "cpu" and not leaf.pinned for leaf in self.leaves),
+            "non_contiguous_leaves": sum(leaf.contiguous == "no" for leaf in self.leaves),
+            "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
+        }
 
     def _by_stop(self) -> dict[str, list[LeafReport]]:
         grouped: dict[str, list[LeafReport]] = {}
@@ -178,21 +150,14 @@ class Audit:
             grouped.setdefault(leaf.stopped_by or "?", []).append(leaf)
         return grouped
 
-    def _totals(self) -> list[Block]:
-        pinned = sum(leaf.pinned for leaf in self.leaves)
-        on_host = sum(leaf.device == "cpu" for leaf in self.leaves)
-        parts = [
-            count(len(self.leaves), "leaf", "leaves"),
-            format_bytes(self.nbytes),
-            f"{pinned:,} pinned, {on_host - pinned:,} pageable, {len(self.leaves) - on_host:,} on a device",
-        ]
-        for number, what in (
-            (sum(leaf.contiguous == "no" for leaf in self.leaves), "not contiguous"),
-            (sum(leaf.alias_of is not None for leaf in self.leaves), "met before"),
-        ):
-            if number:
-                parts.append(f"{number:,} {what}")
-        return [Line("total: " + "; ".join(parts))]
+    def _totals(self) -> Line:
+        totals = self._counts()
+        on_device = sum(leaf.device != "cpu" for leaf in self.leaves)
+        text = f"total: {count(totals['leaves'], 'leaf', 'leaves')}; {format_bytes(self.nbytes)}; "
+        text += f"{totals['pinned_leaves']:,} pinned, {totals['pageable_leaves']:,} pageable, {on_device:,} on a device"
+        for name, what in (("non_contiguous_leaves", "not contiguous"), ("aliases", "met before")):
+            text += f"; {totals[name]:,} {what}" if totals[name] else ""
+        return Line(text)
 
     def _pinning_lines(self) -> list[Block]:
         if self.pinning.unknown is not None:
@@ -423,23 +388,24 @@ def _storage(leaf: Leaf) -> int:
 
 
 def _table(leaves: Sequence[LeafReport]) -> Table:
-    rows = [
-        (
-            leaf.path or "(batch)",
-            f"{leaf.dtype} {list(leaf.shape)}",
-            format_bytes(leaf.nbytes),
-            "pinned" if leaf.pinned else "pageable" if leaf.device == "cpu" else leaf.device,
-            leaf.contiguous,
-            "pins" if leaf.loader_pins else f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-",
-            _relation(leaf),
-        )
-        for leaf in leaves
-    ]
-    styles = ["warning" if leaf.stopped_by and leaf.device == "cpu" else "" for leaf in leaves]
-    columns = ["leaf", "dtype and shape", ">bytes", "memory", "contiguous", "pin_memory", "same as"]
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]  # type: ignore[misc]
-    return Table(columns, rows, styles=styles)
+    columns: dict[str, Callable[[LeafReport], str]] = {
+        "leaf": lambda leaf: leaf.path or "(batch)",
+        "dtype and shape": lambda leaf: f"{leaf.dtype} {list(leaf.shape)}",
+        ">bytes": lambda leaf: format_bytes(leaf.nbytes),
+        "memory": lambda leaf: "pinned" if leaf.pinned else "pageable" if leaf.device == "cpu" else leaf.device,
+        "contiguous": lambda leaf: leaf.contiguous,
+        "pin_memory": _would_pin,
+        "same as": _relation,
+    }
+    if not any(map(_relation, leaves)):
+        del columns["same as"]
+    return table_of(leaves, columns, style=lambda leaf: "warning" if leaf.stopped_by and leaf.device == "cpu" else "")
+
+
+def _would_pin(leaf: LeafReport) -> str:
+    if leaf.loader_pins:
+        return "pins"
+    return f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-"
 
 
 def _relation(leaf: LeafReport) -> str:

@@ -6,9 +6,11 @@ log and a machine without rich get the same words as a terminal. Sizes are writt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
 """What a style is called here, and what rich calls it."""
@@ -35,6 +37,18 @@ class Table:
 
 
 Block = Line | Table
+
+
+def table_of(
+    items: Iterable[T],
+    columns: Mapping[str, Callable[[T], str]],
+    title: str = "",
+    style: Callable[[T], str] = lambda _: "",
+) -> Table:
+    """Make a table with a row for each item; `columns` says what stands under each name of the head."""
+    items = list(items)
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(list(columns), rows, title, [style(item) for item in items])
 
 
 def as_text(blocks: Iterable[Block]) -> str:
