@@ -8,7 +8,7 @@ from the call to the end of the copy, so it includes the cost of the call, as a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -205,18 +205,13 @@ class Bus:
         name = f"cuda:{index}"
         if name not in _measured:
             points = measure(name, sizes=_BUS_SIZES, kinds=(PAGEABLE, PINNED), directions=(TO_DEVICE,))
-            _measured[name] = cls.of_points(points, f"measured on {torch.cuda.get_device_name(index)} ({name})")
+            pageable, pinned = (
+                tuple((point.nbytes, point.seconds) for point in points if point.kind == kind)
+                for kind in (PAGEABLE, PINNED)
+            )
+            source = f"measured on {torch.cuda.get_device_name(index)} ({name})"
+            _measured[name] = cls(pageable, pinned, source)
         return _measured[name]
-
-    @classmethod
-    def of_points(cls, points: Iterable[Point], source: str) -> Bus:
-        """Make a bus of measured host-to-device copies."""
-        points = sorted(points, key=lambda point: point.nbytes)
-        pageable, pinned = (
-            tuple((p.nbytes, p.seconds) for p in points if (p.direction, p.kind) == (TO_DEVICE, kind))
-            for kind in (PAGEABLE, PINNED)
-        )
-        return cls(pageable, pinned, source)
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""
