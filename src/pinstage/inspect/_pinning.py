@@ -21,19 +21,12 @@ from ._walk import Place
 
 @dataclass(frozen=True)
 class Pinning:
-    """What would become of each leaf.
+    """What would become of each leaf."""
 
-    Attributes:
-        pinned: for each leaf, whether it would be page-locked.
-        stopped_by: for each leaf that would not, the name of the type that stops torch; else None.
-        error: what would be raised instead; None if nothing would.
-        unknown: why torch cannot be asked; None if it can. If it cannot, nothing counts as pinned.
-    """
-
-    pinned: tuple[bool, ...]
-    stopped_by: tuple[str | None, ...]
-    error: str | None = None
-    unknown: str | None = None
+    pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
+    stopped_by: tuple[str | None, ...]  # for each leaf that would not, the name of the type that stops torch
+    error: str | None = None  # what would be raised instead
+    unknown: str | None = None  # why torch cannot be asked; then nothing counts as pinned
 
 
 def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:

@@ -131,18 +131,13 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the timeline as plain data. Seconds and bytes."""
-        return {
-            "path": self.path,
-            "rank": self.rank,
-            "device_name": self.device_name,
-            "device": self.device,
-            "seconds": self.seconds,
+        plain = ("path", "rank", "device_name", "device", "seconds", "fastest_pinned")
+        return {name: getattr(self, name) for name in plain} | {
             "copies": [group.to_dict() for group in self.groups],
             "sizes": [bucket.to_dict() for bucket in self.buckets],
             "calls": [dataclasses.asdict(call) for call in self.calls],
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "steps_annotated": self.annotated,
-            "fastest_pinned": self.fastest_pinned,
         }
 
 
