@@ -33,7 +33,7 @@ MAY_SEE = {
     "_copy": COMMON | {"_native", "_tree", "_layout"},
     "_staging": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_staging"},
-    "inspect": FACTS | {PUBLIC, "_torch", "_native"},
+    "inspect": FACTS | {PUBLIC, "_torch", "_native", "_memory", "_tree", "_layout"},
     "integrations": {PUBLIC},
     "_cli": {PUBLIC, "inspect"},
 }
@@ -297,7 +297,7 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_errors", "import pinstage", "pinstage"),
         ("_host", "from ._memory import default_memory", "pinstage._memory.default_memory"),
         ("_sizes", "from . import _host", "pinstage._host"),
-        ("inspect/_doctor", "from pinstage._memory import default_memory", "pinstage._memory.default_memory"),
+        ("inspect/_doctor", "from pinstage._pool import SlabPool", "pinstage._pool.SlabPool"),
         ("integrations/lightning", "from pinstage import _pool", "pinstage._pool"),
         ("_cli", "from pinstage import _private", "pinstage._private"),
         ("integrations/lightning", "from pinstage._cli import main", "pinstage._cli.main"),

@@ -6,7 +6,7 @@ import pytest
 
 from pinstage import _host
 from pinstage._copy import _packing
-from pinstage.inspect._doctor._doctor import host_checks
+from pinstage.inspect._doctor import host_checks
 
 GIB, MIB = 1 << 30, 1 << 20
 GPU = "0000:3b:00.0"

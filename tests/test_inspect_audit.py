@@ -16,8 +16,8 @@ from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
 from pinstage.inspect import Bus, InspectError, TargetError
-from pinstage.inspect._audit import first_batch
-from pinstage.inspect._audit._walk import places
+from pinstage.inspect._commands import first_batch
+from pinstage.inspect._walk import places
 
 approx = pytest.approx
 BUS = Bus.of_figures(pageable=5, pinned=50, call=10)

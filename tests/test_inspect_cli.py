@@ -152,9 +152,9 @@ def test_doctor_measures_nothing_for_a_plot_that_cannot_be_drawn(run, monkeypatc
 
 
 def test_doctor_exits_with_1_if_there_is_a_problem(run, monkeypatch):
-    from pinstage.inspect import _doctor
+    from pinstage.inspect import _checks, _doctor
 
-    sick = _doctor.Diagnosis((_doctor.Check("CUDA", "problem", "broken", "mend it"),))
+    sick = _doctor.Diagnosis((_checks.Check("CUDA", "problem", "broken", "mend it"),))
     monkeypatch.setattr(_doctor, "diagnose", lambda **options: sick)
     status, out, _ = run("doctor")
     assert status == 1

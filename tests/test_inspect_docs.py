@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pinstage import _cli
-from pinstage.inspect._doctor import _doctor
+from pinstage.inspect._doctor import host_checks
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -53,7 +53,7 @@ def test_the_audit_page_s_program_runs(monkeypatch, capsys):
 
 def test_the_doctor_page_names_every_line_that_a_machine_without_a_gpu_gets(tmp_path):
     page = (DOCS / "doctor.md").read_text()
-    for check in _doctor.host_checks(tmp_path, {0, 1}):
+    for check in host_checks(tmp_path, {0, 1}):
         assert check.name in page, check.name
 
 

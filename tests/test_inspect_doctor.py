@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pinstage._host import Headroom
-from pinstage.inspect._bandwidth import (
+from pinstage.inspect import _checks
+from pinstage.inspect._bus import (
     MIB,
     PAGEABLE,
     PINNED,
@@ -16,14 +17,12 @@ from pinstage.inspect._bandwidth import (
     TO_HOST,
     Point,
     measure,
-    pin_seconds,
+    page_locking_seconds,
 )
-from pinstage.inspect._doctor import Check, Diagnosis, diagnose, save_plot
-from pinstage.inspect._doctor import _gpu_checks as gpu_checks
-from pinstage.inspect._doctor import _host_checks as host_checks
-from pinstage.inspect._doctor import _transfer_checks as transfers
-from pinstage.inspect._doctor._doctor import Measured
-from pinstage.inspect._doctor._gpus import Driver, Gpu, Link, describe, find_driver, link_of, pci_address, query
+from pinstage.inspect._checks import Check
+from pinstage.inspect._doctor import Diagnosis, Measured, bars, diagnose
+from pinstage.inspect._gpus import Driver, Gpu, Link, describe, find_driver, link_of, pci_address, query
+from pinstage.inspect._plot import save_plot
 from pinstage.inspect._report import as_text
 
 GIB = 1 << 30
@@ -36,35 +35,35 @@ H200 = Gpu(0, "NVIDIA H200", "0000:3b:00.0", Link(5, 16, 5, 16), False, 0, froze
 @pytest.mark.parametrize(
     ("check", "status", "part"),
     [
-        (host_checks.python("3.12.3", free_threaded=False, gil=True), "ok", "3.12.3"),
-        (host_checks.python("3.14.0", free_threaded=True, gil=False), "warning", "free-threaded, its lock off"),
-        (host_checks.memory(64 * GIB, 60 * GIB), "ok", "60.00 GiB of 64.00 GiB"),
-        (host_checks.memory(64 * GIB, GIB), "warning", "1.00 GiB of 64.00 GiB"),
-        (host_checks.memory(None, None), "info", "tells nothing"),
-        (host_checks.cgroup(None), "ok", "no control group"),
-        (host_checks.cgroup(Headroom(8 * GIB, 6 * GIB)), "ok", "6.00 GiB of 8.00 GiB left"),
-        (host_checks.cgroup(Headroom(8 * GIB, GIB)), "warning", "1.00 GiB of 8.00 GiB left"),
-        (host_checks.automatic_cap(GIB, "25% of 4.00 GiB"), "info", "1.00 GiB: 25% of 4.00 GiB"),
-        (host_checks.locked_memory(None), "ok", "unlimited"),
-        (host_checks.locked_memory(64 << 10), "ok", "64.00 KiB; CUDA's page-locking is not bound"),
-        (host_checks.shared_memory(None), "warning", "not there"),
-        (host_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
-        (host_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
-        (host_checks.huge_pages("madvise"), "ok", "madvise"),
-        (host_checks.huge_pages("always"), "ok", "always"),
-        (host_checks.huge_pages("never"), "warning", "never"),
-        (host_checks.huge_pages(""), "info", "does not tell"),
-        (host_checks.cpus(16, None, 16), "ok", "16 of 16"),
-        (host_checks.cpus(8, None, 16), "ok", "8 of 16 (8 by affinity)"),
-        (host_checks.cpus(2, None, 16), "warning", "2 of 16"),
+        (_checks.python("3.12.3", free_threaded=False, gil=True), "ok", "3.12.3"),
+        (_checks.python("3.14.0", free_threaded=True, gil=False), "warning", "free-threaded, its lock off"),
+        (_checks.memory(64 * GIB, 60 * GIB), "ok", "60.00 GiB of 64.00 GiB"),
+        (_checks.memory(64 * GIB, GIB), "warning", "1.00 GiB of 64.00 GiB"),
+        (_checks.memory(None, None), "info", "tells nothing"),
+        (_checks.cgroup(None), "ok", "no control group"),
+        (_checks.cgroup(Headroom(8 * GIB, 6 * GIB)), "ok", "6.00 GiB of 8.00 GiB left"),
+        (_checks.cgroup(Headroom(8 * GIB, GIB)), "warning", "1.00 GiB of 8.00 GiB left"),
+        (_checks.automatic_cap(GIB, "25% of 4.00 GiB"), "info", "1.00 GiB: 25% of 4.00 GiB"),
+        (_checks.locked_memory(None), "ok", "unlimited"),
+        (_checks.locked_memory(64 << 10), "ok", "64.00 KiB; CUDA's page-locking is not bound"),
+        (_checks.shared_memory(None), "warning", "not there"),
+        (_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
+        (_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
+        (_checks.huge_pages("madvise"), "ok", "madvise"),
+        (_checks.huge_pages("always"), "ok", "always"),
+        (_checks.huge_pages("never"), "warning", "never"),
+        (_checks.huge_pages(""), "info", "does not tell"),
+        (_checks.cpus(16, None, 16), "ok", "16 of 16"),
+        (_checks.cpus(8, None, 16), "ok", "8 of 16 (8 by affinity)"),
+        (_checks.cpus(2, None, 16), "warning", "2 of 16"),
         (
-            host_checks.cpus(16, 4.0, 16),
+            _checks.cpus(16, 4.0, 16),
             "warning",
             "4 of 16 (4 by the control group's quota); torch starts threads for 16",
         ),
-        (host_checks.cpus(16, 16.0, 16), "ok", "16 of 16"),
-        (host_checks.wsl(False), "ok", "no"),
-        (host_checks.wsl(True), "warning", "about 1 GiB"),
+        (_checks.cpus(16, 16.0, 16), "ok", "16 of 16"),
+        (_checks.wsl(False), "ok", "no"),
+        (_checks.wsl(True), "warning", "about 1 GiB"),
     ],
 )
 def test_a_check_of_the_host(check, status, part):
@@ -82,36 +81,36 @@ OLD = Driver("550.54", "12.4")
 @pytest.mark.parametrize(
     ("check", "status", "part"),
     [
-        (gpu_checks.cuda("13.0", True, [H200], DRIVER), "ok", "NVIDIA H200 (cuda:0)"),
-        (gpu_checks.cuda(None, False, [], Driver(None, None)), "info", "no NVIDIA driver"),
-        (gpu_checks.cuda(None, False, [], DRIVER), "problem", "built without CUDA"),
-        (gpu_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 cannot use it"),
-        (gpu_checks.versions(DRIVER, "13.0", "13.0.1"), "ok", "cuda-python 13.0.1"),
-        (gpu_checks.versions(DRIVER, "12.8", "12.9.1"), "ok", "torch CUDA 12.8"),
-        (gpu_checks.versions(OLD, "12.4", "13.0.1"), "problem", "cuda-python is newer than the driver"),
-        (gpu_checks.versions(OLD, "13.0", "12.9"), "problem", "torch is newer than the driver"),
-        (gpu_checks.versions(DRIVER, "13.0", None), "problem", "cuda-python none"),
-        (gpu_checks.versions(Driver(None, None), None, "13.0"), "info", "driver none"),
-        (gpu_checks.versions(Driver("580", None), "13.0", "13.0"), "ok", "CUDA ?"),
-        (gpu_checks.page_locking(True, None), "ok", "works"),
-        (gpu_checks.page_locking(True, "cuda-python cannot use the driver"), "problem", "cannot use the driver"),
-        (gpu_checks.page_locking(False, "no CUDA device"), "info", "not without a GPU"),
-        (gpu_checks.link(H200, under_load=True), "ok", "generation 5 x16 under load, as much as it can do: 63.0 GB/s"),
-        (gpu_checks.link(Gpu(0, "g"), under_load=True), "info", "virtual machine"),
+        (_checks.cuda("13.0", True, [H200], DRIVER), "ok", "NVIDIA H200 (cuda:0)"),
+        (_checks.cuda(None, False, [], Driver(None, None)), "info", "no NVIDIA driver"),
+        (_checks.cuda(None, False, [], DRIVER), "problem", "built without CUDA"),
+        (_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 cannot use it"),
+        (_checks.versions(DRIVER, "13.0", "13.0.1"), "ok", "cuda-python 13.0.1"),
+        (_checks.versions(DRIVER, "12.8", "12.9.1"), "ok", "torch CUDA 12.8"),
+        (_checks.versions(OLD, "12.4", "13.0.1"), "problem", "cuda-python is newer than the driver"),
+        (_checks.versions(OLD, "13.0", "12.9"), "problem", "torch is newer than the driver"),
+        (_checks.versions(DRIVER, "13.0", None), "problem", "cuda-python none"),
+        (_checks.versions(Driver(None, None), None, "13.0"), "info", "driver none"),
+        (_checks.versions(Driver("580", None), "13.0", "13.0"), "ok", "CUDA ?"),
+        (_checks.page_locking(True, None), "ok", "works"),
+        (_checks.page_locking(True, "cuda-python cannot use the driver"), "problem", "cannot use the driver"),
+        (_checks.page_locking(False, "no CUDA device"), "info", "not without a GPU"),
+        (_checks.link(H200, under_load=True), "ok", "generation 5 x16 under load, as much as it can do: 63.0 GB/s"),
+        (_checks.link(Gpu(0, "g"), under_load=True), "info", "virtual machine"),
         (
-            gpu_checks.link(Gpu(0, "g", link=Link(5, 8, 5, 16)), under_load=True),
+            _checks.link(Gpu(0, "g", link=Link(5, 8, 5, 16)), under_load=True),
             "warning",
             "generation 5 x8 under load",
         ),
-        (gpu_checks.link(Gpu(0, "g", link=Link(1, 16, 5, 16)), under_load=False), "info", "idle links save power"),
-        (gpu_checks.host_page_tables(H200), "ok", "page tables of its own"),
-        (gpu_checks.host_page_tables(Gpu(0, "g")), "info", "nobody tells"),
-        (gpu_checks.host_page_tables(Gpu(0, "NVIDIA GH200 480GB", host_page_tables=True)), "warning", "Grace"),
-        (gpu_checks.numa(H200, set(range(16)), 1), "ok", "one node"),
-        (gpu_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 cpus"),
-        (gpu_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 cpus"),
-        (gpu_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 cpus are there"),
-        (gpu_checks.numa(Gpu(0, "g"), {0}, 2), "info", "does not tell at which"),
+        (_checks.link(Gpu(0, "g", link=Link(1, 16, 5, 16)), under_load=False), "info", "idle links save power"),
+        (_checks.host_page_tables(H200), "ok", "page tables of its own"),
+        (_checks.host_page_tables(Gpu(0, "g")), "info", "nobody tells"),
+        (_checks.host_page_tables(Gpu(0, "NVIDIA GH200 480GB", host_page_tables=True)), "warning", "Grace"),
+        (_checks.numa(H200, set(range(16)), 1), "ok", "one node"),
+        (_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 cpus"),
+        (_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 cpus"),
+        (_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 cpus are there"),
+        (_checks.numa(Gpu(0, "g"), {0}, 2), "info", "does not tell at which"),
     ],
 )
 def test_a_check_of_a_gpu(check, status, part):
@@ -122,8 +121,8 @@ def test_a_check_of_a_gpu(check, status, part):
 
 
 def test_the_remedy_for_a_cuda_python_that_is_too_new_can_be_pasted():
-    assert 'pip install "cuda-python>=12,<13"' in gpu_checks.versions(OLD, "12.4", "13.0.1").remedy
-    assert 'pip install "cuda-python>=13,<14"' in gpu_checks.versions(Driver("580", None), "13.0", None).remedy
+    assert 'pip install "cuda-python>=12,<13"' in _checks.versions(OLD, "12.4", "13.0.1").remedy
+    assert 'pip install "cuda-python>=13,<14"' in _checks.versions(Driver("580", None), "13.0", None).remedy
 
 
 SMI = """\
@@ -142,7 +141,7 @@ def test_the_toolkit_is_found_where_it_is_installed(tree):
     text = '{\n "cuda" : {\n "name" : "CUDA SDK",\n "version" : "12.8.1"\n },\n "cuda_cudart" : {"version" : "12.8.9"}}'
     driver = find_driver(tree({"usr/local/cuda/version.json": text}), lambda arguments: SMI)
     assert driver.toolkit == "12.8.1"
-    assert "toolkit 12.8.1" in gpu_checks.versions(driver, "13.0", "13.0.1").found
+    assert "toolkit 12.8.1" in _checks.versions(driver, "13.0", "13.0.1").found
 
 
 def test_the_toolkit_is_found_by_its_headers_where_it_has_no_file_for_its_version(tree):
@@ -217,31 +216,31 @@ def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
 
 
 def test_a_good_bus_is_ok_in_both_directions():
-    checks = transfers.bandwidth(points(), 63e9, host_page_tables=False)
+    checks = _checks.bandwidth(points(), 63e9, host_page_tables=False)
     assert [(check.name, check.status) for check in checks] == [(TO_DEVICE, "ok"), (TO_HOST, "ok")]
     assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
 
 
 def test_a_bus_far_below_its_link_is_a_warning():
-    check = transfers.bandwidth(points(pinned=20e9), 63e9, host_page_tables=False)[0]
+    check = _checks.bandwidth(points(pinned=20e9), 63e9, host_page_tables=False)[0]
     assert check.status == "warning"
     assert "32% of the link's 63.0 GB/s" in check.found
 
 
 def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_it_is():
     slow = points(pinned=9.5e9)
-    assert transfers.bandwidth(slow, None, host_page_tables=False)[0].status == "warning"
-    assert transfers.bandwidth(slow, 63e9, host_page_tables=True)[0].status == "ok"
+    assert _checks.bandwidth(slow, None, host_page_tables=False)[0].status == "warning"
+    assert _checks.bandwidth(slow, 63e9, host_page_tables=True)[0].status == "ok"
 
 
 def test_small_copies_show_why_to_pack():
-    check = transfers.small_copies(points())
+    (check,) = _checks.small_copies(points())
     assert check.found.startswith("4.00 KiB takes 8.07 us: 0.51 GB/s, 1% of what the bus gives")
-    assert transfers.small_copies([point for point in points() if point.kind == PAGEABLE]) is None
+    assert _checks.small_copies([point for point in points() if point.kind == PAGEABLE]) == []
 
 
 def test_bars_are_as_long_as_the_bandwidth():
-    table = transfers.bars(points())
+    table = bars(points())
     assert table.rows[2][:2] == [TO_DEVICE, "256.00 MiB"]
     assert table.rows[2][4:6] == ["54.9", "#" * 12]
     assert table.rows[2][2:4] == ["9.0", "#" * 2]
@@ -263,10 +262,10 @@ def test_the_measurement_measures_every_combination():
 
 
 def test_pinning_is_timed_there_and_back():
-    took = pin_seconds(MIB, torch.device("cpu"))
+    took = page_locking_seconds(MIB, torch.device("cpu"))
     assert set(took) == {PINNED, REGISTERED}
     assert all(take > 0 and give > 0 for take, give in took.values())
-    text = transfers.pinning(GIB, {PINNED: (0.342, 0.2), REGISTERED: (0.088, 0.1)}).found
+    text = _checks.page_locking_time(GIB, {PINNED: (0.342, 0.2), REGISTERED: (0.088, 0.1)}).found
     assert text == "1.00 GiB: cudaHostAlloc 342 ms (back: 200 ms), registered huge pages 88.0 ms (back: 100 ms)"
 
 
@@ -290,7 +289,7 @@ def test_a_warning_is_no_problem_and_a_problem_is_one():
 
 
 def test_the_report_has_each_line_and_each_remedy():
-    measured = Measured(H200, tuple(points()), {PINNED: (0.3, 0.2)}, GIB)
+    measured = Measured(H200, tuple(points()), {PINNED: (0.3, 0.2)})
     found = Diagnosis((Check("a", "ok", "fine"), Check("b", "problem", "broken", "mend it")), measured)
     text = as_text(found.blocks())
     for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import pinstage as ps
 from pinstage import _steps
 from pinstage.inspect import Bus
-from pinstage.inspect._bandwidth import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
+from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
 from pinstage.inspect._doctor import POINTS, diagnose
 from pinstage.inspect._trace import html, trace_report
 
@@ -60,7 +60,7 @@ def test_the_doctor_measures(cuda_device):
     assert len(told) == len(found.measured.points) == POINTS
     fastest = max(found.measured.points, key=lambda point: point.bytes_per_second)
     assert fastest.kind != PAGEABLE
-    assert set(found.measured.pin) == {"pinned", "registered"}
+    assert set(found.measured.page_locking) == {"pinned", "registered"}
 
 
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):

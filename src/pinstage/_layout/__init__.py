@@ -6,7 +6,7 @@ It depends on structure and shapes only, never on values, and holds nothing of a
 any pool, touches no device.
 """
 
-from ._describe import Described, IsContainer, Parts, contiguous_stride, describe, take_apart
+from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot
 from ._pack import HostSlab, compute_lazy_leaves, pack
@@ -29,6 +29,7 @@ __all__ = [
     "compute_lazy_leaves",
     "contiguous_stride",
     "cut",
+    "dense_stride",
     "describe",
     "pack",
     "place_of",

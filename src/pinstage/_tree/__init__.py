@@ -5,7 +5,7 @@ A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes
 """
 
 from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor
-from ._nodes import StagingNode, is_container_by_now, learn_containers, register_node
+from ._nodes import StagingNode, is_container_by_now, learn_containers, register_node, stored_attributes
 from ._structure import Structure, walk
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "is_container_by_now",
     "learn_containers",
     "register_node",
+    "stored_attributes",
     "walk",
 ]

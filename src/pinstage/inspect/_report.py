@@ -1,14 +1,16 @@
-"""What the three tools print: a list of lines and tables, as plain text or by rich.
+"""What the three tools print: lines and tables, as plain text or by rich, and figures as people read them.
 
-A finding is data first (`to_dict`), and a list of blocks second; how a block is drawn is known here alone, so that a
-pipe, a log and a machine without rich get the same words as a terminal.
+A finding is data first (`to_dict`), and a list of blocks second. How a block is drawn is known here alone, so a pipe, a
+log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
 """What a style is called here, and what rich calls it."""
@@ -26,28 +28,45 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head.
+    """Rows of text under a head."""
 
-    Attributes:
-        columns: the head; a name that begins with ``>`` stands over numbers, which are set to the right.
-        rows: as many cells each as there are columns.
-        title: stands above; may be empty.
-        styles: the style of each row; empty: none has one.
-    """
-
-    columns: Sequence[str]
+    columns: Sequence[str]  # the head; a name that begins with ">" stands over numbers, which are set to the right
     rows: Sequence[Sequence[str]]
     title: str = ""
-    styles: Sequence[str] = field(default=())
+    styles: Sequence[str] = ()  # of each row; empty: none has one
 
 
 Block = Line | Table
 
 
+def table_of(
+    items: Iterable[T],
+    columns: Mapping[str, Callable[[T], str]],
+    title: str = "",
+    style: Callable[[T], str] = lambda _: "",
+) -> Table:
+    """Make a table with a row for each item; `columns` says what stands under each name of the head."""
+    items = list(items)
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(list(columns), rows, title, [style(item) for item in items])
+
+
 def as_text(blocks: Iterable[Block]) -> str:
     """Draw blocks as plain text, without escapes; no line is wrapped or cut."""
-    parts = [block.text if isinstance(block, Line) else _table_text(block) for block in blocks]
-    return "\n".join(parts)
+    return "\n".join(block.text if isinstance(block, Line) else _table_text(block) for block in blocks)
+
+
+def _table_text(table: Table) -> str:
+    names = [column.removeprefix(">") for column in table.columns]
+    widths = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
+    lines = []
+    for row in (names, ["-" * width for width in widths], *table.rows):
+        cells = (
+            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
+            for cell, width, column in zip(row, widths, table.columns, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(["", *filter(None, [table.title]), *lines, ""])
 
 
 def as_rich(blocks: Iterable[Block]) -> Any:
@@ -60,55 +79,67 @@ def as_rich(blocks: Iterable[Block]) -> Any:
     from rich.text import Text
 
     return Group(
-        *(Text(block.text, style=STYLES[block.style]) if isinstance(block, Line) else _Drawn(block) for block in blocks)
+        *(
+            Text(block.text, style=STYLES[block.style]) if isinstance(block, Line) else _RichTable(block)
+            for block in blocks
+        )
     )
 
 
-def _table_text(table: Table) -> str:
-    names = [column.removeprefix(">") for column in table.columns]
-    rows = [names, *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+@dataclass(frozen=True)
+class _RichTable:
+    """A table drawn by rich when its width is known.
 
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            cell.rjust(width) if column.startswith(">") else cell.ljust(width)
-            for cell, width, column in zip(row, widths, table.columns, strict=True)
-        )
-        return "  ".join(cells).rstrip()
-
-    ruler = "  ".join("-" * width for width in widths)
-    lines = [line(names), ruler, *map(line, table.rows)]
-    return "\n".join(["", table.title, *lines, ""] if table.title else ["", *lines, ""])
-
-
-class _Drawn:
-    """A table that knows, when it is printed, how wide it may be.
-
-    Numbers are never cut: what has to give way on a narrow terminal is first the space between columns, then texts,
-    which are folded.
+    Numbers are never cut. On a narrow terminal the space between columns goes first, then texts are folded.
     """
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    table: Table
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = self._table
+        table = self.table
         names = [column.removeprefix(">") for column in table.columns]
-        widest = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
-        roomy = sum(widest) + 3 * (len(names) - 1) <= options.max_width
+        widths = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
+        roomy = sum(widths) + 3 * (len(names) - 1) <= options.max_width
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0))
-        for name, column, width in zip(names, table.columns, widest, strict=True):
-            kept = width if column.startswith(">") or width <= _KEPT_WIDTH else None
-            drawn.add_column(
-                name, justify="right" if column.startswith(">") else "left", min_width=kept, overflow="fold"
-            )
-        styles = table.styles or [""] * len(table.rows)
-        for row, style in zip(table.rows, styles, strict=True):
+        for name, column, width in zip(names, table.columns, widths, strict=True):
+            is_number = column.startswith(">")
+            kept = width if is_number or width <= _KEPT_WIDTH else None
+            drawn.add_column(name, justify="right" if is_number else "left", min_width=kept, overflow="fold")
+        for row, style in zip(table.rows, table.styles or [""] * len(table.rows), strict=True):
             drawn.add_row(*map(Text, row), style=STYLES[style])
         if table.title:
             yield Text(table.title, style="bold")
         yield drawn
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three digits or more: ``7.50 us``, ``12.3 ms``, ``2.50 s``."""
+    if seconds == 0:
+        return "0"
+    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e-3), ("us", 0.0)) if abs(seconds) >= 0.9995 * f)
+    value = seconds / (factor or 1e-6)
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def rate(bytes_per_second: float) -> str:
+    """Write a bandwidth in GB/s, powers of 1000: ``55.3 GB/s``; whole from 100 on."""
+    value = bytes_per_second / 1e9
+    return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f} GB/s"
+
+
+def share(part: float, whole: float) -> str:
+    """Write a part of a whole in percent; ``-`` where there is no whole."""
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def count(number: float, noun: str, plural: str | None = None) -> str:
+    """Write a number with its noun: ``1 copy``, ``1,000 copies``."""
+    return f"{number:,.0f} {noun if number == 1 else plural or noun + 's'}"

@@ -1,12 +1,11 @@
 """Why a recorded training loop is slow, as far as copies are to blame.
 
 A trace of the PyTorch profiler is read as a stream (`_stream`), what matters is kept as columns (`_events`), times are
-added up by interval arithmetic (`_intervals`, `_analysis`), a model says what packing would change (`_model`), and the
-findings are said in two sentences (`_verdict`), shown (`_show`) and drawn (`_svg`, `_html`); `_ranks` puts it together.
+added up by interval arithmetic (`_intervals`, `_analysis`), and a model says what packing would change (`_model`).
+`_report` puts the ranks of a job together and shows them as tables, `_html` as a page.
 """
 
 from ._html import html
-from ._ranks import RankReport, TraceReport, trace_files, trace_report
-from ._show import blocks
+from ._report import RankReport, TraceReport, blocks, trace_files, trace_report
 
 __all__ = ["RankReport", "TraceReport", "blocks", "html", "trace_files", "trace_report"]

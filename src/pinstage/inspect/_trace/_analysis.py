@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ._events import COPY, PIN, TO_DEVICE, TO_HOST, Columns, Trace
+from ._events import COPY, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, Trace
 from ._intervals import EMPTY, Intervals, containing, intersection, subtract, total, union, within
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -25,52 +26,42 @@ SMALL_BYTES = 64 * KIB
 """Below it, the call costs more than the bus."""
 
 
-@dataclass(frozen=True)
-class CopyGroup:
-    """All copies of one direction and kind.
+@dataclass(frozen=True, kw_only=True)
+class _SomeCopies:
+    """Copies that have something in common."""
 
-    Attributes:
-        direction: ``HtoD``, ``DtoH``, ``DtoD``...
-        kind: of the host memory: ``pageable``, ``pinned``...
-        copies: how many.
-        nbytes: of them together.
-        median_bytes: half of them are smaller.
-        largest_bytes: the largest.
-        seconds: their durations on the device, added up.
-        hidden_seconds: time in which one of them and a kernel ran on its device.
-        exposed_seconds: time in which one of them ran and no kernel did.
-    """
-
-    direction: str
-    kind: str
+    direction: str  # HtoD, DtoH, DtoD...
     copies: int
     nbytes: int
+    seconds: float  # their durations on the device, added up
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the copies achieved while they ran."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return dataclasses.asdict(self) | {"bytes_per_second": self.bytes_per_second}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyGroup(_SomeCopies):
+    """All copies of one direction, from or to one kind of host memory."""
+
+    kind: str  # pageable, pinned...
     median_bytes: float
     largest_bytes: int
-    seconds: float
-    hidden_seconds: float
-    exposed_seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        """What the copies achieved while they ran."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
+    hidden_seconds: float  # time in which one of them and a kernel ran on its device
+    exposed_seconds: float  # time in which one of them ran and no kernel did
 
 
-@dataclass(frozen=True)
-class SizeBucket:
+@dataclass(frozen=True, kw_only=True)
+class SizeBucket(_SomeCopies):
     """Copies of one direction and about one size."""
 
-    direction: str
     label: str
-    copies: int
-    nbytes: int
-    seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        """What the copies achieved while they ran."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
+    is_small: bool  # the call costs more than the bus
 
 
 @dataclass(frozen=True)
@@ -86,40 +77,25 @@ class HostCall:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step, or the whole trace where no steps are annotated.
+    """One training step, or the whole trace where no steps are annotated."""
 
-    Attributes:
-        number: as the profiler counts; -1 for the whole trace.
-        start: seconds since the trace began.
-        seconds: its duration on the host.
-        copies: host-to-device copies that were asked for in it.
-        nbytes: of them together.
-        copy_seconds: time in which one of them, or of those to the host, ran.
-        exposed_seconds: of that, without a kernel.
-        kernel_seconds: time in which a kernel ran.
-        staging_seconds: time in which the host was staging, or a copy to the device ran.
-        stall_seconds: of that, without a kernel: the GPU waits for staging.
-        synchronise_seconds: time in which the host waited for the device, outside staging.
-        wait_seconds: time in which the loop waited for its loader.
-    """
-
-    number: int
-    start: float
-    seconds: float
-    copies: int
-    nbytes: int
-    copy_seconds: float
-    exposed_seconds: float
-    kernel_seconds: float
-    staging_seconds: float
-    stall_seconds: float
-    synchronise_seconds: float
-    wait_seconds: float
+    number: int  # as the profiler counts; -1 for the whole trace
+    start: float  # seconds since the trace began
+    seconds: float  # its duration on the host
+    copies: int  # to the device, that were asked for in it
+    nbytes: int  # of these copies
+    copy_seconds: float  # time in which a copy to the device, or from it, ran
+    exposed_seconds: float  # of that, without a kernel
+    kernel_seconds: float  # time in which a kernel ran
+    staging_seconds: float  # time in which the host was staging, or a copy to the device ran
+    stall_seconds: float  # of that, without a kernel: the GPU waits for staging
+    synchronise_seconds: float  # time in which the host waited for the device, outside staging
+    wait_seconds: float  # time in which the loop waited for its loader
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where things happened, for the timeline: intervals in seconds, ``[n, 2]`` each."""
+    """When things happened, for the timeline: intervals in seconds, ``[n, 2]`` each."""
 
     kernels: Intervals
     copies: dict[str, Intervals]
@@ -130,34 +106,19 @@ class Spans:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What one trace says.
+    """What one trace says."""
 
-    Attributes:
-        path: the file's name.
-        rank: of the process, or None.
-        device_name: of the GPU, or None.
-        device: the index of the GPU that the figures of steps are about: the one with the most work.
-        seconds: from the first to the last moment that is looked at.
-        groups: copies by direction and kind.
-        buckets: copies by direction and size.
-        calls: host calls, those that took most first.
-        steps: training steps; one that is the whole trace, if none are annotated.
-        annotated: whether steps are annotated.
-        fastest_pinned: bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0 if none.
-        spans: for the timeline.
-    """
-
-    path: str
+    path: str  # the file's name
     rank: int | None
     device_name: str | None
-    device: int
-    seconds: float
+    device: int  # the figures of steps are about the GPU with the most work
+    seconds: float  # from the first to the last moment that is looked at
     groups: tuple[CopyGroup, ...]
     buckets: tuple[SizeBucket, ...]
-    calls: tuple[HostCall, ...]
+    calls: tuple[HostCall, ...]  # those that took most first
     steps: tuple[Step, ...]
-    annotated: bool
-    fastest_pinned: float
+    annotated: bool  # whether steps are annotated; if not, one step is the whole trace
+    fastest_pinned: float  # bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none
     spans: Spans
 
     def middle(self, name: str) -> float:
@@ -170,68 +131,44 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the timeline as plain data. Seconds and bytes."""
-        rated = (self.groups, self.buckets)
-        groups, buckets = (
-            [dataclasses.asdict(item) | {"bytes_per_second": item.bytes_per_second} for item in items]
-            for items in rated
-        )
-        return {
-            "path": self.path,
-            "rank": self.rank,
-            "device_name": self.device_name,
-            "device": self.device,
-            "seconds": self.seconds,
-            "copies": groups,
-            "sizes": buckets,
+        plain = ("path", "rank", "device_name", "device", "seconds", "fastest_pinned")
+        return {name: getattr(self, name) for name in plain} | {
+            "copies": [group.to_dict() for group in self.groups],
+            "sizes": [bucket.to_dict() for bucket in self.buckets],
             "calls": [dataclasses.asdict(call) for call in self.calls],
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "steps_annotated": self.annotated,
-            "fastest_pinned": self.fastest_pinned,
         }
 
 
 def analyse(trace: Trace) -> Analysis:
     """Compute the figures of a trace."""
     copies = _Copies(trace)
-    kernels = {int(device): _spans_of(trace.kernels, "device", device) for device in np.unique(trace.kernels["device"])}
+    kernels = {
+        int(device): union(trace.kernels.spans()[trace.kernels["device"] == device])
+        for device in np.unique(trace.kernels["device"])
+    }
     device = _main_device(kernels, copies)
     busy = kernels.get(device, EMPTY)
     host = _host_staging(trace, copies)
-    to_device = copies.spans_where((copies.direction == TO_DEVICE) & (copies.device == device))
-    both_ways = copies.spans_where(np.isin(copies.direction, (TO_DEVICE, TO_HOST)) & (copies.device == device))
+    on_it = copies.device == device
+    to_device = union(copies.spans[on_it & (copies.direction == TO_DEVICE)])
+    both_ways = union(copies.spans[on_it & np.isin(copies.direction, (TO_DEVICE, TO_HOST))])
     staging = union(host, to_device)
     stalls = subtract(staging, busy)
     waits = union(trace.waits.spans())
-    sync = subtract(_calls_of(trace, "synchronise", _main_thread(trace)), staging)
-    bounds, numbers = _step_bounds(trace)
-    start, end = bounds[:, 0], bounds[:, 1]
-    launched = _launch_times(trace, copies)
-    uploads = copies.direction == TO_DEVICE
-    exposed = subtract(both_ways, busy)
-    columns = [within(spans, start, end) for spans in (both_ways, exposed, busy, staging, stalls, sync, waits)]
-    steps = []
-    for index, number in enumerate(numbers):
-        mine = uploads & (launched >= start[index]) & (launched < end[index])
-        steps.append(
-            Step(
-                int(number),
-                float(start[index]),
-                float(end[index] - start[index]),
-                int(mine.sum()),
-                int(copies.nbytes[mine].sum()),
-                *(float(column[index]) for column in columns),
-            )
-        )
+    columns = (both_ways, subtract(both_ways, busy), busy, staging, stalls, _synchronising(trace, staging), waits)
+    steps = _steps(trace, copies, columns)
     return Analysis(
         path=trace.path,
         rank=trace.rank,
         device_name=trace.device_name,
         device=device,
-        seconds=float(end.max() - start.min()),
+        seconds=max(step.start + step.seconds for step in steps) - steps[0].start,
         groups=_groups(copies, kernels),
         buckets=_buckets(copies),
         calls=_host_calls(trace),
-        steps=tuple(steps),
+        steps=steps,
         annotated=bool(len(trace.steps)),
         fastest_pinned=_fastest_pinned(copies),
         spans=Spans(busy, _timeline_copies(copies, device), host, waits, stalls),
@@ -239,25 +176,30 @@ def analyse(trace: Trace) -> Analysis:
 
 
 class _Copies:
-    """The columns of copies as arrays."""
+    """The copies of a trace, an array for each figure."""
 
     def __init__(self, trace: Trace) -> None:
-        labels = np.array([*trace.labels, ""], dtype=object)
         self.spans = trace.copies.spans()
+        self.seconds = self.spans[:, 1] - self.spans[:, 0]
         self.device = trace.copies["device"]
-        self.direction = labels[trace.copies["direction"]]
-        self.kind = labels[trace.copies["kind"]]
         self.nbytes = trace.copies["nbytes"]
         self.correlation = trace.copies["correlation"]
-        self.seconds = self.spans[:, 1] - self.spans[:, 0]
+        self.direction = trace.texts(trace.copies, "direction")
+        self.kind = trace.texts(trace.copies, "kind")
 
-    def spans_where(self, chosen: npt.NDArray[np.bool_]) -> Intervals:
-        """Return the times of the chosen copies, merged."""
-        return union(self.spans[np.asarray(chosen, dtype=bool)])
+    def sums(self, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """Return number, bytes and seconds of the chosen copies."""
+        return {
+            "copies": int(chosen.sum()),
+            "nbytes": int(self.nbytes[chosen].sum()),
+            "seconds": float(self.seconds[chosen].sum()),
+        }
 
-
-def _spans_of(columns: Columns, name: str, value: int) -> Intervals:
-    return union(columns.spans()[columns[name] == value])
+    def by_kind(self) -> list[tuple[str, str, npt.NDArray[np.bool_]]]:
+        """Return each direction and kind that there is, and which copies are of it; to the device first."""
+        pairs = sorted(set(zip(self.direction, self.kind, strict=True)))
+        pairs.sort(key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE))
+        return [(way, kind, ((self.direction == way) & (self.kind == kind)).astype(bool)) for way, kind in pairs]
 
 
 def _main_device(kernels: dict[int, Intervals], copies: _Copies) -> int:
@@ -273,10 +215,10 @@ def _main_thread(trace: Trace) -> int:
     return int(np.bincount(threads).argmax()) if len(threads) else 0
 
 
-def _calls_of(trace: Trace, group: str, thread: int) -> Intervals:
-    labels = np.array([*trace.labels, ""], dtype=object)
-    chosen = (labels[trace.calls["group"]] == group) & (trace.calls["thread"] == thread)
-    return union(trace.calls.spans()[chosen.astype(bool)])
+def _synchronising(trace: Trace, staging: Intervals) -> Intervals:
+    """Return when the loop's thread waited for the device, outside staging."""
+    chosen = (trace.texts(trace.calls, "group") == SYNCHRONISE) & (trace.calls["thread"] == _main_thread(trace))
+    return subtract(union(trace.calls.spans()[chosen.astype(bool)]), staging)
 
 
 def _host_staging(trace: Trace, copies: _Copies) -> Intervals:
@@ -287,8 +229,7 @@ def _host_staging(trace: Trace, copies: _Copies) -> Intervals:
     threads do, the loader's pinning for instance, holds nobody up by itself.
     """
     thread = _main_thread(trace)
-    labels = np.array([*trace.labels, ""], dtype=object)
-    group = labels[trace.calls["group"]]
+    group = trace.texts(trace.calls, "group")
     uploads = copies.correlation[(copies.direction == TO_DEVICE) & (copies.correlation >= 0)]
     relevant = (group == COPY) & np.isin(trace.calls["correlation"], uploads) | (group == PIN)
     relevant &= trace.calls["thread"] == thread
@@ -301,14 +242,24 @@ def _host_staging(trace: Trace, copies: _Copies) -> Intervals:
     return union(calls, around[holding[holding >= 0]], spans[ours])
 
 
-def _step_bounds(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int64]]:
+def _steps(trace: Trace, copies: _Copies, columns: Sequence[Intervals]) -> tuple[Step, ...]:
+    """Return the steps in the order of time; `columns` are the times that `Step` adds up, in its order."""
     if len(trace.steps):
-        spans, numbers = trace.steps.spans(), trace.steps["number"]
-        order = np.argsort(spans[:, 0], kind="stable")
-        return spans[order], numbers[order]
-    everything = np.concatenate([part.spans() for part in (trace.kernels, trace.copies, trace.calls)])
-    first, last = everything[:, 0].min(), everything[:, 1].max()
-    return np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
+        bounds, numbers = trace.steps.spans(), trace.steps["number"]
+        order = np.argsort(bounds[:, 0], kind="stable")
+        bounds, numbers = bounds[order], numbers[order]
+    else:
+        everything = np.concatenate([part.spans() for part in (trace.kernels, trace.copies, trace.calls)])
+        first, last = everything[:, 0].min(), everything[:, 1].max()
+        bounds, numbers = np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
+    launched = _launch_times(trace, copies)
+    figures = np.column_stack([within(spans, bounds[:, 0], bounds[:, 1]) for spans in columns])
+    steps = []
+    for number, (start, end), row in zip(numbers, bounds, figures, strict=True):
+        mine = (copies.direction == TO_DEVICE) & (launched >= start) & (launched < end)
+        nbytes = int(copies.nbytes[mine.astype(bool)].sum())
+        steps.append(Step(int(number), float(start), float(end - start), int(mine.sum()), nbytes, *row.tolist()))
+    return tuple(steps)
 
 
 def _launch_times(trace: Trace, copies: _Copies) -> npt.NDArray[np.float64]:
@@ -326,30 +277,25 @@ def _launch_times(trace: Trace, copies: _Copies) -> npt.NDArray[np.float64]:
 
 def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> tuple[CopyGroup, ...]:
     found = []
-    for direction, kind in sorted(set(zip(copies.direction, copies.kind, strict=True))):
-        mine = ((copies.direction == direction) & (copies.kind == kind)).astype(bool)
+    for direction, kind, mine in copies.by_kind():
         hidden = exposed = 0.0
         for device in np.unique(copies.device[mine]):
-            spans = copies.spans_where(mine & (copies.device == device))
+            spans = union(copies.spans[mine & (copies.device == device)])
             with_kernel = total(intersection(spans, kernels.get(int(device), EMPTY)))
             hidden += with_kernel
             exposed += total(spans) - with_kernel
-        nbytes = copies.nbytes[mine]
         found.append(
             CopyGroup(
-                direction,
-                kind,
-                int(mine.sum()),
-                int(nbytes.sum()),
-                float(np.median(nbytes)),
-                int(nbytes.max()),
-                float(copies.seconds[mine].sum()),
-                hidden,
-                exposed,
+                direction=direction,
+                kind=kind,
+                median_bytes=float(np.median(copies.nbytes[mine])),
+                largest_bytes=int(copies.nbytes[mine].max()),
+                hidden_seconds=hidden,
+                exposed_seconds=exposed,
+                **copies.sums(mine),
             )
         )
-    first = [TO_DEVICE, TO_HOST]
-    return tuple(sorted(found, key=lambda group: (group.direction not in first, group.direction != TO_DEVICE)))
+    return tuple(found)
 
 
 def _buckets(copies: _Copies) -> tuple[SizeBucket, ...]:
@@ -358,8 +304,8 @@ def _buckets(copies: _Copies) -> tuple[SizeBucket, ...]:
         for label, least, limit in BUCKETS:
             mine = ((copies.direction == direction) & (copies.nbytes >= least) & (copies.nbytes < limit)).astype(bool)
             if mine.any():
-                nbytes, seconds = int(copies.nbytes[mine].sum()), float(copies.seconds[mine].sum())
-                found.append(SizeBucket(direction, label, int(mine.sum()), nbytes, seconds))
+                is_small = limit <= SMALL_BYTES
+                found.append(SizeBucket(direction=direction, label=label, is_small=is_small, **copies.sums(mine)))
     return tuple(found)
 
 
@@ -382,8 +328,8 @@ def _host_calls(trace: Trace) -> tuple[HostCall, ...]:
 
 def _timeline_copies(copies: _Copies, device: int) -> dict[str, Intervals]:
     rows = {}
-    for direction, kind in sorted(set(zip(copies.direction, copies.kind, strict=True)), reverse=True):
-        mine = (copies.direction == direction) & (copies.kind == kind) & (copies.device == device)
-        if direction in (TO_DEVICE, TO_HOST) and mine.any():
-            rows[f"{direction} {kind}"] = copies.spans_where(mine)
+    for direction, kind, mine in copies.by_kind():
+        here = mine & (copies.device == device)
+        if direction in (TO_DEVICE, TO_HOST) and here.any():
+            rows[f"{direction} {kind}"] = union(copies.spans[here])
     return rows

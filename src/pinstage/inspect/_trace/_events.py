@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .._errors import TraceError
-from ._intervals import EMPTY, Intervals
+from ._intervals import Intervals
 from ._stream import Event, TraceFile
 
 TO_DEVICE, TO_HOST = "HtoD", "DtoH"
@@ -45,65 +44,48 @@ _CATEGORIES = {
 """Kineto's names of categories; those before torch 1.11 were capitalised."""
 
 
-@dataclass
 class Columns:
-    """Events of one sort: a list of starts, of ends, and of one integer for each further name."""
+    """Events of one sort, a row of numbers each: start, end, and an integer for each further name."""
 
-    names: tuple[str, ...]
-    start: array[float] = field(default_factory=lambda: array("d"))
-    end: array[float] = field(default_factory=lambda: array("d"))
-    more: list[array[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.more = [array("q") for _ in self.names]
+    def __init__(self, *names: str) -> None:
+        self._names = ("start", "end", *names)
+        self._rows = array("d")
 
     def add(self, start: float, end: float, *values: int) -> None:
         """Append an event."""
-        self.start.append(start)
-        self.end.append(end)
-        for column, value in zip(self.more, values, strict=True):
-            column.append(value)
-
-    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
-        return np.array(self.more[self.names.index(name)], dtype=np.int64)
+        self._rows.extend((start, end, *values))
 
     def __len__(self) -> int:
-        return len(self.start)
+        return len(self._rows) // len(self._names)
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
+        return self._table()[:, self._names.index(name)].astype(np.int64)
 
     def spans(self) -> Intervals:
         """Return start and end of each event, ``[n, 2]``, in the order of the file."""
-        return np.column_stack([np.array(self.start), np.array(self.end)]) if len(self) else EMPTY
+        return self._table()[:, :2]
+
+    def _table(self) -> npt.NDArray[np.float64]:
+        return np.array(self._rows, dtype=np.float64).reshape(-1, len(self._names))
 
 
 class Trace:
-    """What was read of one file.
-
-    Attributes:
-        path: the file's name, for people.
-        header: what stands beside the events.
-        events: how many events the file has, kept or not.
-        kernels: start, end, ``device``.
-        copies: start, end, ``device, direction, kind, nbytes, correlation``; the second and third index `labels`.
-        calls: host calls to copy, pin or synchronise: start, end, ``thread, name, group, correlation``.
-        ops: operators and ranges that stage: start, end, ``thread, ours``.
-        waits: times in which the loop waits for its loader: start, end, ``thread``.
-        steps: start, end, ``thread, number``.
-        labels: texts, by the index that stands in the columns.
-    """
+    """What was read of one file. In the columns, a label and a thread is an index."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.header: dict[str, Any] = {}
-        self.events = 0
-        self.kernels = Columns(("device",))
-        self.copies = Columns(("device", "direction", "kind", "nbytes", "correlation"))
-        self.calls = Columns(("thread", "name", "group", "correlation"))
-        self.ops = Columns(("thread", "ours"))
-        self.waits = Columns(("thread",))
-        self.steps = Columns(("thread", "number"))
+        self.path = path  # the file's name, for people
+        self.header: dict[str, Any] = {}  # what stands beside the events
+        self.events = 0  # how many the file has, kept or not
         self.labels: list[str] = []
+        self.kernels = Columns("device")
+        self.copies = Columns("device", "direction", "kind", "nbytes", "correlation")
+        self.calls = Columns("thread", "name", "group", "correlation")  # on the host: to copy, pin or synchronise
+        self.ops = Columns("thread", "ours")  # operators that may stage, and ranges of pinstage
+        self.waits = Columns("thread")  # of the loop for its loader
+        self.steps = Columns("thread", "number")
         self._label_of: dict[str, int] = {}
         self._thread_of: dict[Any, int] = {}
+        # A trace has millions of events and few names: each name is read once.
         self._copy_of: dict[str, tuple[int, int]] = {}
         self._group_of: dict[str, int] = {}
         self._zero: float | None = None
@@ -123,8 +105,11 @@ class Trace:
         rank = info.get("rank") if isinstance(info, dict) else None
         return rank if isinstance(rank, int) else None
 
-    def label(self, text: str) -> int:
-        """Return the index of a text, a new one if it is new."""
+    def texts(self, columns: Columns, name: str) -> npt.NDArray[np.object_]:
+        """Return a column of labels as texts; one that is -1 as an empty text."""
+        return np.array([*self.labels, ""], dtype=object)[columns[name]]
+
+    def _label(self, text: str) -> int:
         index = self._label_of.setdefault(text, len(self.labels))
         if index == len(self.labels):
             self.labels.append(text)
@@ -132,13 +117,12 @@ class Trace:
 
     def take(self, events: Iterable[Event]) -> None:
         """Keep of the events what matters."""
-        kinds = _CATEGORIES
         for event in events:
             self.events += 1
             if event.get("ph") != "X":
                 continue
             category = event.get("cat")
-            kind = kinds.get(category) or kinds.get(category.lower()) if isinstance(category, str) else None
+            kind = _CATEGORIES.get(category.lower()) if isinstance(category, str) else None
             if kind is None:
                 continue
             try:
@@ -171,19 +155,19 @@ class Trace:
     def _read_copy(self, name: str) -> tuple[int, int]:
         match = _COPY_NAME.match(name)
         if match is None:
-            return self.label("other"), self.label("unknown")
+            return self._label("other"), self._label("unknown")
         direction = f"{match[1].upper()}to{match[2].upper()}"
         host = match[3] if direction == TO_DEVICE else match[4]
-        return self.label(direction), self.label((host or "unknown").lower())
+        return self._label(direction), self._label((host or "unknown").lower())
 
     def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
         group = self._group_of.get(name)
         if group is None:
-            group = next((self.label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
+            group = next((self._label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
             self._group_of[name] = group
         if group >= 0:
             correlation = int((event.get("args") or {}).get("correlation", -1))
-            self.calls.add(start, end, self._thread(event), self.label(name), group, correlation)
+            self.calls.add(start, end, self._thread(event), self._label(name), group, correlation)
 
     def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
         step = _STEP.match(name)

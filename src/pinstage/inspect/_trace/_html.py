@@ -1,17 +1,18 @@
-"""The report as one HTML file that opens without a network."""
+"""The report as one HTML file: nothing is fetched and nothing runs when it is opened. Drawings are SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
+
+import numpy as np
 
 import pinstage as ps
 
-from .._report import Table
-from . import _show, _svg
-from ._analysis import Analysis
-from ._ranks import RankReport, TraceReport
-from ._verdict import is_stalled
+from .._report import Table, duration, rate
+from ._analysis import Analysis, SizeBucket, Step
+from ._intervals import Intervals, within
+from ._report import RankReport, TraceReport, calls_table, copies_table, ranks_table, steps_table
 
 _STYLE = """
 :root { --ink: #1c2733; --paper: #fff; --soft: #eef1f4; --line: #c9d1d9; --kernel: #2f9e6e; --pageable: #e07b39;
@@ -38,6 +39,11 @@ svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px;
 footer { margin-top: 3rem; opacity: .7; font-size: .85rem; }
 """
 _SHOWN_STEPS = 3
+_WIDTH, _LEFT, _RIGHT = 1000, 150, 40
+_ROW, _BAR = 30, 20
+_LEVELS, _FAINTEST = 8, 0.2
+"""A pixel is drawn the stronger the more of its time is taken: 10,000 copies make no more shapes than there are
+pixels, and short ones with gaps between them do not look like one long one."""
 
 
 def html(report: TraceReport) -> str:
@@ -45,13 +51,15 @@ def html(report: TraceReport) -> str:
     worst = report.worst
     parts = [f"<h1>Copies between host and device</h1>\n{_verdict(worst)}"]
     if len(report.ranks) > 1:
-        parts.append(_table(_show.ranks_table(report)))
+        parts.append(_table(ranks_table(report)))
         parts.append(f"<p>Rank {worst.rank} is the one whose GPU waits most for staging.</p>")
     parts.append("\n".join(_rank(worst)))
     for rank in report.ranks:
         if rank is not worst:
             body = "\n".join([_verdict(rank), *_rank(rank)])
-            parts.append(f"<details><summary>{escape(_show.heading(rank))}</summary>\n{body}\n</details>")
+            parts.append(
+                f"<details><summary>rank {rank.rank}: {escape(rank.analysis.path)}</summary>\n{body}\n</details>"
+            )
     parts.append(
         f"<footer>pinstage {ps.__version__}, pinstage trace. One file, nothing is loaded from elsewhere.</footer>"
     )
@@ -69,23 +77,23 @@ def _rank(rank: RankReport) -> Iterator[str]:
     name = analysis.device_name or "GPU"
     yield f"<p>{escape(analysis.path)}, {escape(name)} (device {analysis.device})</p>"
     start, end, what = _window(analysis)
-    drawn = _svg.timeline(analysis, start, end)
+    drawn = _timeline(analysis, start, end)
     yield f"<h2>Timeline: {what}</h2>\n<p>The paler a stretch, the less of its time is taken.</p>\n{drawn}"
     if analysis.annotated:
         key = (("kernel", "kernels"), ("stall", "stall for staging"), ("wait", "loader wait"), ("other", "the rest"))
         spans = "".join(f'<span><i style="background: var(--{style})"></i>{text}</span>' for style, text in key)
-        yield f'<h2>Steps</h2>\n<p class="key">{spans}</p>\n{_svg.steps(analysis.steps)}'
+        yield f'<h2>Steps</h2>\n<p class="key">{spans}</p>\n{_draw_steps(analysis.steps)}'
     if analysis.buckets:
-        yield f"<h2>Sizes</h2>\n{_svg.sizes(analysis.buckets)}"
-    yield _table(_show.copies_table(analysis, rank.packing.bus_bytes_per_second))
-    yield _table(_show.calls_table(analysis))
-    yield _table(_show.steps_table(analysis.steps, None, annotated=analysis.annotated))
+        yield f"<h2>Sizes</h2>\n{_draw_sizes(analysis.buckets)}"
+    yield _table(copies_table(analysis, rank.packing.bus_bytes_per_second))
+    yield _table(calls_table(analysis))
+    yield _table(steps_table(analysis.steps, None, annotated=analysis.annotated))
     items = "\n".join(f"<li>{escape(text)}</li>" for text in rank.packing.assumptions)
     yield f"<h2>What packing would save rests on this</h2>\n<ul>\n{items}\n</ul>"
 
 
 def _verdict(rank: RankReport) -> str:
-    fine = "" if is_stalled(rank.packing) else " fine"
+    fine = "" if rank.packing.is_stalled else " fine"
     return f'<p class="verdict{fine}">{escape(rank.verdict)}</p>'
 
 
@@ -113,3 +121,110 @@ def _table(table: Table) -> str:
     )
     title = f"<h2>{escape(table.title[:1].upper() + table.title[1:])}</h2>\n" if table.title else ""
     return f'{title}<div class="scroll"><table>\n<tr>{head}</tr>\n{rows}\n</table></div>'
+
+
+# -- drawings ----------------------------------------------------------------------------------------------------------
+
+
+def _timeline(analysis: Analysis, start: float, end: float) -> str:
+    """Draw kernels, copies, staging, stalls and steps between two moments, in seconds."""
+    spans = analysis.spans
+    rows: list[tuple[str, str, Intervals]] = [("kernels", "kernel", spans.kernels)]
+    rows += [(name, "pageable" if "pageable" in name else "pinned", value) for name, value in spans.copies.items()]
+    rows += [
+        ("host stages", "host", spans.host),
+        ("loader wait", "wait", spans.waits),
+        ("GPU stalls", "stall", spans.stalls),
+    ]
+    inner = _WIDTH - _LEFT - _RIGHT
+    scale = inner / max(end - start, 1e-12)
+    parts = []
+    for index, (name, style, intervals) in enumerate(rows):
+        y = 24 + index * _ROW
+        parts += [_text(_LEFT - 10, y + 15, name, "name"), _bar(_LEFT, y, inner, "lane")]
+        parts += [
+            _bar(_LEFT + x, y, width, style, f' opacity="{opacity:.2g}"')
+            for x, width, opacity in _pixels(intervals, start, end, inner)
+        ]
+    bottom = 24 + len(rows) * _ROW
+    for step in analysis.steps if analysis.annotated else ():
+        if start <= step.start < end:
+            x = _LEFT + (step.start - start) * scale
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{bottom}" class="step"/>')
+            parts.append(_text(x + 3, 14, f"step {step.number}", "tick"))
+    for tick in range(6):
+        parts.append(_text(_LEFT + inner * tick / 5, bottom + 16, duration((end - start) * tick / 5), "tick middle"))
+    return _svg(bottom + 26, parts, "Timeline of kernels, copies and host staging")
+
+
+def _draw_sizes(buckets: Sequence[SizeBucket]) -> str:
+    """Draw how many copies there are of each size, and how fast they went."""
+    parts: list[str] = []
+    most = max((bucket.copies for bucket in buckets), default=1)
+    fastest = max((bucket.bytes_per_second for bucket in buckets), default=1.0) or 1.0
+    half = (_WIDTH - _LEFT - 140) / 2
+    right = _LEFT + half + 70
+    for index, bucket in enumerate(buckets):
+        y = 24 + index * _ROW
+        copies, speed = half * bucket.copies / most, (half - 20) * bucket.bytes_per_second / fastest
+        parts += [
+            _text(_LEFT - 10, y + 15, f"{bucket.direction} {bucket.label}", "name"),
+            _bar(_LEFT, y, copies, "pageable"),
+            _text(_LEFT + copies + 5, y + 15, f"{bucket.copies:,}", "tick"),
+            _bar(right, y, speed, "pinned"),
+            _text(right + speed + 5, y + 15, rate(bucket.bytes_per_second), "tick"),
+        ]
+    parts += [_text(_LEFT, 14, "number of copies", "tick"), _text(right, 14, "speed while they ran", "tick")]
+    return _svg(40 + _ROW * len(buckets), parts, "Copies by size")
+
+
+def _draw_steps(steps: Sequence[Step]) -> str:
+    """Draw each step as a bar: kernels, stall for staging, loader wait, and the rest."""
+    longest = max(step.seconds for step in steps) or 1.0
+    slot = (_WIDTH - _LEFT - _RIGHT) / len(steps)
+    height = 160
+    parts = [_text(_LEFT - 10, 34, duration(longest), "name"), _text(_LEFT - 10, height, "0", "name")]
+    for index, step in enumerate(steps):
+        x, top, rest = _LEFT + index * slot, float(height), step.seconds
+        shown = {"kernel": step.kernel_seconds, "stall": step.stall_seconds, "wait": step.wait_seconds, "other": rest}
+        for style, wanted in shown.items():
+            seconds = min(wanted, rest)  # a wait may overlap with kernels: no bar is longer than its step
+            rest -= seconds
+            tall = (height - 24) * seconds / longest
+            top -= tall
+            if tall > 0:
+                title = f"step {step.number}: {duration(seconds)} of {duration(step.seconds)}"
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{top:.1f}" width="{max(slot - 2, 0.5):.1f}" height="{tall:.1f}" '
+                    f'class="{style}"><title>{title}</title></rect>'
+                )
+    numbered = sorted({0, len(steps) // 2, len(steps) - 1})
+    parts += [_text(_LEFT + index * slot, height + 16, str(steps[index].number), "tick") for index in numbered]
+    return _svg(height + 24, parts, "Where the time of each step goes")
+
+
+def _pixels(intervals: Intervals, start: float, end: float, pixels: int) -> list[tuple[int, int, float]]:
+    """Return runs of pixels, as first one, number and opacity: how much of their time lies in the intervals."""
+    edges = np.linspace(start, max(end, start + 1e-9), pixels + 1)
+    share = within(intervals, edges[:-1], edges[1:]) / np.diff(edges)
+    level = np.ceil(np.clip(share, 0, 1) * _LEVELS - 1e-6).astype(int)
+    begins = np.flatnonzero(np.diff(level, prepend=-1))
+    lengths = np.diff(begins, append=pixels)
+    return [
+        (int(first), int(length), _FAINTEST + (1 - _FAINTEST) * level[first] / _LEVELS)
+        for first, length in zip(begins, lengths, strict=True)
+        if level[first]
+    ]
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y}" class="{style}">{escape(text)}</text>'
+
+
+def _bar(x: float, y: float, width: float, style: str, more: str = "") -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" class="{style}"{more}/>'
+
+
+def _svg(height: float, parts: Sequence[str], label: str) -> str:
+    inner = "\n".join(parts)
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">\n{inner}\n</svg>'

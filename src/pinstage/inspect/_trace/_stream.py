@@ -1,7 +1,7 @@
 """Read a large JSON document event by event.
 
 A trace of half a gigabyte holds millions of events, of which a few kinds matter. Python's own decoder reads each event
-as it comes, out of a window on the file, so that memory stays at the window's size whatever the file's. (Measured on a
+as it comes, out of a window on the file, so memory stays at the window's size whatever the file's. (Measured on a
 generated trace of 500 MB: docs/trace.md. Faster readers exist; none was needed.)
 """
 
@@ -23,13 +23,14 @@ _WINDOW = 4 << 20
 _LONGEST_VALUE = 64 << 20
 """Characters that one event may have. What still cannot be decoded then is broken, and is not read to its end."""
 _SKIPPED = re.compile(r"[\s,]*")
+_EXPECTED = "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
 _decode = json.JSONDecoder(strict=False).raw_decode  # not strict: names of kernels come with control characters
 
 Event = dict[str, Any]
 
 
 class TraceFile:
-    """A trace on disk, plain or gzipped; iterating it yields its events, and fills `header` on the way.
+    """A trace on disk, ``.json`` or ``.json.gz``. Iterating it yields its events, and fills `header` on the way.
 
     Attributes:
         path: the file.
@@ -37,27 +38,27 @@ class TraceFile:
     """
 
     def __init__(self, path: Path, *, advance: Callable[[int], None] | None = None) -> None:
-        """Take a file to be read.
-
-        Args:
-            path: ``.json`` or ``.json.gz``.
-            advance: called with the bytes of the file that were read since the last call.
-        """
+        """Take a file to be read; `advance` is called with the bytes of it that were read since the last call."""
         self.path = path
         self.header: dict[str, Any] = {}
         self._advance = advance or (lambda _: None)
-        self._yielded = 0
 
     def __iter__(self) -> Iterator[Event]:
+        yielded = 0
         try:
             with self.path.open("rb") as raw:
                 for event in self._events(_Window(raw, self._advance)):
-                    self._yielded += 1
+                    yielded += 1
                     yield event
-        except json.JSONDecodeError as error:
-            raise self._broken(error.msg) from None
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise self._broken(str(error)) from None
+        # BadGzipFile is an OSError, too: it comes before those.
+        except (json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            if not yielded:
+                raise self._no_trace(f"{reason}, before any event") from None
+            raise TraceError(
+                f"{self.path} is broken or cut off after {yielded:,} events: {reason}; was the program stopped while "
+                "it wrote the trace? Record it again"
+            ) from None
         except OSError as error:
             raise TraceError(f"cannot read {self.path}: {error.strerror or error}") from error
 
@@ -67,7 +68,7 @@ class TraceFile:
             yield from window.array()
             return
         if first != "{":
-            raise TraceError(f"{self.path} is no trace: it is {'empty' if not first else 'not JSON'}; {_EXPECTED}")
+            raise self._no_trace("it is not JSON" if first else "it is empty")
         window.skip()
         seen = False
         while window.peek() != "}":
@@ -82,18 +83,10 @@ class TraceFile:
                 self.header[str(key)] = window.value()
         if not seen:
             keys = ", ".join(list(self.header)[:5]) or "nothing"
-            raise TraceError(f"{self.path} is no trace: it is JSON without traceEvents (it has {keys}); {_EXPECTED}")
+            raise self._no_trace(f"it is JSON without traceEvents (it has {keys})")
 
-    def _broken(self, reason: str) -> TraceError:
-        if not self._yielded:
-            return TraceError(f"{self.path} is no trace: {reason}, before any event; {_EXPECTED}")
-        return TraceError(
-            f"{self.path} is broken or cut off after {self._yielded:,} events: {reason}; was the program stopped while "
-            "it wrote the trace? Record it again"
-        )
-
-
-_EXPECTED = "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
+    def _no_trace(self, reason: str) -> TraceError:
+        return TraceError(f"{self.path} is no trace: {reason}; {_EXPECTED}")
 
 
 class _Window:
@@ -154,8 +147,6 @@ class _Window:
         position = self._raw.tell()
         self._advance(position - self._told)
         self._told = position
-        if not data:
-            return False
         self._text = self._text[self._at :] + self._characters.decode(data)
         self._at = 0
-        return True
+        return bool(data)

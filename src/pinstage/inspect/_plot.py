@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..._sizes import format_bytes
-from .._bandwidth import PAGEABLE, PINNED, REGISTERED, Point
+from .._sizes import format_bytes
+from ._bus import PAGEABLE, PINNED, REGISTERED, Point
 
-_COLORS = {PAGEABLE: "#e07b39", PINNED: "#3b7dd8", REGISTERED: "#2f9e6e"}
-_MARKERS = {PAGEABLE: "s", PINNED: "o", REGISTERED: "^"}
-_WIDTHS = {PINNED: 5.0}  # where two kinds are alike, as they should be, both are to be seen
-_DOTS_PER_INCH = 130
+# Two kinds are often alike, as they should be: a thick line stays visible behind a thin one.
+_STYLES = {
+    PAGEABLE: {"color": "#e07b39", "marker": "s", "linewidth": 1.5, "markersize": 6.5},
+    PINNED: {"color": "#3b7dd8", "marker": "o", "linewidth": 5.0, "markersize": 10},
+    REGISTERED: {"color": "#2f9e6e", "marker": "^", "linewidth": 1.5, "markersize": 6.5},
+}
 
 
 def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
@@ -34,14 +36,9 @@ def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rat
     axes = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
     for axis, direction in zip(axes, directions, strict=True):
         for kind in dict.fromkeys(point.kind for point in points):
-            line = sorted(
-                (p.nbytes, p.bytes_per_second / 1e9) for p in points if (p.direction, p.kind) == (direction, kind)
-            )
-            width = _WIDTHS.get(kind, 1.5)
-            axis.plot(
-                *zip(*line, strict=True), label=kind, color=_COLORS.get(kind), marker=_MARKERS.get(kind, "o"),
-                linewidth=width, markersize=5 + width,
-            )  # fmt: skip
+            mine = [point for point in points if (point.direction, point.kind) == (direction, kind)]
+            line = sorted((point.nbytes, point.bytes_per_second / 1e9) for point in mine)
+            axis.plot(*zip(*line, strict=True), label=kind, **_STYLES[kind])
         if link_rate is not None:
             axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
         axis.set_xscale("log", base=2)
@@ -54,4 +51,4 @@ def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rat
     axes[0].set_ylim(bottom=0)
     axes[0].legend(frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, format="png", dpi=_DOTS_PER_INCH)
+    figure.savefig(path, format="png", dpi=130)

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from ... import _host
+from .. import _host
 
-_FIELDS = (
-    "uuid", "pci.bus_id", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "pcie.link.gen.max",
-    "pcie.link.width.max",
-)  # fmt: skip
+_LINK_FIELDS = ("pcie.link.gen.current", "pcie.link.width.current", "pcie.link.gen.max", "pcie.link.width.max")
 _GENERATION_OF_SPEED = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}  # GT/s
+_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _SMI_SECONDS = 20
 
 Smi = Callable[[Sequence[str]], str]
@@ -29,69 +27,50 @@ Smi = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Link:
-    """A PCIe link.
+    """A PCIe link: as it is now, and what card and slot can do."""
 
-    Attributes:
-        generation: 1 to 6, now.
-        width: lanes, now.
-        max_generation: that card and slot can do.
-        max_width: that card and slot can do.
-    """
-
-    generation: int
-    width: int
+    generation: int  # 1 to 6
+    width: int  # lanes
     max_generation: int
     max_width: int
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that torch can use.
+    """One GPU that torch can use. What nobody tells is None."""
 
-    Attributes:
-        index: torch's.
-        name: of the product.
-        pci: its address, as the kernel writes it; None if it is not known.
-        link: its PCIe link; None if nobody tells.
-        host_page_tables: whether it uses the host's page tables (Grace); None if nobody tells.
-        numa_node: that it is at; None if nobody tells.
-        local_cpus: that are at the same node.
-    """
-
-    index: int
+    index: int  # torch's
     name: str
-    pci: str | None = None
+    pci: str | None = None  # its address, as the kernel writes it
     link: Link | None = None
-    host_page_tables: bool | None = None
+    host_page_tables: bool | None = None  # whether it uses the host's page tables (Grace)
     numa_node: int | None = None
-    local_cpus: frozenset[int] = frozenset()
+    local_cpus: frozenset[int] = frozenset()  # those at the same NUMA node
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bytes per second of the link as it is now, before the cost of packets."""
+        if self.link is None:
+            return None
+        return _LANE_BYTES_PER_SECOND.get(self.link.generation, 0.0) * self.link.width or None
 
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver.
+    """NVIDIA's driver, and the CUDA toolkit if one is installed. torch and cuda-python bring what they need of it."""
 
-    Attributes:
-        version: such as ``580.159``; None if there is no driver.
-        cuda: the newest CUDA it serves, such as ``13.0``; None if it is not told.
-        toolkit: the CUDA toolkit that is installed, such as ``12.8.1``; None if there is none, which is usual: torch
-            and cuda-python bring what they need.
-    """
-
-    version: str | None
-    cuda: str | None
-    toolkit: str | None = None
+    version: str | None  # such as 580.159; None if there is no driver
+    cuda: str | None  # the newest CUDA that the driver serves, such as 13.0
+    toolkit: str | None = None  # such as 12.8.1
 
 
 def nvidia_smi(arguments: Sequence[str]) -> str:
     """Run nvidia-smi."""
+    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=_SMI_SECONDS
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
@@ -104,28 +83,26 @@ def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
 
 
 def _toolkit(folder: Path) -> str | None:
-    """Read a toolkit's version from the file for it; slim installations have the compiler's headers only."""
     told = re.search(r'"cuda"\s*:\s*{[^}]*"version"\s*:\s*"([\d.]+)"', _host.text(folder / "version.json"))
     if told:
         return told[1]
+    # A slim installation has no such file, but the compiler's headers: 1000 * major + 10 * minor.
     defined = re.search(r"#define CUDA_VERSION (\d+)", _host.text(folder / "include/cuda.h"))
-    number = int(defined[1]) if defined else 0  # 1000 * major + 10 * minor
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    return f"{int(defined[1]) // 1000}.{int(defined[1]) % 1000 // 10}" if defined else None
 
 
 def find_gpus(root: Path, smi: Smi = nvidia_smi) -> list[Gpu]:
-    """Find the GPUs that torch can use. A link saves power when nothing travels: keep it busy (`busy_bus`)."""
+    """Find the GPUs that torch can use. An idle link shows less than it can do: keep it busy (`busy_bus`)."""
     if not torch.cuda.is_available():
         return []
-    told = query(smi, _FIELDS)
-    modes = query(smi, ("uuid", "addressing_mode"))
+    told = query(smi, ("uuid", "pci.bus_id", *_LINK_FIELDS))
+    modes = query(smi, ("uuid", "addressing_mode"))  # asked apart: older drivers refuse the whole question
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", ""))
-        found.append(
-            describe(index, properties.name, _of(told, uuid), _of(modes, uuid).get("addressing_mode", ""), root)
-        )
+        mode = _row_of(modes, uuid).get("addressing_mode", "")
+        found.append(describe(index, properties.name, _row_of(told, uuid), mode, root))
     return found
 
 
@@ -136,22 +113,17 @@ def describe(index: int, name: str, told: Mapping[str, str], addressing_mode: st
         index: torch's.
         name: of the product.
         told: by nvidia-smi, by the names of its fields; may be empty.
-        addressing_mode: ``ATS`` where the GPU uses the host's page tables, ``HMM``, ``None``, or nothing.
+        addressing_mode: as nvidia-smi tells it: ``ATS`` where the GPU uses the host's page tables.
         root: where ``sys`` is.
     """
     pci = pci_address(told.get("pci.bus_id", ""))
     device = pci or "none"
-    names_of_grace = re.search(r"\bG[HB]\d+", name)
-    uses_host = addressing_mode == "ATS" if addressing_mode in ("ATS", "HMM", "None") else None
-    return Gpu(
-        index,
-        name,
-        pci,
-        link_of(told, _host.pci_device(device, root)),
-        True if names_of_grace else uses_host,
-        _host.pci_node(device, root),
-        _host.pci_cpus(device, root),
-    )
+    if re.search(r"\bG[HB]\d+", name):  # Grace Hopper, Grace Blackwell
+        host_page_tables: bool | None = True
+    else:
+        host_page_tables = addressing_mode == "ATS" if addressing_mode in ("ATS", "HMM", "None") else None
+    link = link_of(told, _host.pci_device(device, root))
+    return Gpu(index, name, pci, link, host_page_tables, _host.pci_node(device, root), _host.pci_cpus(device, root))
 
 
 def query(smi: Smi, fields: Sequence[str]) -> list[dict[str, str]]:
@@ -169,7 +141,7 @@ def pci_address(bus_id: str) -> str | None:
 
 def link_of(told: Mapping[str, str], device: Path) -> Link | None:
     """Return the link as nvidia-smi tells it, else as the kernel does."""
-    values = [told.get(field, "") for field in _FIELDS[3:]]
+    values = [told.get(field, "") for field in _LINK_FIELDS]
     if all(value.isdecimal() for value in values):
         return Link(*map(int, values))
     read: list[Any] = []
@@ -200,9 +172,9 @@ def busy_bus(device: torch.device) -> Iterator[None]:
         thread.join()
 
 
-def _of(rows: Sequence[dict[str, str]], uuid: str) -> dict[str, str]:
-    """Return the row of a GPU; of the only one, if torch does not know its own name."""
+def _row_of(rows: Sequence[dict[str, str]], uuid: str) -> dict[str, str]:
     for row in rows:
         if uuid and row["uuid"].removeprefix("GPU-") == uuid:
             return row
+    # An older torch does not tell the id. A single row is then the GPU's, unless some GPUs are hidden from torch.
     return rows[0] if len(rows) == 1 and not os.environ.get("CUDA_VISIBLE_DEVICES") else {}

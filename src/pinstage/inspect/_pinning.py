@@ -1,0 +1,95 @@
+"""What ``DataLoader(pin_memory=True)`` would pin, found by asking torch's own function.
+
+The DataLoader gives each batch to a function (`pinstage._torch.pin_as_loader`), which enters some containers, calls
+``pin_memory()`` where an object has it, and hands back what it does not know as it is. That function is run on the
+batch itself, so the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried
+out: nothing is pinned or copied, no GPU is needed, and no other thread notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._torch import pin_as_loader, why_pinning_cannot_be_asked
+from ._walk import Place
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """What would become of each leaf."""
+
+    pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
+    stopped_by: tuple[str | None, ...]  # for each leaf that would not, the name of the type that stops torch
+    error: str | None = None  # what would be raised instead
+    unknown: str | None = None  # why torch cannot be asked; then nothing counts as pinned
+
+
+def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:
+    """Ask torch which leaves of a batch it would pin.
+
+    The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
+    """
+    unknown = why_pinning_cannot_be_asked()
+    if unknown is not None:
+        return Pinning((False,) * len(found), (None,) * len(found), unknown=unknown)
+    _, seen, error = _ask(batch)
+    on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
+    if error is None and on_device is not None:  # torch would have raised in the call that was not carried out
+        error = f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be pinned"
+    ids = {id(tensor) for tensor in seen}
+    pinned = tuple(id(place.leaf) in ids for place in found)
+    stops: dict[int, bool] = {}  # by id: an object that holds many leaves is asked about once
+    stopped_by = tuple(
+        None if is_pinned else type_name(_first_stop(place, stops))
+        for is_pinned, place in zip(pinned, found, strict=True)
+    )
+    return Pinning(pinned, stopped_by, error)
+
+
+def type_name(obj: Any) -> str:
+    """Return the name of an object's type as one would import it; of a builtin its name alone."""
+    cls = type(obj)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+class _Recorder(TorchFunctionMode):
+    """Take note of ``Tensor.pin_memory`` in this thread, and give the tensor back as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.pin_memory:
+            self.seen.append(args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
+    """Return what torch's function makes of an object, the tensors that it would pin, and what it raises."""
+    with _Recorder() as recorder:
+        try:
+            return pin_as_loader(obj), recorder.seen, None
+        except Exception as error:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
+            return None, recorder.seen, f"{type(error).__name__}: {error}"
+
+
+def _first_stop(place: Place, stops: dict[int, bool]) -> Any:
+    """Return the first object on the way to a leaf that torch does not look into."""
+    for parent in place.parents:
+        if id(parent) not in stops:
+            result, seen, _ = _ask(parent)
+            stops[id(parent)] = result is parent and not seen
+        if hasattr(parent, "pin_memory") or stops[id(parent)]:  # it has a method, and the method left the leaf
+            return parent
+    if isinstance(place.leaf, torch.Tensor) and place.parents:
+        return place.parents[-1]  # torch enters it by its items, and the leaf is an attribute
+    return place.leaf
