@@ -244,6 +244,7 @@ int main(int count, char **arguments) {
     static Job *volatile job;
     left = batch_new(&random, 3000 * KIB);
     job = start(left, 4);
+    CHECK(job != NULL);
     printf("%lld rounds in %d threads, %d threads of ours\n", (long long)rounds, CALLERS, pack_threads());
     return 0;
 }
