@@ -162,6 +162,9 @@ class HeldTarget(CpuTarget):
         return self.all_copies
 
 
+_BY_GC = ("__del__", "gc_callback")
+
+
 class Interrupts:
     """A profiler that raises KeyboardInterrupt at the n-th point where Python looks for one, in calls by some files.
 
@@ -174,7 +177,12 @@ class Interrupts:
 
     def __call__(self, frame, event, _):
         caller = frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
-        if caller is not None and caller.f_code.co_filename.endswith(self._files) and frame.f_code.co_name != "__del__":
+        # Not in what the garbage collector calls: an interrupt there is swallowed, or hypothesis's.
+        if (
+            caller is not None
+            and caller.f_code.co_filename.endswith(self._files)
+            and frame.f_code.co_name not in _BY_GC
+        ):
             self.countdown -= 1
             if self.countdown == 0:
                 raise KeyboardInterrupt
