@@ -290,9 +290,9 @@ def test_a_transfer_knows_what_travels(stager):
 
 def test_on_the_cpu_a_transfer_is_done_at_once(stager):
     transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
-    assert transfer.done
-    transfer.wait()
-    assert transfer.done
+    assert transfer.query()
+    transfer.synchronize()
+    assert transfer.query()
 
 
 def test_a_transfer_gives_the_same_batch_each_time(stager):

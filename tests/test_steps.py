@@ -58,7 +58,7 @@ def test_a_ring_and_the_way_back_are_timed_too():
             staged = stager.to_device(batch())
         assert set(steps.times) == {*PARTS, "stage", "get"}
         with ps.profile() as steps:
-            stager.to_host(staged).result()
+            stager.to_host(staged).get()
     assert {"to_host", "walk", "describe", "gather", "copy", "views", "unflatten"} <= set(steps.times)
 
 

@@ -148,7 +148,7 @@ class House:
         return self.ring.to_device(batch())
 
     def use_to_host(self):
-        return self.stager.to_host(batch()).result()
+        return self.stager.to_host(batch()).get()
 
     def use_loader(self):
         [first, *_] = list(self.loader)

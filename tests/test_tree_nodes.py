@@ -625,7 +625,7 @@ def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then
         Late, lambda late: ((late.value,), None), lambda metadata, children: Late(*children), namespace=namespace
     )
     with Stager("cpu", max_bytes="1MiB") as stager:
-        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).result(), "cpu")
+        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).get(), "cpu")
         assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
         assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
 

@@ -66,7 +66,7 @@ def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device, ri
         latch.hold(stager._target.stream)
         transfer = stager.send(lease, layout, layout.others(batch))
         assert lease.released
-        assert not transfer.done
+        assert not transfer.query()
         assert pool.stats().in_flight_slabs == 1
         latch.open()
         staged = transfer.get()

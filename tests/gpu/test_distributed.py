@@ -119,7 +119,7 @@ def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
                 for device in two_devices
             ]
             expected = [{name: tensor.cpu() for name, tensor in part.items()} for part in there]
-            for found, part in zip(stager.to_host(there).result(), expected, strict=True):
+            for found, part in zip(stager.to_host(there).get(), expected, strict=True):
                 assert all(torch.equal(found[name], part[name]) for name in part)
             del found, part
 

@@ -46,10 +46,10 @@ def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch
         else:
             del staged, transfer
         following = stager.stage(numbered(2))  # the host does not wait
-        assert not following.done
+        assert not following.query()
         assert not stager._target.stream.query()
         latch.open()
-        following.wait()
+        following.synchronize()
         consumer.synchronize()
         assert all(bool((leaf == 1).all()) for leaf in seen)
         assert all(bool((leaf == 2).all()) for leaf in following.get())
@@ -66,7 +66,7 @@ def test_the_same_scenario_corrupts_the_batch_when_the_copy_does_not_wait(cuda_d
         with torch.cuda.stream(consumer):
             seen = [leaf.clone() for leaf in staged]
         del staged
-        stager.stage(numbered(2)).wait()
+        stager.stage(numbered(2)).synchronize()
         latch.open()
         consumer.synchronize()
         assert all(bool((leaf == 2).all()) for leaf in seen)
@@ -88,9 +88,9 @@ def test_every_stream_that_got_the_batch_is_waited_for(cuda_device, latch: Latch
         second.synchronize()
         del staged, transfer
         following = stager.stage(numbered(2))
-        assert not following.done
+        assert not following.query()
         latch.open()
-        following.wait()
+        following.synchronize()
         assert bool((seen == 1).all())
 
 

@@ -94,7 +94,7 @@ class Stager:
             the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
-            until `Transfer.done`, as with torch's own ``non_blocking=True``; they are kept alive until then.
+            until `Transfer.query` is true, as with torch's own ``non_blocking=True``; they are kept alive until then.
         timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
             ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
@@ -187,7 +187,7 @@ class Stager:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy: it is no longer the caller's when the call returns, and
-        its views must not be written until `Transfer.done`.
+        its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch, as `layout` says; of any pool.
@@ -243,7 +243,7 @@ class Stager:
                 views hold a slab of the pool.
 
         Returns:
-            The transfer; its ``result()`` waits for the copies, and is the only way to their bytes.
+            The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is no known container.

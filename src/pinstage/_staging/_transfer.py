@@ -96,12 +96,11 @@ class Transfer:
         """Tensors that travelled by their own ``.to()``."""
         return len(self._moved)
 
-    @property
-    def done(self) -> bool:
-        """Whether the bytes are on the device. Does not block."""
+    def query(self) -> bool:
+        """Say whether the bytes are on the device. Does not block."""
         return all(event is None or event.query() for event in (self._event, self._moved_event))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: `get` orders streams without waiting."""
         for event in (self._event, self._moved_event):
             if event is not None:
@@ -184,9 +183,8 @@ class Transfer:
 
     def __repr__(self) -> str:
         nbytes = self._table.nbytes
-        return (
-            f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{' done' if self.done else ''}>"
-        )
+        done = " done" if self.query() else ""
+        return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
 
 
 def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[torch.Tensor], Event | None]:
