@@ -267,7 +267,7 @@ def test_a_copy_has_slabs_of_its_own(copied, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_cap_for_the_host_is_divided_among_the_ranks_on_it(monkeypatch, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/node", device="cpu")
+    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/host", device="cpu")
     assert len(list(loader)) == 4
     assert loader.stats().pool.max_bytes == 2 << 20
 
@@ -307,7 +307,7 @@ def test_later_passes_allocate_nothing():
         ({"depth": 1.5}, "depth must be an int: 1.5"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"max_bytes": "much"}, "much"),
-        ({"max_bytes": "0MiB/node"}, "max_bytes"),
+        ({"max_bytes": "0MiB/host"}, "max_bytes"),
         ({"device": "meta"}, "meta"),
     ],
 )

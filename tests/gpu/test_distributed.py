@@ -143,7 +143,7 @@ def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_de
     for loader in ("plain", "pinstage"):
         out = tmp_path / f"{loader}.json"
         options = {"--device": "cuda", "--loader": loader, "--hours": 1280, "--epochs": 2, "--batch-size": 32}
-        options |= {"--max-bytes": "512MiB/node", "--out": out}
+        options |= {"--max-bytes": "512MiB/host", "--out": out}
         torchrun(example, *(word for option in options.items() for word in option), timeout=120)
         reports[loader] = json.loads(out.read_text())
     plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))

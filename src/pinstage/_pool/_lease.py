@@ -45,8 +45,8 @@ def _exporter_type(capacity: int) -> type[Any]:
 class Lease:
     """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases at its end.
 
-    Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy; its content is whatever the
-    last user left. A view that outlives the release keeps the slab out of the pool until it dies.
+    Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy. Its content is whatever
+    the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
 
     A lease belongs to whoever holds it; it may be passed to, and released by, another thread, but two threads should
     not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).

@@ -25,7 +25,7 @@ class SlabPool:
 
     Args:
         memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
-        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/node"``, a cap
+        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/host"``, a cap
             for this host, of which each of torchrun's local ranks takes an equal part; or ``"auto"`` for a share of
             what this process may pin. `PoolStats.max_bytes_reason` says how the number came about.
 
