@@ -1,8 +1,9 @@
 import pytest
 
-from pinstage import BudgetExceededError, PageableMemory, SlabPool
+from pinstage import PageableMemory, SlabPool
 from pinstage._memory import auto_max_bytes, cap_bytes
 from pinstage._memory._limits import most_bytes
+from pinstage.errors import BudgetExceededError
 
 GIB = 1 << 30
 

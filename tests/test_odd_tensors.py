@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import pinstage as ps
-from pinstage import LayoutError, Stager, StagingError
+from pinstage import Stager
+from pinstage.errors import LayoutError, StagingError
 
 pytestmark = [
     pytest.mark.usefixtures("both_paths"),

@@ -9,7 +9,8 @@ import warnings
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PoolClosedError, SlabPool, Stager, UnreleasedLeaseWarning
+from pinstage import SlabPool, Stager
+from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 
 def test_close_frees_all_idle_slabs(pool, memory):

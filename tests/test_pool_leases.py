@@ -11,7 +11,8 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage import AcquireTimeoutError, LeaseError, PageableMemory, SlabPool, UnreleasedLeaseWarning
+from pinstage import PageableMemory, SlabPool
+from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 
 VIEWS = {
     "tensor": lambda lease: lease.tensor(),

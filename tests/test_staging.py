@@ -28,22 +28,17 @@ from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import (
-    BudgetExceededError,
-    ForkedPoolError,
-    Layout,
-    LayoutError,
-    PageableMemory,
-    PoolClosedError,
-    PoolFrozenError,
-    SlabPool,
-    Stager,
-    StagingError,
-    Transfer,
-    _native,
-)
+from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._torch import memory_of
+from pinstage.errors import (
+    BudgetExceededError,
+    ForkedPoolError,
+    LayoutError,
+    PoolClosedError,
+    PoolFrozenError,
+    StagingError,
+)
 
 MIB = 1024 * 1024
 
@@ -840,7 +835,7 @@ def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
     assert [part.layout for part in memory_of(nested)] == [torch.strided]
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
     stager = make_stager()
     began_before = 0

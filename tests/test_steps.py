@@ -91,7 +91,7 @@ def test_waiting_for_a_loaders_workers_is_timed():
 
 
 def test_a_step_that_fails_is_timed_and_the_error_is_what_it_was(stager):
-    with ps.profile() as steps, pytest.raises(ps.BudgetExceededError):
+    with ps.profile() as steps, pytest.raises(ps.errors.BudgetExceededError):
         ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB").acquire("2MiB")
     assert steps.times["acquire"].calls == 1
 

@@ -219,7 +219,7 @@ def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_
                 yield
             finally:
                 found.append(outcome(background(pool.acquire, 4096, timeout=5)))
-                with contextlib.suppress(ps.LeaseError):
+                with contextlib.suppress(ps.errors.LeaseError):
                     found.append(lease.tensor())
 
     held = hold()

@@ -11,20 +11,11 @@ from doubles import Interrupts, ManualEvent, outcome, stays_blocked
 from hypothesis import given, settings
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
-from pinstage import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    HostTransfer,
-    LayoutError,
-    PageableMemory,
-    PoolClosedError,
-    PoolFrozenError,
-    SlabPool,
-    Stager,
-)
+from pinstage import HostTransfer, PageableMemory, SlabPool, Stager
 from pinstage._copy import DIRECT_BYTES
 from pinstage._staging import _sources
 from pinstage._staging._sources import CpuSource, Events
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, PoolFrozenError
 
 SOME_FLOATS = 40
 
@@ -378,7 +369,7 @@ def test_pageable_memory_of_a_pool_shared_by_two_stagers_serves_both():
         assert_same(some_tree(), one.to_host(two.to_device(some_tree())).get(), "cpu")
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
     began_before = 0
     for number in itertools.count(1):

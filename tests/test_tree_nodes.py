@@ -22,7 +22,8 @@ import torch
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, LayoutError, Stager, StagingNode, register_node
+from pinstage import Layout, Stager, StagingNode, register_node
+from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -894,7 +895,7 @@ assert found["sparse"].is_sparse
 import pinstage
 try:
     same = pinstage.Layout.of(expected)
-except pinstage.LayoutError as error:
+except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """

@@ -18,18 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._errors import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    ForkedPoolError,
-    LayoutError,
-    LeaseError,
-    PoolClosedError,
-    PoolFrozenError,
-    RingError,
-    StagingError,
-    UnreleasedLeaseWarning,
-)
+from . import errors as errors
 from ._layout import Layout, Slot
 from ._memory import (
     Block,
@@ -53,37 +42,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AcquireTimeoutError",
     "Block",
-    "BudgetExceededError",
     "DataLoader",
-    "ForkedPoolError",
     "HostAllocMemory",
     "HostTransfer",
     "Layout",
-    "LayoutError",
     "Lease",
-    "LeaseError",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
-    "PoolClosedError",
-    "PoolFrozenError",
     "PoolStats",
     "RegisteredMemory",
-    "RingError",
     "SharedMapping",
     "SharedMemory",
     "SlabPool",
     "Slot",
     "Stager",
     "StagerStats",
-    "StagingError",
     "StagingNode",
     "StepTime",
     "StepTimes",
     "Transfer",
-    "UnreleasedLeaseWarning",
     "audit",
     "collate_into_slab",
     "default_memory",

@@ -79,7 +79,7 @@ def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
         with latch:
             latch.hold(other._target.stream)
             transfer = other.stage({"x": original})
-            with pytest.raises(ps.AcquireTimeoutError):
+            with pytest.raises(ps.errors.AcquireTimeoutError):
                 pool.acquire(MIB, timeout=0.2)
             latch.open()
             overwriting = one.to_device({"x": torch.zeros_like(original)})

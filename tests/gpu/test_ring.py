@@ -98,7 +98,7 @@ def test_a_batch_that_autograd_still_needs_is_reported(cuda_device):
     weight = torch.ones(1024, device=cuda_device, requires_grad=True)
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=1) as stager:
         loss = (stager.to_device([torch.full((1024,), 3.0)])[0] * weight).sum()
-        with pytest.raises(ps.RingError, match=r"batch\[0\] is still referred to"):
+        with pytest.raises(ps.errors.RingError, match=r"batch\[0\] is still referred to"):
             stager.stage([torch.zeros(1024)])
         loss.backward()
         assert bool((weight.grad == 3).all())

@@ -141,7 +141,7 @@ def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, 
     original = torch.arange(MIB // 4, dtype=torch.int32)
     latch.hold(copy_stream(stager))
     transfer = stager.stage({"x": original})
-    with contextlib.suppress(ps.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
+    with contextlib.suppress(ps.errors.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
         lease.tensor().fill_(0xFF)
     latch.open()
     return original, transfer.get()["x"].cpu()
@@ -205,7 +205,7 @@ def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releas
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         latch.hold(copy_stream(stager))
         stager.stage({"x": torch.ones(MIB // 4)})
-        with pytest.raises(ps.AcquireTimeoutError):
+        with pytest.raises(ps.errors.AcquireTimeoutError):
             stager.pool.acquire(MIB, timeout=0.05)
         latch.open()
         stager.pool.acquire(MIB, timeout=10).release()

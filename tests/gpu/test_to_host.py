@@ -166,11 +166,11 @@ def test_a_slab_whose_copy_has_not_been_made_is_not_given_to_others(cuda_device,
         stager.to_host([source]).get()
         latch.hold(host_stream(stager))
         transfer = stager.to_host([source])
-        with pytest.raises(ps.AcquireTimeoutError):
+        with pytest.raises(ps.errors.AcquireTimeoutError):
             stager.pool.acquire(MIB, timeout=0.05)
         del transfer
         gc.collect()
-        with pytest.raises(ps.AcquireTimeoutError):
+        with pytest.raises(ps.errors.AcquireTimeoutError):
             stager.pool.acquire(MIB, timeout=0.05)
         latch.open()
         stager.pool.acquire(MIB, timeout=10).release()

@@ -61,17 +61,22 @@ def memory_resources() -> None:
 def errors(pool: ps.SlabPool) -> int:
     try:
         pool.acquire(1 << 40, timeout=0)
-    except ps.BudgetExceededError as error:
+    except ps.errors.BudgetExceededError as error:
         _memory: MemoryError = error
         return error.requested_bytes + error.held_bytes + error.leased_bytes + error.in_flight_bytes + error.max_bytes
-    except ps.AcquireTimeoutError as late:
+    except ps.errors.AcquireTimeoutError as late:
         _timeout: TimeoutError = late
-    except (ps.PoolClosedError, ps.PoolFrozenError, ps.ForkedPoolError, ps.LeaseError) as wrong_state:
+    except (
+        ps.errors.PoolClosedError,
+        ps.errors.PoolFrozenError,
+        ps.errors.ForkedPoolError,
+        ps.errors.LeaseError,
+    ) as wrong_state:
         _runtime: RuntimeError = wrong_state
-    except ps.LayoutError as layout:
+    except ps.errors.LayoutError as layout:
         _type: TypeError = layout
         assert_type(layout.path, str)
-    except ps.StagingError:
+    except ps.errors.StagingError:
         pass
     return 0
 

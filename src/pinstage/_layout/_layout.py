@@ -9,8 +9,8 @@ import numpy as np
 import optree
 import torch
 
-from .._errors import LayoutError
 from .._tree import Structure
+from ..errors import LayoutError
 from ._describe import Parts, contiguous_stride, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, name_of
 from ._pack import pack

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 import numpy as np
 import torch
 
-from .._errors import LeaseError
+from ..errors import LeaseError
 from . import _refusals
 from ._slab import Event, Inbox, Slab
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from .._errors import UnreleasedLeaseWarning
 from .._memory import MemoryResource, cap_bytes, default_memory
 from .._sizes import parse_bytes
 from .._steps import step
+from ..errors import UnreleasedLeaseWarning
 from . import _refusals
 from ._jobs import Job
 from ._lease import Lease

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from .._errors import (
+from .._sizes import format_bytes
+from ..errors import (
     AcquireTimeoutError,
     BudgetExceededError,
     ForkedPoolError,
@@ -13,7 +14,6 @@ from .._errors import (
     PoolFrozenError,
     StagingError,
 )
-from .._sizes import format_bytes
 
 
 class Figures(NamedTuple):

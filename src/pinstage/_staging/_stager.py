@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import torch
 
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing
-from .._errors import AcquireTimeoutError
 from .._layout import Layout, Parts, Table, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
@@ -19,6 +18,7 @@ from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
 from .._tree import Structure
+from ..errors import AcquireTimeoutError
 from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead
 from ._sources import Sources

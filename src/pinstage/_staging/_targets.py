@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from .._errors import StagingError
 from .._memory import disregard_captures, start_copy, why_unusable
 from .._pool import Event
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
+from ..errors import StagingError
 from ._streams import DeviceEvent, EventCache, on_device, on_stream
 
 

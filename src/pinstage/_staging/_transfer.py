@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from .._errors import RingError
 from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
 from .._torch import memory_of
 from .._tree import Structure
+from ..errors import RingError
 from ._ring import Place
 from ._targets import Target
 

@@ -271,7 +271,7 @@ def _slab_copy(batch: Any, found: Sequence[Place], bus: Bus | None) -> SlabCopy:
     error = None
     try:
         ps.Layout.of(batch)
-    except ps.LayoutError as reason:
+    except ps.errors.LayoutError as reason:
         error = str(reason)
     on_host = {id(place.leaf): place.leaf for place in found if _device(place.leaf) == "cpu"}  # an alias once
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
@@ -290,7 +290,7 @@ def _slab_copy(batch: Any, found: Sequence[Place], bus: Bus | None) -> SlabCopy:
 def _is_packable(leaf: Leaf) -> bool:
     try:
         return bool(ps.Layout.of([leaf]).slots)
-    except ps.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
+    except ps.errors.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
         return False
 
 
