@@ -22,7 +22,8 @@ import torch
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, Stager, StagingNode, register_node
+from pinstage import Layout, Stager, register_node
+from pinstage._tree import StagingNode
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")

@@ -19,21 +19,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._layout import Layout, Slot
+from ._layout import Layout
 from ._memory import (
-    Block,
     HostAllocMemory,
     MemoryResource,
     PageableMemory,
     RegisteredMemory,
-    SharedMapping,
     SharedMemory,
     default_memory,
 )
 from ._pool import Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Stager, StagerStats, Transfer
-from ._steps import StepTime, StepTimes, profile
-from ._tree import StagingNode, register_node
+from ._steps import profile
+from ._tree import register_node
 
 if TYPE_CHECKING:
     from ._loader import DataLoader, LoaderStats, collate_into_slab
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Block",
     "DataLoader",
     "HostAllocMemory",
     "HostTransfer",
@@ -53,15 +50,10 @@ __all__ = [
     "PageableMemory",
     "PoolStats",
     "RegisteredMemory",
-    "SharedMapping",
     "SharedMemory",
     "SlabPool",
-    "Slot",
     "Stager",
     "StagerStats",
-    "StagingNode",
-    "StepTime",
-    "StepTimes",
     "Transfer",
     "audit",
     "collate_into_slab",

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import pinstage as ps
+from pinstage._memory import Block
 
 
 def by_hand(event: torch.cuda.Event) -> None:
@@ -43,10 +44,10 @@ class Bounded:
     is_shared = False
     granularity = 4096
 
-    def allocate(self, nbytes: int) -> ps.Block:
-        return ps.Block(0, nbytes)
+    def allocate(self, nbytes: int) -> Block:
+        return Block(0, nbytes)
 
-    def deallocate(self, block: ps.Block) -> None:
+    def deallocate(self, block: Block) -> None:
         pass
 
 

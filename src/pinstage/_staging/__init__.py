@@ -16,7 +16,7 @@ from ._run_ahead import RunAhead
 from ._stager import Stager, StagerStats
 from ._targets import Target, target_for
 from ._to_host import HostTransfer
-from ._transfer import Transfer, send_packed
+from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
     "clear_own_frames",
@@ -26,6 +26,7 @@ __all__ = [
     "StagerStats",
     "Target",
     "Transfer",
+    "copy_event_of",
     "send_packed",
     "target_for",
 ]

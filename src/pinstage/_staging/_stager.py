@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import torch
 
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing
-from .._layout import Layout, Parts, Table, take_apart
+from .._layout import Layout, Parts, Table, content_of, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
@@ -200,7 +200,7 @@ class Stager:
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
         """
         with step("stage"):
-            structure, table = layout.content
+            structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
                 raise ValueError(
                     f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; acquire(layout.nbytes)"

@@ -87,11 +87,6 @@ class Transfer:
         return self._copies
 
     @property
-    def copy_event(self) -> Event | None:
-        """What the host slab must not be written before; None where the copy is done already."""
-        return self._event
-
-    @property
     def passthrough(self) -> int:
         """Tensors that travelled by their own ``.to()``."""
         return len(self._moved)
@@ -187,6 +182,11 @@ class Transfer:
         return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
 
 
+def copy_event_of(transfer: Transfer) -> Event | None:
+    """Return what the host slab must not be written before; None where the copy is done already."""
+    return transfer._event
+
+
 def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[torch.Tensor], Event | None]:
     """Move tensors that cannot be packed by their own ``.to()``, on the current stream.
 
@@ -213,7 +213,7 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
 def send_packed(target: Target, structure: Structure, table: Table, host: int | None, others: list[Any]) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
-    Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
+    Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
 
     Args:
         target: where to.
