@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import itertools
 import os
 import pickle
@@ -330,6 +331,11 @@ def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_c
         assert twin.stats().pool.max_bytes == loader.max_bytes == 8 << 20
         assert twin._slabs.pool is not pool
         del loader, twin
+
+
+def test_depth_has_one_default():
+    ways = (ps.Stager.prefetch, ps.DataLoader, ps.collate_into_slab)
+    assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
 
 
 PRIVATE = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")

@@ -387,7 +387,7 @@ def test_prefetch_says_how_large_a_ring_it_needs(make_stager):
         make_stager(ring=3).prefetch([], depth=2)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_prefetch_through_a_ring_yields_every_batch_intact(make_stager, depth):
     stager = make_stager(ring=depth + 2)
     seed = -1

@@ -18,6 +18,8 @@ def one_line(batch: dict[str, torch.Tensor]) -> None:
 
 def every_kind_of_device(pool: ps.SlabPool) -> None:
     ps.Stager("cpu")
+    ps.Stager()
+    ps.Stager(None)
     ps.Stager(torch.device("cuda", 1), pool=pool, threads=4)
     ps.Stager(0, max_bytes=1 << 30, threads=None)
     with ps.Stager("cpu") as stager:
@@ -53,11 +55,9 @@ def stats(stager: ps.Stager) -> int:
 
 
 def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
-    ps.Stager()  # type: ignore[call-arg]
     ps.Stager("cpu", pool)  # type: ignore[call-arg]
     ps.Stager("cpu", max_bytes=1.5)  # type: ignore[arg-type]
     ps.Stager("cpu", threads="4")  # type: ignore[arg-type]
-    ps.Stager(None)  # type: ignore[arg-type]
     stager.prefetch([batch], 2)  # type: ignore[call-arg]
     stager.prefetch(3)  # type: ignore[arg-type]
     stager.stage()  # type: ignore[call-arg]

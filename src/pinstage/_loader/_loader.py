@@ -13,7 +13,7 @@ import torch.utils.data
 from .._memory import cap_bytes
 from .._pool import SlabPool
 from .._reaper import reaper
-from .._staging import Target, target_for
+from .._staging import Target, check_depth, target_for
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
 from ._ending import Ending
@@ -44,10 +44,7 @@ class IntoSlabs:
     def _send_to(
         self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
     ) -> None:
-        if not isinstance(depth, int):
-            raise TypeError(f"depth must be an int: {depth!r}; 0 sends nothing ahead")
-        if depth < 0:
-            raise ValueError(f"depth must not be negative: {depth}; 0 sends nothing ahead")
+        self.depth = check_depth(depth)
         if pool is not None and max_bytes != "auto":
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
@@ -59,12 +56,9 @@ class IntoSlabs:
             )
         if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._target = target_for(torch.device(device))
+        self._target = target_for(device)
         self.device = self._target.device
         self.max_bytes = max_bytes if pool is None else pool.max_bytes
-        self.depth = depth
         self._own_slabs = Slabs(self._target, max_bytes, pool)
         self._counters = Counters()
 
@@ -176,7 +170,7 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
     Args:
         dataset: as torch's.
         *args: as torch's.
-        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available.
+        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool over `SharedMemory` to take slabs from, perhaps shared with other loaders and stagers; None makes
             one. Workers keep their slabs until the iterator ends, so leave room for the others. A copy of the loader
             makes a pool of its own, with the same cap.
@@ -204,7 +198,7 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         device: torch.device | str | int | None = None,
         pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
-        depth: int = 1,
+        depth: int = 2,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, *args, **kwargs)
@@ -217,7 +211,7 @@ def collate_into_slab(
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
     max_bytes: int | str = "auto",
-    depth: int = 1,
+    depth: int = 2,
 ) -> L:
     """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.
 

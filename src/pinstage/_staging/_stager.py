@@ -20,7 +20,7 @@ from .._steps import step
 from .._tree import Structure
 from ..errors import AcquireTimeoutError
 from ._ring import Overflow, Place, Ring
-from ._run_ahead import RunAhead
+from ._run_ahead import RunAhead, check_depth
 from ._sources import Sources
 from ._targets import target_for
 from ._to_host import HostTransfer, to_host
@@ -80,7 +80,7 @@ class Stager:
 
     Args:
         device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
-            pageable memory.
+            pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
         ring: use so many fixed device slabs again and again, rather than a fresh one for each batch. A batch's tensors
@@ -108,7 +108,7 @@ class Stager:
 
     def __init__(
         self,
-        device: torch.device | str | int,
+        device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
@@ -127,7 +127,7 @@ class Stager:
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
-        self._target = target_for(torch.device(device))
+        self._target = target_for(device)
         self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
@@ -269,19 +269,16 @@ class Stager:
 
         Args:
             iterable: yields batches, for example a DataLoader. It is read `depth` batches ahead.
-            depth: batches ahead, at least 1. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
         Yields:
             Batches as `to_device` returns them, for the stream that is current when each is asked for.
 
         Raises:
-            TypeError, ValueError: `depth` is no int of at least 1, or larger than the ring allows.
+            TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
             Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
-        if not isinstance(depth, int):
-            raise TypeError(f"depth must be an int: {depth!r}; it is the number of batches ahead")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1: {depth}; to stage without prefetching use to_device()")
+        check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
             raise ValueError(
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "

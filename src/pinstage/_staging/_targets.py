@@ -211,14 +211,17 @@ class CpuTarget:
         """See `Target`."""
 
 
-def target_for(device: torch.device) -> Target:
-    """Return the target for a device.
+def target_for(device: torch.device | str | int | None) -> Target:
+    """Return the target for a device; for None, the current CUDA device where there is one, else the CPU.
 
     Raises:
         ValueError: neither a CUDA device nor the CPU.
         StagingError: CUDA is not available.
     """
     tell_of_extension()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     if device.type == "cuda":
         return CudaTarget(device)
     if device.type == "cpu":

@@ -209,7 +209,7 @@ class Audit:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
 
 
-def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | None = None) -> Audit:
+def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | int | None = None) -> Audit:
     """Say what a batch is made of, what ``pin_memory=True`` would really pin of it, and what moving it costs.
 
     Looks into any object, known to pinstage or not. Moves, pins and changes nothing; packs the batch three times into
@@ -250,7 +250,7 @@ def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | No
     return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus, bus_source)
 
 
-def _price(bus: Bus | None, device: torch.device | str | None) -> tuple[Bus | None, str]:
+def _price(bus: Bus | None, device: torch.device | str | int | None) -> tuple[Bus | None, str]:
     if bus is None:
         try:
             bus = Bus.measured(device)
