@@ -216,14 +216,14 @@ class SlabPool:
                 ledger.end()
             return found
 
-        def too_late(others: int) -> Exception:
-            return _refusals.too_late(ledger.figures(), nbytes, timeout, others)
+        def timed_out(others: int) -> Exception:
+            return _refusals.timed_out(ledger.figures(), nbytes, timeout, others)
 
         served: Lease | Job | Exception | None = found
         while not isinstance(served, Lease):
             if isinstance(served, Exception):
                 raise served
-            served = self._line.wait(attempt, timeout, too_late) if served is None else self._wait_for(served)
+            served = self._line.wait(attempt, timeout, timed_out) if served is None else self._wait_for(served)
         if ledger.closed:
             served.release()
             self.trim()

@@ -54,7 +54,7 @@ def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> Budge
     )
 
 
-def too_late(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
+def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
     """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
