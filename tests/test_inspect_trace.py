@@ -9,7 +9,7 @@ import pytest
 from trace_maker import THREAD, TraceMaker, naive_loop
 
 from pinstage.inspect import Bus, TraceError
-from pinstage.inspect._report import as_rich, as_text
+from pinstage.inspect._report import TextTable, as_rich, as_text
 from pinstage.inspect._trace import _stream, html, sections, trace_report
 
 US = 1e-6
