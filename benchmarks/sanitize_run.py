@@ -90,7 +90,7 @@ def main() -> int:
             for copy in (False, True):
                 transfers = [stager.to_host(stager.to_device(source), copy=copy) for source in sources]
                 for source, transfer in zip(sources, transfers, strict=True):
-                    wrong.extend(batches.differences(source, transfer.result(), torch.device("cpu")))
+                    wrong.extend(batches.differences(source, transfer.get(), torch.device("cpu")))
                     count += 1
         stager.close()
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")

@@ -76,7 +76,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "persistent_workers": arguments.workers > 0,
     }
     if arguments.loader == "pinstage":
-        # Each rank has a pool of its own. "8GiB/node" is a cap for the host, of which each rank takes its part.
+        # Each rank has a pool of its own. "8GiB/host" is a cap for the host, of which each rank takes its part.
         loader: Any = ps.DataLoader(dataset, device=device, max_bytes=arguments.max_bytes, **options)
     else:
         # Its workers send each tensor in a file of its own: some thousand open files for a batch, more than `ulimit -n`
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32, help="hours a batch, for each rank")
     parser.add_argument("--workers", type=int, default=2, help="worker processes, for each rank")
-    parser.add_argument("--max-bytes", default="auto", help="cap on page-locked memory, such as 8GiB/node")
+    parser.add_argument("--max-bytes", default="auto", help="cap on page-locked memory, such as 8GiB/host")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where rank 0 saves the report of all ranks, as JSON")
     arguments = parser.parse_args()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pinstage import Block
+from pinstage._memory import Block
 from pinstage._staging._targets import CpuTarget
 
 PATIENCE_SECONDS = 20

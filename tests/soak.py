@@ -188,7 +188,7 @@ def soak(count, seed=0):
             staged = transfer.get()
             del transfer, batch
             if rng.random() < 0.1:
-                staged = fresh.to_host(staged, copy=rng.random() < 0.5).result()
+                staged = fresh.to_host(staged, copy=rng.random() < 0.5).get()
             kept.append((expected, staged))
             wrong += not same(expected, mapped(staged, bits))
             if rng.random() < 0.1:

@@ -246,8 +246,8 @@ def over_to_host(storm):
     there = batch()
 
     def work():
-        stager.to_host(there).result()
-        stager.to_host(there, copy=True).result()
+        stager.to_host(there).get()
+        stager.to_host(there, copy=True).get()
         stager.to_host(there)
 
     interrupted = storm.over(work)

@@ -16,14 +16,14 @@ SRC = Path(__file__).parents[1] / "src" / "pinstage"
 # What each room may import of pinstage. PUBLIC stands for the names of `pinstage` itself.
 PUBLIC = "pinstage"
 FACTS = {"_sizes", "_host"}
-COMMON = FACTS | {"_errors", "_torch", "_steps"}
+COMMON = FACTS | {"errors", "_torch", "_steps"}
 BATCHES = {"_native", "_tree", "_layout", "_copy"}
 MAY_SEE = {
     "_sizes": set(),
     "_host": set(),
-    "_errors": FACTS,
+    "errors": FACTS,
     "_native": set(),
-    "_torch": FACTS | {"_errors", "_native"},
+    "_torch": FACTS | {"errors", "_native"},
     "_steps": FACTS | {"_torch", "_native"},
     "_memory": COMMON,
     "_reaper": COMMON | {"_memory"},
@@ -33,9 +33,9 @@ MAY_SEE = {
     "_copy": COMMON | {"_native", "_tree", "_layout"},
     "_staging": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_staging"},
-    "inspect": FACTS | {PUBLIC, "_torch", "_native", "_memory", "_tree", "_layout"},
-    "integrations": {PUBLIC},
-    "_cli": {PUBLIC, "inspect"},
+    "inspect": FACTS | {PUBLIC, "errors", "_torch", "_native", "_memory", "_tree", "_layout"},
+    "integrations": {PUBLIC, "errors"},
+    "_cli": {PUBLIC, "errors", "inspect"},
 }
 MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
 MAY_SEE["__main__"] = {"_cli"}
@@ -294,7 +294,7 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_copy", "from ._staging import Stager", "pinstage._staging.Stager"),
         ("_native/__init__", "from .._tree import walk", "pinstage._tree.walk"),
         ("_staging", "from pinstage import SlabPool", "pinstage.SlabPool"),
-        ("_errors", "import pinstage", "pinstage"),
+        ("errors", "import pinstage", "pinstage"),
         ("_host", "from ._memory import default_memory", "pinstage._memory.default_memory"),
         ("_sizes", "from . import _host", "pinstage._host"),
         ("inspect/_doctor", "from pinstage._pool import SlabPool", "pinstage._pool.SlabPool"),
@@ -302,7 +302,7 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_cli", "from pinstage import _private", "pinstage._private"),
         ("integrations/lightning", "from pinstage._cli import main", "pinstage._cli.main"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
-        ("_unknown", "from pinstage._errors import StagingError", "pinstage._errors.StagingError"),
+        ("_unknown", "from pinstage.errors import StagingError", "pinstage.errors.StagingError"),
     ],
 )
 def test_the_checker_finds_a_wrong_arrow(tmp_path, module, line, name):
@@ -316,9 +316,9 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
     right = {
         "__init__": "from pinstage._pool import SlabPool\nfrom pinstage.inspect import audit",
         "_memory/__init__": "from ._host import HostAllocMemory",
-        "_memory/_host": "import cuda.bindings.runtime\nfrom .._errors import StagingError\nfrom . import _linux",
+        "_memory/_host": "import cuda.bindings.runtime\nfrom ..errors import StagingError\nfrom . import _linux",
         "_memory/_linux": "import mmap, torch.cuda",
-        "_pool": "from . import _errors, _memory",
+        "_pool": "from . import _memory, errors",
         "_staging": "from ._pool import SlabPool\nfrom ._layout import Layout",
         "_cli": "import pinstage as ps\nfrom pinstage import __version__\nfrom pinstage.inspect import audit",
         "integrations/_train": "from pinstage import Stager\nfrom ._data import hours",

@@ -13,8 +13,9 @@ from doubles import CountingMemory, HeldTarget, wait_until
 from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
-from pinstage import Layout, LeaseError, RingError, SlabPool, Stager
+from pinstage import Layout, SlabPool, Stager
 from pinstage._copy import _borrowing
+from pinstage.errors import LeaseError, RingError
 
 LARGE = 256 * 1024
 

@@ -35,7 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for loader in ("plain", "pinstage"):
         out = tmp_path_factory.mktemp("ddp") / f"{loader}.json"
         options = {"--device": "cpu", "--loader": loader, "--hours": 8 * STEPS, "--epochs": 2, "--batch-size": 4}
-        options |= {"--workers": 1, "--max-bytes": "64MiB/node", "--out": out}
+        options |= {"--workers": 1, "--max-bytes": "64MiB/host", "--out": out}
         torchrun(DDP, *(word for option in options.items() for word in option), timeout=60)
         found[loader] = json.loads(out.read_text())
     return found

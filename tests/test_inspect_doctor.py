@@ -291,7 +291,7 @@ def test_a_warning_is_no_problem_and_a_problem_is_one():
 def test_the_report_has_each_line_and_each_remedy():
     measured = Measured(H200, tuple(points()), {PINNED: (0.3, 0.2)})
     found = Diagnosis((Check("a", "ok", "fine"), Check("b", "problem", "broken", "mend it")), measured)
-    text = as_text(found.blocks())
+    text = as_text(found.sections())
     for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):
         assert part in text
     assert "host to device  256.00 MiB" in text

@@ -9,8 +9,8 @@ import pytest
 from trace_maker import THREAD, TraceMaker, naive_loop
 
 from pinstage.inspect import Bus, TraceError
-from pinstage.inspect._report import Table, as_rich, as_text
-from pinstage.inspect._trace import _stream, blocks, html, trace_report
+from pinstage.inspect._report import TextTable, as_rich, as_text
+from pinstage.inspect._trace import _stream, html, sections, trace_report
 
 US = 1e-6
 approx = pytest.approx
@@ -318,7 +318,7 @@ def test_a_folder_is_read_rank_by_rank_and_the_one_that_waits_most_is_shown(tmp_
     report = trace_report(tmp_path)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2]
     assert report.worst.rank == 0
-    text = as_text(blocks(report))
+    text = as_text(sections(report))
     rows = re.findall(r"^(\d) +6 ", text, re.MULTILINE)
     assert rows == ["0", "1", "2"]
     assert json.loads(json.dumps(report.to_dict()))["worst_rank"] == 0
@@ -340,13 +340,13 @@ def test_a_folder_is_read_rank_by_rank_and_the_one_that_waits_most_is_shown(tmp_
 )
 def test_sparse_traces_are_shown_too(report, trace):
     found = report(trace)
-    assert as_text(blocks(found))
+    assert as_text(sections(found))
     assert html(found)
     assert json.dumps(found.to_dict())
 
 
 def test_the_text_has_every_table_and_the_assumptions(report):
-    text = as_text(blocks(report(naive_loop(steps=20))))
+    text = as_text(sections(report(naive_loop(steps=20))))
     for part in (
         "copies; hidden",
         "sizes",
@@ -361,12 +361,12 @@ def test_the_text_has_every_table_and_the_assumptions(report):
 
 def test_a_terminal_of_eighty_columns_cuts_no_number(report):
     console = pytest.importorskip("rich.console").Console(width=80)
-    found = blocks(report(naive_loop(steps=20, leaves=700)))
+    found = sections(report(naive_loop(steps=20, leaves=700)))
     with console.capture() as capture:
         console.print(as_rich(found))
     words = set(capture.get().split())
     for table in found:
-        if isinstance(table, Table):
+        if isinstance(table, TextTable):
             for column, cells in zip(table.columns, zip(*table.rows, strict=True), strict=True):
                 if column.startswith(">"):
                     assert {word for cell in cells for word in cell.split()} <= words, (table.title, column)

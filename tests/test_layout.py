@@ -13,8 +13,9 @@ from strategies import DTYPES, ArraySubclass, TensorSubclass, assert_same, bits,
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from pinstage import Layout, LayoutError, PageableMemory, SlabPool, Slot, StagingError
-from pinstage._layout import ALIGNMENT
+from pinstage import Layout, PageableMemory, SlabPool
+from pinstage._layout import ALIGNMENT, Slot
+from pinstage.errors import LayoutError, StagingError
 
 pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

@@ -1,6 +1,8 @@
 """`DataLoader` yields what torch's loader would, on the device."""
 
 import copy
+import gc
+import inspect
 import itertools
 import os
 import pickle
@@ -267,7 +269,7 @@ def test_a_copy_has_slabs_of_its_own(copied, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_cap_for_the_host_is_divided_among_the_ranks_on_it(monkeypatch, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/node", device="cpu")
+    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/host", device="cpu")
     assert len(list(loader)) == 4
     assert loader.stats().pool.max_bytes == 2 << 20
 
@@ -300,6 +302,46 @@ def test_later_passes_allocate_nothing():
     assert loader.stats().pool.misses <= max(misses, 6)
 
 
+def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
+    dataset = data.Mapped(data.tensors)
+    expected = list(torch.utils.data.DataLoader(dataset, 4))
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+        loader = ps.DataLoader(dataset, 4, num_workers=workers, pool=pool, device="cpu")
+        other = torch.utils.data.DataLoader(dataset, 4, num_workers=workers)
+        assert same(list(loader), expected)
+        misses = pool.stats().misses
+        assert misses > 0
+        assert loader.stats().pool == pool.stats()
+        assert same(list(ps.collate_into_slab(other, pool=pool, device="cpu")), expected)
+        assert same(list(ps.Stager("cpu", pool=pool).prefetch(expected)), expected)
+        assert pool.stats().held_bytes > 0
+        del loader, other
+        gc.collect()
+        assert not pool.closed
+        assert (pool.stats().leased_slabs, pool.stats().in_flight_slabs) == (0, 0)
+    assert pool.stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_cap(copied, workers):
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+        loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu")
+        twin = copied(loader)
+        assert same(list(twin), list(loader))
+        assert twin.stats().pool.max_bytes == loader.max_bytes == 8 << 20
+        assert twin._slabs.pool is not pool
+        del loader, twin
+
+
+def test_depth_has_one_default():
+    ways = (ps.Stager.prefetch, ps.DataLoader, ps.collate_into_slab)
+    assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
+
+
+PRIVATE = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+SHARED = ps.SlabPool(ps.SharedMemory(register=False), max_bytes="1MiB")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -307,8 +349,10 @@ def test_later_passes_allocate_nothing():
         ({"depth": 1.5}, "depth must be an int: 1.5"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"max_bytes": "much"}, "much"),
-        ({"max_bytes": "0MiB/node"}, "max_bytes"),
+        ({"max_bytes": "0MiB/host"}, "max_bytes"),
         ({"device": "meta"}, "meta"),
+        ({"pool": PRIVATE}, r"PageableMemory is not shared; pass SlabPool\(SharedMemory"),
+        ({"pool": SHARED, "max_bytes": "1MiB"}, "pool and max_bytes exclude each other: max_bytes='1MiB'"),
     ],
 )
 def test_wrong_options_are_refused(options, text):

@@ -232,7 +232,7 @@ def test_two_iterators_at_once_under_a_cap_for_one():
     [
         (data.fails_at_seven, {}, KeyError, "the seventh is bad"),
         (data.tensors, {"collate_fn": data.fails_in_collate}, RuntimeError, "cannot collate these"),
-        (data.tensors, {"collate_fn": data.opaque}, ps.LayoutError, "register_node"),
+        (data.tensors, {"collate_fn": data.opaque}, ps.errors.LayoutError, "register_node"),
         (data.ragged, {}, RuntimeError, "size"),
     ],
 )

@@ -1,8 +1,9 @@
 import pytest
 
-from pinstage import BudgetExceededError, PageableMemory, SlabPool
+from pinstage import PageableMemory, SlabPool
 from pinstage._memory import auto_max_bytes, cap_bytes
 from pinstage._memory._limits import most_bytes
+from pinstage.errors import BudgetExceededError
 
 GIB = 1 << 30
 
@@ -122,11 +123,11 @@ def test_this_machine_gives_an_answer_with_a_reason():
 def test_a_cap_for_the_node_is_divided_among_its_ranks(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    cap, reason = cap_bytes("8GiB/node")
+    cap, reason = cap_bytes("8GiB/host")
     assert cap == 8 * GIB // 3
-    assert reason == "given: 8GiB/node, divided by 3 local ranks"
+    assert reason == "given: 8GiB/host, divided by 3 local ranks"
     assert 3 * cap <= 8 * GIB
-    assert cap_bytes(" 1.5 GiB/node ")[0] == GIB // 2
+    assert cap_bytes(" 1.5 GiB/host ")[0] == GIB // 2
 
 
 @pytest.mark.parametrize("world", [None, "1"])
@@ -134,13 +135,13 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch, world):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world is not None:
         monkeypatch.setenv("WORLD_SIZE", world)
-    assert cap_bytes("8GiB/node")[0] == 8 * GIB
+    assert cap_bytes("8GiB/host")[0] == 8 * GIB
 
 
 def test_a_cap_for_a_node_of_unknown_ranks_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
     with pytest.raises(ValueError, match=r"WORLD_SIZE='16', and LOCAL_WORLD_SIZE .*is not set; launch with torchrun"):
-        cap_bytes("8GiB/node")
+        cap_bytes("8GiB/host")
     assert cap_bytes("8GiB") == (8 * GIB, "given: 8GiB")
 
 
@@ -148,10 +149,12 @@ def test_a_cap_for_a_node_of_unknown_ranks_is_an_error_with_the_remedy(monkeypat
 def test_a_number_of_ranks_that_is_none_is_an_error_with_the_remedy(monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with pytest.raises(ValueError, match="set it to the number of ranks on this host"):
-        cap_bytes("8GiB/node")
+        cap_bytes("8GiB/host")
 
 
-@pytest.mark.parametrize("text", ["/node", "8 parsecs/node", "-1/node", "8GiB/rank", "8GiB/node/node", "auto/node"])
+@pytest.mark.parametrize(
+    "text", ["/host", "8 parsecs/host", "-1/host", "8GiB/rank", "8GiB/host/host", "8GiB/node", "auto/host"]
+)
 def test_what_is_no_size_is_none_for_a_node_either(text):
     with pytest.raises(ValueError, match="not a size"):
         cap_bytes(text)
@@ -159,10 +162,10 @@ def test_what_is_no_size_is_none_for_a_node_either(text):
 
 def test_a_pool_says_how_its_part_of_the_node_came_about(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with SlabPool(PageableMemory(), max_bytes="1MiB/node") as pool:
+    with SlabPool(PageableMemory(), max_bytes="1MiB/host") as pool:
         assert pool.max_bytes == 256 << 10
-        assert pool.stats().max_bytes_reason == "given: 1MiB/node, divided by 4 local ranks"
+        assert pool.stats().max_bytes_reason == "given: 1MiB/host, divided by 4 local ranks"
         with pytest.raises(BudgetExceededError, match="divided by 4 local ranks"):
             pool.acquire("512KiB")
     with pytest.raises(ValueError, match="max_bytes must be positive"):
-        SlabPool(PageableMemory(), max_bytes="3/node")
+        SlabPool(PageableMemory(), max_bytes="3/host")

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import pinstage as ps
-from pinstage import LayoutError, Stager, StagingError
+from pinstage import Stager
+from pinstage.errors import LayoutError, StagingError
 
 pytestmark = [
     pytest.mark.usefixtures("both_paths"),
@@ -28,7 +29,7 @@ def plain(seed=0):
 @contextlib.contextmanager
 def staging_by(name):
     with Stager("cpu", max_bytes="1MiB", ring=2 if name == "ring" else None, timeout=5) as stager:
-        yield stager.to_device if name != "to_host" else lambda tree: stager.to_host(tree).result()
+        yield stager.to_device if name != "to_host" else lambda tree: stager.to_host(tree).get()
         assert stager.pool.stats().leased_slabs == 0
 
 

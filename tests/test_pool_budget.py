@@ -5,13 +5,8 @@ import threading
 import pytest
 from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    PageableMemory,
-    PoolFrozenError,
-    SlabPool,
-)
+from pinstage import PageableMemory, SlabPool
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
 
 
 def idle_in_order(pool, *sizes):

@@ -9,7 +9,8 @@ import warnings
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PoolClosedError, SlabPool, Stager, UnreleasedLeaseWarning
+from pinstage import SlabPool, Stager
+from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 
 def test_close_frees_all_idle_slabs(pool, memory):
@@ -226,13 +227,13 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
 def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
     event = ManualEvent()
     with SlabPool(memory, max_bytes=1000) as pool:
-        flying, forgotten, viewed = (pool.acquire(100) for _ in range(3))
+        in_flight, forgotten, viewed = (pool.acquire(100) for _ in range(3))
         view = viewed.tensor()
-    flying.release(after=event)
+    in_flight.release(after=event)
     viewed.release()
     del forgotten
     event.finish()
-    del view, viewed, flying, pool
+    del view, viewed, in_flight, pool
     wait_until(lambda: memory.live_bytes == 0)
 
 

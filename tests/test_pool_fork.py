@@ -9,7 +9,8 @@ import warnings
 import pytest
 from doubles import Gate, ManualEvent, outcome
 
-from pinstage import ForkedPoolError, PageableMemory, SlabPool
+from pinstage import PageableMemory, SlabPool
+from pinstage.errors import ForkedPoolError
 
 
 def in_child(claim):

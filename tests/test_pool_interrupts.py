@@ -9,7 +9,8 @@ from pinstage import SlabPool
 
 FILES = ("_pool.py", "_ledger.py", "_jobs.py", "_waiting.py", "_lease.py", "_slab.py")
 
-pytestmark = pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # of the lease that nobody got
+# Of the lease that nobody got.
+pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 
 
 CALLS = {

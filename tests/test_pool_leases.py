@@ -11,11 +11,12 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage import AcquireTimeoutError, LeaseError, PageableMemory, SlabPool, UnreleasedLeaseWarning
+from pinstage import PageableMemory, SlabPool
+from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 
 VIEWS = {
     "tensor": lambda lease: lease.tensor(),
-    "view": lambda lease: lease.view((2, 3), torch.float32),
+    "as_tensor": lambda lease: lease.as_tensor((2, 3), torch.float32),
     "numpy": lambda lease: lease.numpy(),
     "memoryview": lambda lease: lease.memoryview(),
 }
@@ -49,7 +50,7 @@ def test_all_views_show_the_same_bytes_of_the_slab(pool):
             lease.tensor(),
             lease.numpy(),
             lease.memoryview(),
-            lease.view((25,), torch.int32),
+            lease.as_tensor((25,), torch.int32),
         )
         assert tensor.data_ptr() == array.ctypes.data == numbers.data_ptr() == lease.data_ptr()
         tensor.copy_(torch.arange(100, dtype=torch.uint8))
@@ -82,7 +83,7 @@ def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(
 )
 def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape, dtype):
     with pool.acquire(96) as lease:
-        view = lease.view(shape, dtype)
+        view = lease.as_tensor(shape, dtype)
         assert view.shape == torch.empty(shape).shape
         assert (view.dtype, view.is_contiguous(), view.data_ptr()) == (dtype, True, lease.data_ptr())
         del view
@@ -90,13 +91,13 @@ def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape,
 
 def test_the_default_device_plays_no_part_in_an_empty_view(pool):
     with pool.acquire(4) as lease, torch.device("meta"):
-        assert lease.view((0, 3), torch.float32).device.type == "cpu"
+        assert lease.as_tensor((0, 3), torch.float32).device.type == "cpu"
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), 0])
 def test_a_view_without_elements_is_empty(pool, shape):
     with pool.acquire(4) as lease:
-        view = lease.view(shape, torch.float64)
+        view = lease.as_tensor(shape, torch.float64)
         assert (view.shape, view.dtype) == (torch.empty(shape).shape, torch.float64)
 
 
@@ -105,13 +106,13 @@ def test_a_view_beyond_the_bytes_asked_for_is_refused_with_both_numbers(pool, sh
     with pool.acquire(101) as lease:
         assert lease.capacity >= 104
         with pytest.raises(ValueError, match=f"{nbytes} bytes, leased 101; acquire more"):
-            lease.view(shape, torch.float32)
+            lease.as_tensor(shape, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), (-1, -1)])
 def test_a_view_of_negative_size_is_refused(pool, shape):
-    with pool.acquire(100) as lease, pytest.raises(ValueError, match="view does not fit"):
-        lease.view(shape, torch.uint8)
+    with pool.acquire(100) as lease, pytest.raises(ValueError, match="tensor does not fit"):
+        lease.as_tensor(shape, torch.uint8)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="PEP 688")
@@ -275,7 +276,7 @@ DERIVED = {
     "slice of an array": lambda lease: lease.numpy()[::7],
     "slice of a memoryview": lambda lease: lease.memoryview()[1:2],
     "storage": lambda lease: lease.tensor().untyped_storage(),
-    "list of rows": lambda lease: list(lease.view((5, 5), torch.int32).unbind()),
+    "list of rows": lambda lease: list(lease.as_tensor((5, 5), torch.int32).unbind()),
 }
 
 
@@ -515,7 +516,7 @@ def test_views_of_an_odd_sized_slab_end_at_its_end():
     with SlabPool(PageableMemory(), max_bytes=4097) as pool, pool.acquire(4097) as lease:
         lease.tensor().fill_(255)
         assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
-        assert lease.view(math.prod((64, 16)), torch.float32).nbytes == 4096
+        assert lease.as_tensor(math.prod((64, 16)), torch.float32).nbytes == 4096
 
 
 def test_a_finaliser_may_use_a_memoryview_that_dies_in_the_same_garbage(make_pool):

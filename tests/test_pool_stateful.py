@@ -26,18 +26,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pinstage import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    Lease,
-    LeaseError,
-    PoolFrozenError,
-    SlabPool,
-)
+from pinstage import Lease, SlabPool
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LeaseError, PoolFrozenError
 
-pytestmark = pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # any next call may tell it
+pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")  # any next call may tell it
 
-VIEWS = [Lease.tensor, Lease.numpy, Lease.memoryview, lambda lease: lease.view(lease.nbytes, torch.bool)]
+VIEWS = [Lease.tensor, Lease.numpy, Lease.memoryview, lambda lease: lease.as_tensor(lease.nbytes, torch.bool)]
 CLASSES = sorted({steps << doublings for steps in range(1, 17) for doublings in range(8)})
 """What a slab may have: from eight steps to a doubling to the next, 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from doubles import Gate, ManualEvent, outcome, wait_until
 
-from pinstage import AcquireTimeoutError, PoolStats
+from pinstage import PoolStats
+from pinstage.errors import AcquireTimeoutError
 
 
 def check(pool, **expected):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage import PoolClosedError, UnreleasedLeaseWarning
 from pinstage._pool import _jobs
+from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 THREADS = 16
 QUOTA = 100

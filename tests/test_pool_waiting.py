@@ -9,7 +9,7 @@ import pytest
 import torch
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import AcquireTimeoutError, UnreleasedLeaseWarning
+from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
 
 
 @pytest.fixture

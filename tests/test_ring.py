@@ -10,7 +10,8 @@ from doubles import CountingMemory, Interrupts, ManualEvent
 from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 
-from pinstage import RingError, SlabPool, Stager
+from pinstage import SlabPool, Stager
+from pinstage.errors import RingError
 
 
 @pytest.fixture
@@ -363,7 +364,7 @@ def test_a_failure_to_pack_gives_the_place_back(memory):
     pool.close()
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")  # the pool's way to recover from the same
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")  # the pool's way to recover from the same
 @pytest.mark.parametrize("what", ["stage", "release"])
 def test_an_interrupt_anywhere_leaves_no_slab_of_the_ring_busy(make_stager, what):
     stager = make_stager(ring=1)
@@ -386,7 +387,7 @@ def test_prefetch_says_how_large_a_ring_it_needs(make_stager):
         make_stager(ring=3).prefetch([], depth=2)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_prefetch_through_a_ring_yields_every_batch_intact(make_stager, depth):
     stager = make_stager(ring=depth + 2)
     seed = -1

@@ -28,22 +28,17 @@ from hypothesis import given, settings
 from strategies import assert_same, batches, bits, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import (
-    BudgetExceededError,
-    ForkedPoolError,
-    Layout,
-    LayoutError,
-    PageableMemory,
-    PoolClosedError,
-    PoolFrozenError,
-    SlabPool,
-    Stager,
-    StagingError,
-    Transfer,
-    _native,
-)
+from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._torch import memory_of
+from pinstage.errors import (
+    BudgetExceededError,
+    ForkedPoolError,
+    LayoutError,
+    PoolClosedError,
+    PoolFrozenError,
+    StagingError,
+)
 
 MIB = 1024 * 1024
 
@@ -290,9 +285,9 @@ def test_a_transfer_knows_what_travels(stager):
 
 def test_on_the_cpu_a_transfer_is_done_at_once(stager):
     transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
-    assert transfer.done
-    transfer.wait()
-    assert transfer.done
+    assert transfer.query()
+    transfer.synchronize()
+    assert transfer.query()
 
 
 def test_a_transfer_gives_the_same_batch_each_time(stager):
@@ -533,7 +528,7 @@ class Reading:
             self.closed = True
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5, 100])
+@pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
 def test_prefetch_yields_every_batch_in_order(stager, count, depth):
     staged = list(stager.prefetch(Reading(count), depth=depth))
@@ -542,7 +537,7 @@ def test_prefetch_yields_every_batch_in_order(stager, count, depth):
         assert_same(some_batch(seed), batch, "cpu")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(stager, depth):
     reading = Reading(10)
     prefetching = stager.prefetch(reading, depth=depth)
@@ -574,12 +569,9 @@ def test_a_depth_that_is_no_number_of_batches_is_refused(stager, depth):
         stager.prefetch([], depth=depth)
 
 
-@pytest.mark.parametrize("depth", [0, -1])
-def test_a_depth_below_one_is_refused_at_once(stager, depth):
-    with pytest.raises(
-        ValueError, match=f"depth must be at least 1: {depth}; to stage without prefetching use to_device"
-    ):
-        stager.prefetch([], depth=depth)
+def test_a_negative_depth_is_refused_at_once(stager):
+    with pytest.raises(ValueError, match="depth must not be negative: -1; 0 sends nothing ahead"):
+        stager.prefetch([], depth=-1)
 
 
 def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(stager):
@@ -674,6 +666,13 @@ def test_other_devices_are_refused(device):
 def test_a_cuda_device_without_cuda_is_refused(device):
     with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
         Stager(device)
+
+
+@without_cuda
+def test_without_a_device_and_without_cuda_batches_go_to_the_cpu():
+    with Stager(max_bytes="1MiB") as stager:
+        assert stager.device == torch.device("cpu")
+        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
 
 
 def test_less_than_one_thread_is_refused():
@@ -840,7 +839,7 @@ def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
     assert [part.layout for part in memory_of(nested)] == [torch.strided]
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
     stager = make_stager()
     began_before = 0

@@ -58,7 +58,7 @@ def test_a_ring_and_the_way_back_are_timed_too():
             staged = stager.to_device(batch())
         assert set(steps.times) == {*PARTS, "stage", "get"}
         with ps.profile() as steps:
-            stager.to_host(staged).result()
+            stager.to_host(staged).get()
     assert {"to_host", "walk", "describe", "gather", "copy", "views", "unflatten"} <= set(steps.times)
 
 
@@ -91,7 +91,7 @@ def test_waiting_for_a_loaders_workers_is_timed():
 
 
 def test_a_step_that_fails_is_timed_and_the_error_is_what_it_was(stager):
-    with ps.profile() as steps, pytest.raises(ps.BudgetExceededError):
+    with ps.profile() as steps, pytest.raises(ps.errors.BudgetExceededError):
         ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB").acquire("2MiB")
     assert steps.times["acquire"].calls == 1
 

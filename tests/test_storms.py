@@ -148,7 +148,7 @@ class House:
         return self.ring.to_device(batch())
 
     def use_to_host(self):
-        return self.stager.to_host(batch()).result()
+        return self.stager.to_host(batch()).get()
 
     def use_loader(self):
         [first, *_] = list(self.loader)
@@ -219,7 +219,7 @@ def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_
                 yield
             finally:
                 found.append(outcome(background(pool.acquire, 4096, timeout=5)))
-                with contextlib.suppress(ps.LeaseError):
+                with contextlib.suppress(ps.errors.LeaseError):
                     found.append(lease.tensor())
 
     held = hold()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, tensors
 
-from pinstage import LayoutError, _native
+from pinstage import _native
 from pinstage._layout import INTEGERS, PACKED, RowKind, Table, cut, pack, take_apart
+from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 many = settings(max_examples=5 * settings.default.max_examples)

@@ -11,20 +11,11 @@ from doubles import Interrupts, ManualEvent, outcome, stays_blocked
 from hypothesis import given, settings
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
-from pinstage import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    HostTransfer,
-    LayoutError,
-    PageableMemory,
-    PoolClosedError,
-    PoolFrozenError,
-    SlabPool,
-    Stager,
-)
+from pinstage import HostTransfer, PageableMemory, SlabPool, Stager
 from pinstage._copy import DIRECT_BYTES
 from pinstage._staging import _sources
 from pinstage._staging._sources import CpuSource, Events
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, PoolFrozenError
 
 SOME_FLOATS = 40
 
@@ -98,7 +89,7 @@ def test_a_fetched_tree_is_the_tree(stager):
     tree = some_tree()
     transfer = stager.to_host(tree)
     assert isinstance(transfer, HostTransfer)
-    assert_same(tree, transfer.result(), "cpu")
+    assert_same(tree, transfer.get(), "cpu")
     assert transfer.copies == 1
 
 
@@ -112,8 +103,8 @@ def shared_stager():
 @settings(max_examples=250, deadline=None)
 @given(tree=batches(), copy=...)
 def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
-    fetched = shared_stager.to_host(tree, copy=copy).result()
-    again = shared_stager.to_host(tree, copy=copy).result()
+    fetched = shared_stager.to_host(tree, copy=copy).get()
+    again = shared_stager.to_host(tree, copy=copy).get()
     for result in (fetched, again):
         for leaf, staged in zip(known.leaves_of(tree), known.leaves_of(result), strict=True):
             if isinstance(leaf, torch.Tensor) and known.packable(leaf):
@@ -134,7 +125,7 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
         *(tensor_of(dtype, (n, 3, 2), n) for n in range(5)),
         tensor_of(dtype, (4, 4), 5)[:, ::2],
     ]
-    fetched = stager.to_host(tree, copy=copy).result()
+    fetched = stager.to_host(tree, copy=copy).get()
     for ours, theirs in zip(fetched, tree, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(bits(ours), bits(theirs))
@@ -143,7 +134,7 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
 def test_channels_last_tensors_keep_their_strides(stager):
     image = tensor_of(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last)
     frames = torch.ones(2, 3, 300, 300).to(memory_format=torch.channels_last)
-    fetched = stager.to_host([image, frames]).result()
+    fetched = stager.to_host([image, frames]).get()
     assert [tensor.stride() for tensor in fetched] == [image.stride(), frames.stride()]
     assert torch.equal(fetched[0], image)
 
@@ -151,28 +142,28 @@ def test_channels_last_tensors_keep_their_strides(stager):
 def test_a_tensor_met_twice_travels_once_and_comes_back_as_one(stager):
     tensor = torch.ones(100)
     transfer = stager.to_host({"a": tensor, "b": [tensor]})
-    fetched = transfer.result()
+    fetched = transfer.get()
     assert fetched["a"] is fetched["b"][0]
     assert transfer.nbytes == 400
 
 
 def test_arrays_and_values_come_back_as_the_objects_they_are(stager):
     tree = {"array": np.ones(3), "text": "abc", "tensor": torch.ones(2)}
-    fetched = stager.to_host(tree).result()
+    fetched = stager.to_host(tree).get()
     assert fetched["array"] is tree["array"]
     assert fetched["text"] is tree["text"]
 
 
 def test_a_tree_without_tensors_needs_no_slab(stager):
     transfer = stager.to_host({"a": "text", "b": [None, 3], "c": torch.zeros(0, 3)})
-    assert (transfer.copies, transfer.nbytes, transfer.done) == (0, 0, True)
-    assert transfer.result()["c"].shape == (0, 3)
+    assert (transfer.copies, transfer.nbytes, transfer.query()) == (0, 0, True)
+    assert transfer.get()["c"].shape == (0, 3)
     assert stager.pool.stats().total_leased_slabs == 0
 
 
 def test_tensors_that_require_grad_come_by_their_own_to(stager):
     weight = torch.ones(3, requires_grad=True)
-    fetched = stager.to_host({"w": weight, "x": torch.ones(2)}).result()
+    fetched = stager.to_host({"w": weight, "x": torch.ones(2)}).get()
     assert fetched["w"] is weight  # as weight.to("cpu") is
     assert torch.equal(fetched["x"], torch.ones(2))
 
@@ -192,19 +183,19 @@ def test_large_dense_tensors_are_copied_from_where_they_are(stager, held):
     assert transfer.copies == 3
     assert {piece.there.data_ptr() for piece in held.pieces if not piece.owned} == {t.data_ptr() for t in large}
     held.finish()
-    assert_same([small[:25], large, strided, small[25:]], transfer.result(), "cpu")
+    assert_same([small[:25], large, strided, small[25:]], transfer.get(), "cpu")
 
 
 def test_a_tree_met_again_is_fetched_with_its_new_values(stager):
     for seed in range(6):
         tree = {"x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)], "n": seed}
-        assert_same(tree, stager.to_host(tree).result(), "cpu")
+        assert_same(tree, stager.to_host(tree).get(), "cpu")
 
 
 def test_the_counters_say_what_travelled(stager):
     tree = [torch.ones(100), torch.ones(50)]
-    stager.to_host(tree).result()
-    stager.to_host(tree, copy=True).result()
+    stager.to_host(tree).get()
+    stager.to_host(tree, copy=True).get()
     stats = stager.stats()
     assert (stats.fetches, stats.fetch_copies, stats.fetched_bytes) == (2, 2, 2 * 608)
     assert stats.batches == 0
@@ -216,15 +207,15 @@ def test_the_counters_say_what_travelled(stager):
 def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, background):
     tree = some_tree()
     transfer = stager.to_host(tree)
-    assert not transfer.done
+    assert not transfer.query()
     assert "done" not in repr(transfer)
-    result = background(transfer.result)
+    result = background(transfer.get)
     assert stays_blocked(result)
     reachable = [name for name in dir(transfer) if not name.startswith("_")]
-    assert set(reachable) == {"copies", "done", "nbytes", "result", "wait"}
+    assert set(reachable) == {"copies", "get", "nbytes", "query", "synchronize"}
     held.finish()
     assert_same(tree, outcome(result), "cpu")
-    assert transfer.done
+    assert transfer.query()
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -233,7 +224,7 @@ def test_a_failed_copy_is_an_error_and_shows_nothing(stager, held, copy):
     held.event.error = RuntimeError("device-side assert")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="device-side assert"):
-            transfer.result()
+            transfer.get()
     held.event.error = None
     held.finish()
 
@@ -262,7 +253,7 @@ def test_several_events_are_done_when_all_are():
 
 
 def test_the_slab_goes_back_when_the_last_view_has_died(stager):
-    fetched = stager.to_host([torch.ones(100), torch.ones(50)]).result()
+    fetched = stager.to_host([torch.ones(100), torch.ones(50)]).get()
     assert stager.pool.stats().in_flight_slabs == 1
     part = fetched[1][10:]
     del fetched
@@ -274,14 +265,14 @@ def test_the_slab_goes_back_when_the_last_view_has_died(stager):
 
 
 def test_views_are_not_overwritten_by_what_is_fetched_later(stager):
-    kept = [stager.to_host([torch.full((100,), float(i))]).result() for i in range(5)]
+    kept = [stager.to_host([torch.full((100,), float(i))]).get() for i in range(5)]
     assert [int(tree[0][0]) for tree in kept] == [0, 1, 2, 3, 4]
     assert stager.pool.stats().held_slabs == 5
 
 
 def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
     tree = some_tree()
-    fetched = stager.to_host(tree, copy=True).result()
+    fetched = stager.to_host(tree, copy=True).get()
     assert stager.pool.stats().in_flight_slabs == 0
     assert_same(tree, fetched, "cpu")
     storages = {leaf.untyped_storage().data_ptr() for leaf in fetched["ids"] if leaf.numel()}
@@ -290,21 +281,21 @@ def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
 
 def test_the_result_is_the_same_object_each_time(stager):
     transfer = stager.to_host(some_tree())
-    assert transfer.result() is transfer.result()
+    assert transfer.get() is transfer.get()
 
 
 def test_the_sources_may_be_changed_and_freed_after_the_call(stager):
     source = torch.ones(100)
     transfer = stager.to_host([source])
     source.zero_()
-    assert torch.equal(transfer.result()[0], torch.ones(100))
+    assert torch.equal(transfer.get()[0], torch.ones(100))
 
 
 def test_the_steady_state_allocates_nothing(stager):
-    stager.to_host(some_tree()).result()
+    stager.to_host(some_tree()).get()
     stager.pool.freeze()
     for seed in range(10):
-        stager.to_host(some_tree(seed)).result()
+        stager.to_host(some_tree(seed)).get()
     assert stager.pool.stats().misses == 1
 
 
@@ -314,7 +305,7 @@ def test_the_steady_state_allocates_nothing(stager):
 @pytest.mark.parametrize("call", ["to_host", "stage", "to_device"])
 def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call):
     stager = make_stager(max_bytes=4096, timeout=0.01)
-    kept = stager.to_host([torch.ones(1000)]).result()
+    kept = stager.to_host([torch.ones(1000)]).get()
     text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or pass copy=True"
     with pytest.raises(AcquireTimeoutError, match=text) as caught:
         getattr(stager, call)([torch.ones(1000)])
@@ -322,14 +313,14 @@ def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager
     assert caught.value.in_flight_bytes >= 4000
     del kept
     getattr(stager, call)([torch.ones(1000)])
-    assert torch.equal(stager.to_host([torch.ones(1000)]).result()[0], torch.ones(1000))
+    assert torch.equal(stager.to_host([torch.ones(1000)]).get()[0], torch.ones(1000))
 
 
 def test_prefetch_raises_after_the_batches_that_found_a_slab(make_stager):
     stager = make_stager(max_bytes=4096, timeout=0.01)
     batches = stager.prefetch([[torch.full((1000,), float(n))] for n in range(3)], depth=1)
     first = next(batches)  # the second one has been staged by now
-    kept = stager.to_host(first).result()
+    kept = stager.to_host(first).get()
     assert float(next(batches)[0][0]) == 1.0
     with pytest.raises(AcquireTimeoutError):
         next(batches)
@@ -375,10 +366,10 @@ def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
 def test_pageable_memory_of_a_pool_shared_by_two_stagers_serves_both():
     with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as one:
         two = Stager("cpu", pool=pool)
-        assert_same(some_tree(), one.to_host(two.to_device(some_tree())).result(), "cpu")
+        assert_same(some_tree(), one.to_host(two.to_device(some_tree())).get(), "cpu")
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.UnreleasedLeaseWarning")
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
     began_before = 0
     for number in itertools.count(1):

@@ -11,7 +11,7 @@ import torch
 from torch_names import CASES, WORKS
 
 import pinstage._torch as names
-from pinstage import StagingError
+from pinstage.errors import StagingError
 
 
 @pytest.fixture(scope="module")

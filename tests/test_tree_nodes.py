@@ -22,7 +22,9 @@ import torch
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, LayoutError, Stager, StagingNode, register_node
+from pinstage import Layout, Stager, register_node
+from pinstage._tree import StagingNode
+from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -625,7 +627,7 @@ def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then
         Late, lambda late: ((late.value,), None), lambda metadata, children: Late(*children), namespace=namespace
     )
     with Stager("cpu", max_bytes="1MiB") as stager:
-        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).result(), "cpu")
+        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).get(), "cpu")
         assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
         assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
 
@@ -894,7 +896,7 @@ assert found["sparse"].is_sparse
 import pinstage
 try:
     same = pinstage.Layout.of(expected)
-except pinstage.LayoutError as error:
+except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """

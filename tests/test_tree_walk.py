@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from paths import on_path
 from strategies import Record, assert_same, batches, through_slab
 
-from pinstage import LayoutError, register_node
+from pinstage import register_node
 from pinstage._tree import _structure, walk
+from pinstage.errors import LayoutError
 
 both_paths = pytest.mark.usefixtures("both_paths")
 OFTEN = 3

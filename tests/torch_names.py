@@ -377,7 +377,7 @@ def workers(ps: Any) -> str:
 def outcome(ps: Any, attempt: Callable[..., str], *args: Any) -> str:
     try:
         return attempt(ps, *args)
-    except ps.StagingError as error:
+    except ps.errors.StagingError as error:
         return f"refused: {error}"
 
 

@@ -18,33 +18,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._errors import (
-    AcquireTimeoutError,
-    BudgetExceededError,
-    ForkedPoolError,
-    LayoutError,
-    LeaseError,
-    PoolClosedError,
-    PoolFrozenError,
-    RingError,
-    StagingError,
-    UnreleasedLeaseWarning,
-)
-from ._layout import Layout, Slot
+from . import errors as errors
+from ._layout import Layout
 from ._memory import (
-    Block,
     HostAllocMemory,
     MemoryResource,
     PageableMemory,
     RegisteredMemory,
-    SharedMapping,
     SharedMemory,
     default_memory,
 )
 from ._pool import Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Stager, StagerStats, Transfer
-from ._steps import StepTime, StepTimes, profile
-from ._tree import StagingNode, register_node
+from ._steps import profile
+from ._tree import register_node
 
 if TYPE_CHECKING:
     from ._loader import DataLoader, LoaderStats, collate_into_slab
@@ -53,37 +40,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AcquireTimeoutError",
-    "Block",
-    "BudgetExceededError",
     "DataLoader",
-    "ForkedPoolError",
     "HostAllocMemory",
     "HostTransfer",
     "Layout",
-    "LayoutError",
     "Lease",
-    "LeaseError",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
-    "PoolClosedError",
-    "PoolFrozenError",
     "PoolStats",
     "RegisteredMemory",
-    "RingError",
-    "SharedMapping",
     "SharedMemory",
     "SlabPool",
-    "Slot",
     "Stager",
     "StagerStats",
-    "StagingError",
-    "StagingNode",
-    "StepTime",
-    "StepTimes",
     "Transfer",
-    "UnreleasedLeaseWarning",
     "audit",
     "collate_into_slab",
     "default_memory",

@@ -24,8 +24,8 @@ import optree
 import torch
 
 from . import _native
-from ._errors import StagingError
 from ._host import process_exists
+from .errors import StagingError
 
 _WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
 """What a name raises that is gone, or does something else by now."""

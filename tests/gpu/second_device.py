@@ -52,17 +52,17 @@ def stages(stager: ps.Stager) -> None:
 def fetches(stager: ps.Stager) -> None:
     there = {"x": torch.ones(1000, device=DEVICE), "y": torch.ones(1 << 20, device=DEVICE)}
     transfer = stager.to_host(there)
-    in_a_fresh_thread(lambda: transfer.done)
-    in_a_fresh_thread(transfer.wait)
-    assert all(bool((tensor == 1).all()) for tensor in transfer.result().values())
+    in_a_fresh_thread(transfer.query)
+    in_a_fresh_thread(transfer.synchronize)
+    assert all(bool((tensor == 1).all()) for tensor in transfer.get().values())
 
 
 def asked_by_other_threads(stager: ps.Stager) -> None:
     hold_copies(stager)
     transfer = stager.stage({"x": torch.ones(1 << 20)})
     in_a_fresh_thread(stager.stats)
-    in_a_fresh_thread(lambda: transfer.done)
-    in_a_fresh_thread(transfer.wait)
+    in_a_fresh_thread(transfer.query)
+    in_a_fresh_thread(transfer.synchronize)
 
 
 def pool_of_nobodys_device() -> None:

@@ -23,7 +23,12 @@ def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
         ps.Stager(cuda_device, max_bytes="64MiB", ring=ring, borrow_pinned=True) as stager,
         stager.pool.acquire(MIB) as lease,
     ):
-        batch = [pinned(1), torch.full((MIB,), 2, dtype=torch.uint8), torch.arange(7), lease.view(MIB, torch.uint8)]
+        batch = [
+            pinned(1),
+            torch.full((MIB,), 2, dtype=torch.uint8),
+            torch.arange(7),
+            lease.as_tensor(MIB, torch.uint8),
+        ]
         batch[3].fill_(4)
         before = stager.stats().pool.total_requested_bytes
         transfer = stager.stage(batch)
@@ -66,7 +71,7 @@ def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device, ri
         latch.hold(stager._target.stream)
         transfer = stager.send(lease, layout, layout.others(batch))
         assert lease.released
-        assert not transfer.done
+        assert not transfer.query()
         assert pool.stats().in_flight_slabs == 1
         latch.open()
         staged = transfer.get()

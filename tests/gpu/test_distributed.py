@@ -79,7 +79,7 @@ def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
         with latch:
             latch.hold(other._target.stream)
             transfer = other.stage({"x": original})
-            with pytest.raises(ps.AcquireTimeoutError):
+            with pytest.raises(ps.errors.AcquireTimeoutError):
                 pool.acquire(MIB, timeout=0.2)
             latch.open()
             overwriting = one.to_device({"x": torch.zeros_like(original)})
@@ -119,7 +119,7 @@ def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
                 for device in two_devices
             ]
             expected = [{name: tensor.cpu() for name, tensor in part.items()} for part in there]
-            for found, part in zip(stager.to_host(there).result(), expected, strict=True):
+            for found, part in zip(stager.to_host(there).get(), expected, strict=True):
                 assert all(torch.equal(found[name], part[name]) for name in part)
             del found, part
 
@@ -143,7 +143,7 @@ def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_de
     for loader in ("plain", "pinstage"):
         out = tmp_path / f"{loader}.json"
         options = {"--device": "cuda", "--loader": loader, "--hours": 1280, "--epochs": 2, "--batch-size": 32}
-        options |= {"--max-bytes": "512MiB/node", "--out": out}
+        options |= {"--max-bytes": "512MiB/host", "--out": out}
         torchrun(example, *(word for option in options.items() for word in option), timeout=120)
         reports[loader] = json.loads(out.read_text())
     plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))

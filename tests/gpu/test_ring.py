@@ -46,10 +46,10 @@ def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch
         else:
             del staged, transfer
         following = stager.stage(numbered(2))  # the host does not wait
-        assert not following.done
+        assert not following.query()
         assert not stager._target.stream.query()
         latch.open()
-        following.wait()
+        following.synchronize()
         consumer.synchronize()
         assert all(bool((leaf == 1).all()) for leaf in seen)
         assert all(bool((leaf == 2).all()) for leaf in following.get())
@@ -66,7 +66,7 @@ def test_the_same_scenario_corrupts_the_batch_when_the_copy_does_not_wait(cuda_d
         with torch.cuda.stream(consumer):
             seen = [leaf.clone() for leaf in staged]
         del staged
-        stager.stage(numbered(2)).wait()
+        stager.stage(numbered(2)).synchronize()
         latch.open()
         consumer.synchronize()
         assert all(bool((leaf == 2).all()) for leaf in seen)
@@ -88,9 +88,9 @@ def test_every_stream_that_got_the_batch_is_waited_for(cuda_device, latch: Latch
         second.synchronize()
         del staged, transfer
         following = stager.stage(numbered(2))
-        assert not following.done
+        assert not following.query()
         latch.open()
-        following.wait()
+        following.synchronize()
         assert bool((seen == 1).all())
 
 
@@ -98,7 +98,7 @@ def test_a_batch_that_autograd_still_needs_is_reported(cuda_device):
     weight = torch.ones(1024, device=cuda_device, requires_grad=True)
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=1) as stager:
         loss = (stager.to_device([torch.full((1024,), 3.0)])[0] * weight).sum()
-        with pytest.raises(ps.RingError, match=r"batch\[0\] is still referred to"):
+        with pytest.raises(ps.errors.RingError, match=r"batch\[0\] is still referred to"):
             stager.stage([torch.zeros(1024)])
         loss.backward()
         assert bool((weight.grad == 3).all())

@@ -128,10 +128,10 @@ def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
         latch.hold(copy_stream(stager))
         transfer = stager.stage(batch)
         staged = transfer.get()
-        assert not transfer.done
+        assert not transfer.query()
         latch.open()
-        transfer.wait()
-        assert transfer.done
+        transfer.synchronize()
+        assert transfer.query()
         assert transfer.copies == 1
         assert_equal(batch, staged)
 
@@ -141,7 +141,7 @@ def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, 
     original = torch.arange(MIB // 4, dtype=torch.int32)
     latch.hold(copy_stream(stager))
     transfer = stager.stage({"x": original})
-    with contextlib.suppress(ps.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
+    with contextlib.suppress(ps.errors.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
         lease.tensor().fill_(0xFF)
     latch.open()
     return original, transfer.get()["x"].cpu()
@@ -174,7 +174,7 @@ def test_the_slab_comes_back_by_the_copys_own_event(cuda_device, latch: Latch):
         assert (stats.leased_bytes, stats.free_bytes) == (0, 0)
         assert stats.in_flight_bytes == stats.held_bytes >= 4 * MIB
         latch.open()
-        transfer.wait()
+        transfer.synchronize()
         stats = stager.pool.stats()
         assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
 
@@ -185,27 +185,27 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
         used = set()
         for _ in range(50):
             transfer = stager.stage(batch)
-            used.add(id(transfer.copy_event))
-            transfer.wait()
+            used.add(id(transfer._event))
+            transfer.synchronize()
             del transfer
         assert len(used) < 5
         latch.hold(copy_stream(stager))
         waiting = [stager.stage(batch) for _ in range(3)]
-        assert len({id(transfer.copy_event) for transfer in waiting}) == 3
+        assert len({id(transfer._event) for transfer in waiting}) == 3
         latch.open()
         for transfer in waiting:
-            transfer.wait()
+            transfer.synchronize()
         with Latch(cuda_device) as again:
             again.hold(copy_stream(stager))
             later = stager.stage(batch)
-            assert [transfer.done for transfer in (*waiting, later)] == [True, True, True, False]
+            assert [transfer.query() for transfer in (*waiting, later)] == [True, True, True, False]
 
 
 def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releases(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         latch.hold(copy_stream(stager))
         stager.stage({"x": torch.ones(MIB // 4)})
-        with pytest.raises(ps.AcquireTimeoutError):
+        with pytest.raises(ps.errors.AcquireTimeoutError):
             stager.pool.acquire(MIB, timeout=0.05)
         latch.open()
         stager.pool.acquire(MIB, timeout=10).release()
@@ -239,7 +239,7 @@ def test_device_memory_is_not_given_away_while_the_consumer_still_reads_it(cuda_
         del staged
         gc.collect()
         for value in range(2, 8):  # the same size on the same stream: the allocator would love to hand the block out
-            stager.stage({"x": torch.full((MIB,), float(value))}).wait()
+            stager.stage({"x": torch.full((MIB,), float(value))}).synchronize()
         latch.open()
         consumer.synchronize()
         assert (kept == 1.0).all()

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 import pinstage as ps
+from pinstage._layout import Slot
+from pinstage._tree import StagingNode
 
 
 def by_hand(batch: object, pool: ps.SlabPool) -> Any:
@@ -22,7 +24,7 @@ def by_hand(batch: object, pool: ps.SlabPool) -> Any:
 
 
 def rows(layout: ps.Layout) -> None:
-    assert_type(layout.slots, tuple[ps.Slot, ...])
+    assert_type(layout.slots, tuple[Slot, ...])
     for slot in layout.slots:
         assert_type(slot.path, str)
         assert_type(slot.offset, int)
@@ -80,8 +82,8 @@ def registration_keeps_the_type() -> None:
     assert_type(Plain(torch.zeros(1)), Plain)
     assert_type(Called(torch.zeros(1)).value, torch.Tensor)
     assert_type(ps.register_node(Told, flatten, unflatten), type[Told])
-    node: ps.StagingNode = Speaking(torch.zeros(1), "name")
-    assert_type(isinstance(node, ps.StagingNode), bool)
+    node: StagingNode = Speaking(torch.zeros(1), "name")
+    assert_type(isinstance(node, StagingNode), bool)
 
 
 def wrong(layout: ps.Layout, batch: object) -> None:
@@ -97,4 +99,4 @@ def wrong(layout: ps.Layout, batch: object) -> None:
     ps.register_node(Plain(torch.zeros(1)))  # type: ignore[call-overload]
     Plain("text")  # type: ignore[arg-type]
     Called(3)  # type: ignore[arg-type]
-    _silent: ps.StagingNode = Silent()  # type: ignore[assignment]
+    _silent: StagingNode = Silent()  # type: ignore[assignment]

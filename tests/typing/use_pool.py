@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import pinstage as ps
+from pinstage._memory import Block
 
 
 def by_hand(event: torch.cuda.Event) -> None:
@@ -13,7 +14,7 @@ def by_hand(event: torch.cuda.Event) -> None:
         with pool.acquire(4096, timeout=1.0) as lease:
             assert_type(lease, ps.Lease)
             assert_type(lease.tensor(), torch.Tensor)
-            assert_type(lease.view((2, 3), torch.float32), torch.Tensor)
+            assert_type(lease.as_tensor((2, 3), torch.float32), torch.Tensor)
             assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
@@ -43,10 +44,10 @@ class Bounded:
     is_shared = False
     granularity = 4096
 
-    def allocate(self, nbytes: int) -> ps.Block:
-        return ps.Block(0, nbytes)
+    def allocate(self, nbytes: int) -> Block:
+        return Block(0, nbytes)
 
-    def deallocate(self, block: ps.Block) -> None:
+    def deallocate(self, block: Block) -> None:
         pass
 
 
@@ -61,17 +62,22 @@ def memory_resources() -> None:
 def errors(pool: ps.SlabPool) -> int:
     try:
         pool.acquire(1 << 40, timeout=0)
-    except ps.BudgetExceededError as error:
+    except ps.errors.BudgetExceededError as error:
         _memory: MemoryError = error
         return error.requested_bytes + error.held_bytes + error.leased_bytes + error.in_flight_bytes + error.max_bytes
-    except ps.AcquireTimeoutError as late:
+    except ps.errors.AcquireTimeoutError as late:
         _timeout: TimeoutError = late
-    except (ps.PoolClosedError, ps.PoolFrozenError, ps.ForkedPoolError, ps.LeaseError) as wrong_state:
+    except (
+        ps.errors.PoolClosedError,
+        ps.errors.PoolFrozenError,
+        ps.errors.ForkedPoolError,
+        ps.errors.LeaseError,
+    ) as wrong_state:
         _runtime: RuntimeError = wrong_state
-    except ps.LayoutError as layout:
+    except ps.errors.LayoutError as layout:
         _type: TypeError = layout
         assert_type(layout.path, str)
-    except ps.StagingError:
+    except ps.errors.StagingError:
         pass
     return 0
 
@@ -87,8 +93,8 @@ def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     pool.stats().held_bytes = 0  # type: ignore[misc]
     lease.release(Done())  # type: ignore[call-arg]
     lease.release(after=3)  # type: ignore[arg-type]
-    lease.view((2, 3))  # type: ignore[call-arg]
-    lease.view((2, 3), "float32")  # type: ignore[arg-type]
+    lease.as_tensor((2, 3))  # type: ignore[call-arg]
+    lease.as_tensor((2, 3), "float32")  # type: ignore[arg-type]
     lease.nbytes = 3  # type: ignore[misc]
     _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
     ps.PageableMemory(4096)  # type: ignore[call-arg]

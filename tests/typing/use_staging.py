@@ -18,6 +18,8 @@ def one_line(batch: dict[str, torch.Tensor]) -> None:
 
 def every_kind_of_device(pool: ps.SlabPool) -> None:
     ps.Stager("cpu")
+    ps.Stager()
+    ps.Stager(None)
     ps.Stager(torch.device("cuda", 1), pool=pool, threads=4)
     ps.Stager(0, max_bytes=1 << 30, threads=None)
     with ps.Stager("cpu") as stager:
@@ -27,11 +29,11 @@ def every_kind_of_device(pool: ps.SlabPool) -> None:
 def a_transfer(stager: ps.Stager, batch: object, stream: torch.cuda.Stream) -> None:
     transfer = stager.stage(batch)
     assert_type(transfer, ps.Transfer)
-    assert_type(transfer.done, bool)
+    assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
     assert_type(transfer.passthrough, int)
     assert_type(transfer.layout, ps.Layout)
-    transfer.wait()
+    transfer.synchronize()
     assert_type(transfer.get(), Any)
     transfer.get(stream)
     transfer.get(stream=None)
@@ -53,30 +55,28 @@ def stats(stager: ps.Stager) -> int:
 
 
 def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
-    ps.Stager()  # type: ignore[call-arg]
     ps.Stager("cpu", pool)  # type: ignore[call-arg]
     ps.Stager("cpu", max_bytes=1.5)  # type: ignore[arg-type]
     ps.Stager("cpu", threads="4")  # type: ignore[arg-type]
-    ps.Stager(None)  # type: ignore[arg-type]
     stager.prefetch([batch], 2)  # type: ignore[call-arg]
     stager.prefetch(3)  # type: ignore[arg-type]
     stager.stage()  # type: ignore[call-arg]
     stager.pool = pool  # type: ignore[misc]
     stager.device = "cpu"  # type: ignore[misc, assignment]
     stager.stats().batches = 3  # type: ignore[misc]
-    stager.stage(batch).done = True  # type: ignore[misc]
+    stager.stage(batch).nbytes = 1  # type: ignore[misc]
     stager.stage(batch).get("cuda:0")  # type: ignore[arg-type]
-    stager.stage(batch).result()  # type: ignore[attr-defined]
+    stager.stage(batch).done()  # type: ignore[attr-defined]
 
 
 def to_the_host(stager: ps.Stager, tree: object) -> None:
     transfer = stager.to_host(tree)
     assert_type(transfer, ps.HostTransfer)
-    assert_type(transfer.done, bool)
+    assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
     assert_type(transfer.nbytes, int)
-    assert_type(transfer.result(), Any)
-    transfer.wait()
+    assert_type(transfer.get(), Any)
+    transfer.synchronize()
     stager.to_host(tree, copy=True)
     stager.to_host(tree, True)  # type: ignore[call-arg]
     assert_type(stager.stats().fetched_bytes, int)

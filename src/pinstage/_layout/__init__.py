@@ -8,7 +8,7 @@ any pool, touches no device.
 
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
-from ._layout import Layout, Slot
+from ._layout import Layout, Slot, content_of
 from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
 from ._views import cut, place_of
@@ -27,6 +27,7 @@ __all__ = [
     "Slot",
     "Table",
     "compute_lazy_leaves",
+    "content_of",
     "contiguous_stride",
     "cut",
     "dense_stride",

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._errors import LayoutError
 from .._steps import step
 from .._torch import check_is_plain, has_no_memory, is_dual, may_be_dual
 from .._tree import (
@@ -27,6 +26,7 @@ from .._tree import (
     learn_containers,
     walk,
 )
+from ..errors import LayoutError
 from ._dtypes import ALIGNMENT, CODES
 from ._table import RowKind, Table, table_of_rows
 

@@ -9,8 +9,8 @@ import numpy as np
 import optree
 import torch
 
-from .._errors import LayoutError
 from .._tree import Structure
+from ..errors import LayoutError
 from ._describe import Parts, contiguous_stride, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, name_of
 from ._pack import pack
@@ -58,11 +58,6 @@ class Layout:
         """
         parts = take_apart(batch)
         return cls(parts.structure, parts.table)
-
-    @property
-    def content(self) -> tuple[Structure, Table]:
-        """What it is made of; not for users."""
-        return self._structure, self._table
 
     @property
     def nbytes(self) -> int:
@@ -236,6 +231,11 @@ class Layout:
         slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
         lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
         return "\n".join(lines)
+
+
+def content_of(layout: Layout) -> tuple[Structure, Table]:
+    """Return what a layout is made of."""
+    return layout._structure, layout._table
 
 
 def _restore(structure: Structure, table: Table) -> Layout:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _native
-from .._errors import LayoutError
+from ..errors import LayoutError
 from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")

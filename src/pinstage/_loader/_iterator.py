@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .._errors import BudgetExceededError
 from .._layout import pack, take_apart
 from .._reaper import reaper
 from .._staging import RunAhead, Stager, Target, Transfer, send_packed
 from .._steps import step
 from .._torch import next_batch
+from ..errors import BudgetExceededError
 from ._arrivals import Arrival, Failed
 from ._ending import Ending
 from ._sending import Sender

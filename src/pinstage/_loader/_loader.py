@@ -11,8 +11,9 @@ import torch
 import torch.utils.data
 
 from .._memory import cap_bytes
+from .._pool import SlabPool
 from .._reaper import reaper
-from .._staging import Target, target_for
+from .._staging import Target, check_depth, target_for
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
 from ._ending import Ending
@@ -40,20 +41,25 @@ class IntoSlabs:
         pool = self._slabs.pool
         return self._counters.snapshot(self.num_workers, None if pool is None else pool.stats())  # type: ignore[attr-defined]
 
-    def _send_to(self, device: torch.device | str | int | None, max_bytes: int | str, depth: int) -> None:
-        if not isinstance(depth, int):
-            raise TypeError(f"depth must be an int: {depth!r}; 0 sends nothing ahead")
-        if depth < 0:
-            raise ValueError(f"depth must not be negative: {depth}; 0 sends nothing ahead")
+    def _send_to(
+        self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
+    ) -> None:
+        self.depth = check_depth(depth)
+        if pool is not None and max_bytes != "auto":
+            raise ValueError(
+                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
+            )
+        if pool is not None and not pool.memory.is_shared:
+            raise ValueError(
+                f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
+                "SlabPool(SharedMemory(device), max_bytes=...)"
+            )
         if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._target = target_for(torch.device(device))
+        self._target = target_for(device)
         self.device = self._target.device
-        self.max_bytes = max_bytes
-        self.depth = depth
-        self._own_slabs = Slabs(self._target, max_bytes)
+        self.max_bytes = max_bytes if pool is None else pool.max_bytes
+        self._own_slabs = Slabs(self._target, max_bytes, pool)
         self._counters = Counters()
 
     # A copy makes these when it is used: one in a spawned worker, whose dataset has the loader, must not touch CUDA.
@@ -164,7 +170,10 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
     Args:
         dataset: as torch's.
         *args: as torch's.
-        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available.
+        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available, else ``"cpu"``.
+        pool: a pool over `SharedMemory` to take slabs from, perhaps shared with other loaders and stagers; None makes
+            one. Workers keep their slabs until the iterator ends, so leave room for the others. A copy of the loader
+            makes a pool of its own, with the same cap.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached; a batch for which there can be no slab travels through the worker queue, more slowly.
         depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. Without workers
@@ -173,12 +182,13 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
 
     Raises:
         TypeError: `depth` is no int.
-        ValueError: `depth` is negative, `max_bytes` no size, or `device` another kind of device.
+        ValueError: `depth` is negative, `max_bytes` no size, `device` another kind of device, `pool` not over
+            shared memory, or both `pool` and `max_bytes` are given.
         StagingError: a CUDA device without CUDA.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
-    The slabs are kept between passes, and freed when the loader and its iterators are gone. An iterator that is left
-    early gives all back as soon as it is dropped.
+    The slabs are kept between passes. Those of a pool that the loader made are freed when it and its iterators are
+    gone. An iterator that is left early gives all back as soon as it is dropped.
     """
 
     def __init__(
@@ -186,16 +196,22 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         dataset: torch.utils.data.Dataset[T_co],
         *args: Any,
         device: torch.device | str | int | None = None,
+        pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
-        depth: int = 1,
+        depth: int = 2,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, *args, **kwargs)
-        self._send_to(device, max_bytes, depth)
+        self._send_to(device, pool, max_bytes, depth)
 
 
 def collate_into_slab(
-    loader: L, *, device: torch.device | str | int | None = None, max_bytes: int | str = "auto", depth: int = 1
+    loader: L,
+    *,
+    device: torch.device | str | int | None = None,
+    pool: SlabPool | None = None,
+    max_bytes: int | str = "auto",
+    depth: int = 2,
 ) -> L:
     """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.
 
@@ -206,6 +222,7 @@ def collate_into_slab(
     Args:
         loader: of a class made of torch's `DataLoader`, whose iterators are torch's or made of them.
         device: as for `DataLoader`.
+        pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.
 
@@ -227,7 +244,7 @@ def collate_into_slab(
     kept = found.__class__
     found.__class__ = _into_slabs(kept)
     try:
-        found._send_to(device, max_bytes, depth)
+        found._send_to(device, pool, max_bytes, depth)
     except BaseException:
         found.__class__ = kept
         raise

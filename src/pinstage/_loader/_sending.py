@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._staging import Target, Transfer, send_packed
+from .._staging import Target, Transfer, copy_event_of, send_packed
 from ._arrivals import Arrival
 from ._stats import Counters
 
@@ -28,7 +28,7 @@ class Sender:
             event = None
             try:
                 transfer = self._send_from(arrival.receiver.address_of(number), arrival)
-                event = transfer.copy_event
+                event = copy_event_of(transfer)
             except BaseException:
                 event = self._target.record_copies()
                 raise

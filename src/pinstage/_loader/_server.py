@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-from .._errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
 from .._pool import Event, Lease, SlabPool, size_class
 from .._reaper import running
 from .._sizes import format_bytes
 from .._staging import Target
+from ..errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
 from ._arrivals import RECEIVERS, Arrival, Known
 from ._descriptors import send_descriptor
 

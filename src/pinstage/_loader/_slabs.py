@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from .._memory import SharedMemory
+from .._memory import SharedMemory, default_memory
 from .._pool import SlabPool
 from .._staging import Stager, Target
 
@@ -15,13 +15,14 @@ class Slabs:
 
     Args:
         target: where slabs are copied to.
-        max_bytes: their cap.
+        max_bytes: cap of the pool that is made when it is needed.
+        pool: where they come from instead; it is not freed.
     """
 
-    def __init__(self, target: Target, max_bytes: int | str) -> None:
+    def __init__(self, target: Target, max_bytes: int | str, pool: SlabPool | None = None) -> None:
         self.pid = os.getpid()
         """The process that they belong to: neither they nor the locks here are of use in a forked child."""
-        self.pool: SlabPool | None = None
+        self.pool = pool
         self.starting = threading.RLock()
         """Held while an iterator is made: torch reads the loader then, which is changed for that time."""
         self._target = target
@@ -42,6 +43,8 @@ class Slabs:
         """Return what sends batches without workers."""
         with self._lock:
             if self._stager is None:
-                self._stager = Stager(self._target.device, max_bytes=self._max_bytes)
-                self.pool = self._stager.pool
+                device = self._target.device
+                if self.pool is None:
+                    self.pool = SlabPool(default_memory(device), max_bytes=self._max_bytes)
+                self._stager = Stager(device, pool=self.pool)
             return self._stager

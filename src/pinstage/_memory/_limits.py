@@ -16,7 +16,7 @@ WSL_PINNED_BYTES = 1 << 30
 UNKNOWN_BYTES = 1 << 30
 """Taken for available where no limit can be read: enough to stage with, and little on any machine with a GPU."""
 
-_PER_NODE = "/node"
+_PER_HOST = "/host"
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
@@ -66,7 +66,7 @@ def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
     """Read a cap on the bytes that one process may hold, and say where it comes from.
 
     Args:
-        max_bytes: ``"auto"``; a size as `parse_bytes` reads it; or such a size with ``"/node"`` behind it, a cap for
+        max_bytes: ``"auto"``; a size as `parse_bytes` reads it; or such a size with ``"/host"`` behind it, a cap for
             all ranks of this host together, of which each takes an equal part. Their number is ``LOCAL_WORLD_SIZE``, as
             torchrun sets it; 1 where no launcher says that there are several.
 
@@ -79,7 +79,7 @@ def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
     """
     if max_bytes == "auto":
         return auto_max_bytes()
-    if not isinstance(max_bytes, str) or not max_bytes.rstrip().endswith(_PER_NODE):
+    if not isinstance(max_bytes, str) or not max_bytes.rstrip().endswith(_PER_HOST):
         return parse_bytes(max_bytes), f"given: {max_bytes}"
     if "LOCAL_WORLD_SIZE" not in os.environ and os.environ.get("WORLD_SIZE", "1").strip() != "1":
         raise ValueError(
@@ -87,7 +87,7 @@ def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
             "(how many ranks this host has) is not set; launch with torchrun, set it, or pass each rank's own size"
         )
     ranks = _ranks(None)
-    whole = parse_bytes(max_bytes.rstrip().removesuffix(_PER_NODE))
+    whole = parse_bytes(max_bytes.rstrip().removesuffix(_PER_HOST))
     return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 import numpy as np
 import torch
 
-from .._errors import LeaseError
+from ..errors import LeaseError
 from . import _refusals
 from ._slab import Event, Inbox, Slab
 
@@ -45,8 +45,8 @@ def _exporter_type(capacity: int) -> type[Any]:
 class Lease:
     """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases at its end.
 
-    Views (`tensor`, `view`, `numpy`, `memoryview`) show the slab itself, without a copy; its content is whatever the
-    last user left. A view that outlives the release keeps the slab out of the pool until it dies.
+    Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy. Its content is whatever
+    the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
 
     A lease belongs to whoever holds it; it may be passed to, and released by, another thread, but two threads should
     not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
@@ -98,7 +98,7 @@ class Lease:
         """
         return torch.frombuffer(self._export("tensor()"), dtype=torch.uint8, count=self._nbytes)
 
-    def view(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
+    def as_tensor(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
         """Return the start of the leased bytes as a tensor of the given shape and dtype.
 
         Raises:
@@ -109,10 +109,10 @@ class Lease:
         count = math.prod(sizes)
         if any(size < 0 for size in sizes) or count * dtype.itemsize > self._nbytes:
             raise ValueError(
-                f"view does not fit the lease: shape {sizes} of {dtype} needs {count * dtype.itemsize} bytes, leased "
-                f"{self._nbytes}; acquire more, or ask for a smaller view"
+                f"tensor does not fit the lease: shape {sizes} of {dtype} needs {count * dtype.itemsize} bytes, leased "
+                f"{self._nbytes}; acquire more, or ask for a smaller tensor"
             )
-        exporter = self._export("view()")
+        exporter = self._export("as_tensor()")
         if count == 0:
             return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever the default device
         return torch.frombuffer(exporter, dtype=dtype, count=count).view(sizes)

@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from .._errors import BudgetExceededError, PoolFrozenError
 from .._memory import MemoryResource
 from .._reaper import reaper
 from .._torch import ownership
+from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
 from ._classes import reuse_limit, size_class
 from ._jobs import Job, free_what_is_done

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from .._errors import UnreleasedLeaseWarning
 from .._memory import MemoryResource, cap_bytes, default_memory
 from .._sizes import parse_bytes
 from .._steps import step
+from ..errors import UnreleasedLeaseWarning
 from . import _refusals
 from ._jobs import Job
 from ._lease import Lease
@@ -25,7 +25,7 @@ class SlabPool:
 
     Args:
         memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
-        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/node"``, a cap
+        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/host"``, a cap
             for this host, of which each of torchrun's local ranks takes an equal part; or ``"auto"`` for a share of
             what this process may pin. `PoolStats.max_bytes_reason` says how the number came about.
 
@@ -216,14 +216,14 @@ class SlabPool:
                 ledger.end()
             return found
 
-        def too_late(others: int) -> Exception:
-            return _refusals.too_late(ledger.figures(), nbytes, timeout, others)
+        def timed_out(others: int) -> Exception:
+            return _refusals.timed_out(ledger.figures(), nbytes, timeout, others)
 
         served: Lease | Job | Exception | None = found
         while not isinstance(served, Lease):
             if isinstance(served, Exception):
                 raise served
-            served = self._line.wait(attempt, timeout, too_late) if served is None else self._wait_for(served)
+            served = self._line.wait(attempt, timeout, timed_out) if served is None else self._wait_for(served)
         if ledger.closed:
             served.release()
             self.trim()

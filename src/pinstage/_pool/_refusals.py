@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from .._errors import (
+from .._sizes import format_bytes
+from ..errors import (
     AcquireTimeoutError,
     BudgetExceededError,
     ForkedPoolError,
@@ -13,7 +14,6 @@ from .._errors import (
     PoolFrozenError,
     StagingError,
 )
-from .._sizes import format_bytes
 
 
 class Figures(NamedTuple):
@@ -54,7 +54,7 @@ def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> Budge
     )
 
 
-def too_late(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
+def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
     """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "

@@ -41,13 +41,13 @@ class Line:
             with contextlib.suppress(RuntimeError):  # rung already
                 bell.release()
 
-    def wait(self, attempt: Callable[[bool], Any], timeout: float | None, too_late: Callable[[int], Exception]) -> Any:
+    def wait(self, attempt: Callable[[bool], Any], timeout: float | None, timed_out: Callable[[int], Exception]) -> Any:
         """Wait until an attempt brings something, and return that. Blocks.
 
         Args:
             attempt: called with whether it is the caller's turn. What it raises ends the wait.
             timeout: seconds; None waits for ever.
-            too_late: returns what is raised then; called with how many others wait.
+            timed_out: returns what is raised then; called with how many others wait.
         """
         start = time.monotonic()
         bell = threading.Lock()
@@ -63,7 +63,7 @@ class Line:
                     return found
                 left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
                 if left <= 0:
-                    raise too_late(len(self._bells) - 1)
+                    raise timed_out(len(self._bells) - 1)
                 bell.acquire(timeout=min(left, pause if my_turn else threading.TIMEOUT_MAX))
                 if my_turn:
                     pause = min(2 * pause, longest_pause)

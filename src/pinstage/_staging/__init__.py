@@ -12,13 +12,14 @@ Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
 from ._frames import clear_own_frames
-from ._run_ahead import RunAhead
+from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, StagerStats
 from ._targets import Target, target_for
 from ._to_host import HostTransfer
-from ._transfer import Transfer, send_packed
+from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
+    "check_depth",
     "clear_own_frames",
     "HostTransfer",
     "RunAhead",
@@ -26,6 +27,7 @@ __all__ = [
     "StagerStats",
     "Target",
     "Transfer",
+    "copy_event_of",
     "send_packed",
     "target_for",
 ]

@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 import torch
 
-from .._errors import RingError
 from .._layout import Layout, Table
 from .._pool import Event
 from .._sizes import format_bytes
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
+from ..errors import RingError
 from ._targets import Target
 
 Overflow = Literal["error", "fresh"]

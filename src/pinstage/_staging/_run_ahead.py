@@ -11,6 +11,20 @@ RUN_AHEAD = 3
 """Batches whose work the device may have before it: with two it is never idle, one more evens out the host's delays."""
 
 
+def check_depth(depth: int) -> int:
+    """Return a number of batches to be staged ahead.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    if not isinstance(depth, int):
+        raise TypeError(f"depth must be an int: {depth!r}; it is the number of batches ahead")
+    if depth < 0:
+        raise ValueError(f"depth must not be negative: {depth}; 0 sends nothing ahead")
+    return depth
+
+
 class RunAhead:
     """Keeps a loop that never waits for the device from queueing work, and so taking device memory, without end.
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import torch
 
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing
-from .._errors import AcquireTimeoutError
-from .._layout import Layout, Parts, Table, take_apart
+from .._layout import Layout, Parts, Table, content_of, take_apart
 from .._memory import default_memory
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
 from .._tree import Structure
+from ..errors import AcquireTimeoutError
 from ._ring import Overflow, Place, Ring
-from ._run_ahead import RunAhead
+from ._run_ahead import RunAhead, check_depth
 from ._sources import Sources
 from ._targets import target_for
 from ._to_host import HostTransfer, to_host
@@ -80,7 +80,7 @@ class Stager:
 
     Args:
         device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
-            pageable memory.
+            pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
         ring: use so many fixed device slabs again and again, rather than a fresh one for each batch. A batch's tensors
@@ -94,7 +94,7 @@ class Stager:
             the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
-            until `Transfer.done`, as with torch's own ``non_blocking=True``; they are kept alive until then.
+            until `Transfer.query` is true, as with torch's own ``non_blocking=True``; they are kept alive until then.
         timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
             ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
@@ -108,7 +108,7 @@ class Stager:
 
     def __init__(
         self,
-        device: torch.device | str | int,
+        device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
@@ -127,7 +127,7 @@ class Stager:
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
-        self._target = target_for(torch.device(device))
+        self._target = target_for(device)
         self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
@@ -187,7 +187,7 @@ class Stager:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy: it is no longer the caller's when the call returns, and
-        its views must not be written until `Transfer.done`.
+        its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch, as `layout` says; of any pool.
@@ -200,7 +200,7 @@ class Stager:
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
         """
         with step("stage"):
-            structure, table = layout.content
+            structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
                 raise ValueError(
                     f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; acquire(layout.nbytes)"
@@ -243,7 +243,7 @@ class Stager:
                 views hold a slab of the pool.
 
         Returns:
-            The transfer; its ``result()`` waits for the copies, and is the only way to their bytes.
+            The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is no known container.
@@ -269,19 +269,16 @@ class Stager:
 
         Args:
             iterable: yields batches, for example a DataLoader. It is read `depth` batches ahead.
-            depth: batches ahead, at least 1. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
         Yields:
             Batches as `to_device` returns them, for the stream that is current when each is asked for.
 
         Raises:
-            TypeError, ValueError: `depth` is no int of at least 1, or larger than the ring allows.
+            TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
             Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
-        if not isinstance(depth, int):
-            raise TypeError(f"depth must be an int: {depth!r}; it is the number of batches ahead")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1: {depth}; to stage without prefetching use to_device()")
+        check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
             raise ValueError(
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "

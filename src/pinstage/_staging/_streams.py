@@ -15,7 +15,7 @@ from .._torch import cuda_calls, ids_of
 
 E = TypeVar("E", bound=torch.cuda.Event)
 
-ALONE = next(map(sys.getrefcount, [object()]))
+UNSHARED = next(map(sys.getrefcount, [object()]))
 """What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
 
 _EVENTS_KEPT = 32
@@ -120,7 +120,7 @@ class EventCache(Generic[E]):
             oldest = [self._made.popleft()]
         except IndexError:
             return None
-        if next(map(sys.getrefcount, oldest)) <= ALONE:
+        if next(map(sys.getrefcount, oldest)) <= UNSHARED:
             return oldest[0]
         if len(self._made) < _EVENTS_KEPT:
             self._made.appendleft(oldest[0])

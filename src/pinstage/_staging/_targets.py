@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from .._errors import StagingError
 from .._memory import disregard_captures, start_copy, why_unusable
 from .._pool import Event
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
+from ..errors import StagingError
 from ._streams import DeviceEvent, EventCache, on_device, on_stream
 
 
@@ -211,14 +211,17 @@ class CpuTarget:
         """See `Target`."""
 
 
-def target_for(device: torch.device) -> Target:
-    """Return the target for a device.
+def target_for(device: torch.device | str | int | None) -> Target:
+    """Return the target for a device; for None, the current CUDA device where there is one, else the CPU.
 
     Raises:
         ValueError: neither a CUDA device nor the CPU.
         StagingError: CUDA is not available.
     """
     tell_of_extension()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     if device.type == "cuda":
         return CudaTarget(device)
     if device.type == "cpu":

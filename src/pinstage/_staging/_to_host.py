@@ -5,7 +5,7 @@
     tree --take apart--> leaves of each device
       small, or strided   --gather, on the current stream--> device slab  --one copy-->  |
       large and dense     --------------------------------------------------a copy each-->  host slab (leased)
-                                                                                            | result(): event, views
+                                                                                            | get(): event, views
 
 The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
 copies are done and the last view has died.
@@ -47,11 +47,11 @@ class Share(NamedTuple):
 class HostTransfer:
     """Tensors on their way to the host. Made by `Stager.to_host`.
 
-    The bytes are out of reach until they are there: `result` is the only way to them, and waits. Not for use by several
+    The bytes are out of reach until they are there: `get` is the only way to them, and waits. Not for use by several
     threads at the same time.
     """
 
-    __slots__ = ("_copy", "_event", "_host", "_leaves", "_nbytes", "_result", "_structure", "_tables", "copies")
+    __slots__ = ("_copy", "_event", "_fetched", "_host", "_leaves", "_nbytes", "_structure", "_tables", "copies")
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class HostTransfer:
         self._event = event
         self._copy = copy
         self._nbytes = sum(table.nbytes for table in tables)
-        self._result: Any = None
+        self._fetched: Any = None
         self.copies = copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
 
@@ -80,21 +80,20 @@ class HostTransfer:
         """Bytes that travel through the host slab, padding included."""
         return self._nbytes
 
-    @property
-    def done(self) -> bool:
-        """Whether the bytes are on the host, so that `result` will not block. Does not block."""
+    def query(self) -> bool:
+        """Say whether the bytes are on the host, so that `get` will not block. Does not block."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block until the bytes are on the host: on the copies' own event, not on the device or on a stream."""
         if self._event is not None:
             with step("wait"):
                 self._event.synchronize()
 
-    def result(self) -> Any:
+    def get(self) -> Any:
         """Wait until the bytes are on the host, and return them.
 
-        Blocks as `wait` does. Later calls return the same object.
+        Blocks as `synchronize` does. Later calls return the same object.
 
         Returns:
             A tree of the same types. Tensors that travelled are tensors on the CPU: views of one page-locked slab,
@@ -103,19 +102,19 @@ class HostTransfer:
             is the object it was.
         """
         if self._leaves is None:
-            return self._result
+            return self._fetched
         with step("views"):
             leaves = self._cut()  # before the wait: meanwhile the copy is on its way
-        self.wait()
+        self.synchronize()
         if self._copy:
             leaves = self._duplicated(leaves)
         with step("unflatten"):
-            self._result = self._structure.rebuild(leaves)
+            self._fetched = self._structure.rebuild(leaves)
         self._leaves = self._host = None
-        return self._result
+        return self._fetched
 
     def _cut(self) -> list[Any]:
-        """Cut the slab into the leaves. Not to be shown before `wait` has returned."""
+        """Cut the slab into the leaves. Not to be shown before `synchronize` has returned."""
         assert self._leaves is not None
         leaves, start = self._leaves, 0
         for table in self._tables:
@@ -138,10 +137,10 @@ class HostTransfer:
         return leaves
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what result() returns")
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
 
     def __repr__(self) -> str:
-        return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.done else ''}>"
+        return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
 
 
 def to_host(

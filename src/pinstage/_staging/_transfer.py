@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from .._errors import RingError
 from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
 from .._torch import memory_of
 from .._tree import Structure
+from ..errors import RingError
 from ._ring import Place
 from ._targets import Target
 
@@ -87,21 +87,15 @@ class Transfer:
         return self._copies
 
     @property
-    def copy_event(self) -> Event | None:
-        """What the host slab must not be written before; None where the copy is done already."""
-        return self._event
-
-    @property
     def passthrough(self) -> int:
         """Tensors that travelled by their own ``.to()``."""
         return len(self._moved)
 
-    @property
-    def done(self) -> bool:
-        """Whether the bytes are on the device. Does not block."""
+    def query(self) -> bool:
+        """Say whether the bytes are on the device. Does not block."""
         return all(event is None or event.query() for event in (self._event, self._moved_event))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: `get` orders streams without waiting."""
         for event in (self._event, self._moved_event):
             if event is not None:
@@ -184,9 +178,13 @@ class Transfer:
 
     def __repr__(self) -> str:
         nbytes = self._table.nbytes
-        return (
-            f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{' done' if self.done else ''}>"
-        )
+        done = " done" if self.query() else ""
+        return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
+
+
+def copy_event_of(transfer: Transfer) -> Event | None:
+    """Return what the host slab must not be written before; None where the copy is done already."""
+    return transfer._event
 
 
 def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[torch.Tensor], Event | None]:
@@ -215,7 +213,7 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
 def send_packed(target: Target, structure: Structure, table: Table, host: int | None, others: list[Any]) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
-    Does not block, if the memory is page-locked. It must stay as it is until `Transfer.copy_event`.
+    Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
 
     Args:
         target: where to.

@@ -26,8 +26,8 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .._errors import LayoutError
 from .._torch import registered_elsewhere
+from ..errors import LayoutError
 
 NAMESPACE = "pinstage"
 

@@ -19,8 +19,8 @@ from .._sizes import format_bytes
 from .._torch import memory_of
 from ._bus import GIB, Bus
 from ._pinning import Pinning, ask_torch, type_name
-from ._report import Block, Line, Table, as_rich, as_text, count, duration, share, table_of
-from ._walk import Leaf, Place, places
+from ._report import Line, Section, TextTable, as_rich, as_text, count, duration, share, table_of
+from ._walk import FoundLeaf, Leaf, places
 
 _PACK_LIMIT_BYTES = GIB
 """A larger batch is not packed just to see how long it takes: it would need its size in memory once more."""
@@ -122,17 +122,17 @@ class Audit:
             "bus": self.bus_source,
         }
 
-    def blocks(self, rows: int | None = _ROWS) -> list[Block]:
+    def _sections(self, rows: int | None = _ROWS) -> list[Section]:
         """Return what is printed; `rows` leaves at most, None for all."""
         if not self.leaves:
             return [Line("there is no tensor and no array in this batch", "warning")]
         shown = self.leaves[:rows]
-        blocks: list[Block] = [_table(shown)]
+        sections: list[Section] = [_table(shown)]
         if len(shown) < len(self.leaves):
             rest = self.leaves[len(shown) :]
             nbytes = format_bytes(sum(leaf.nbytes for leaf in rest))
-            blocks.append(Line(f"... and {count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
-        return [*blocks, self._totals(), *self._pinning_lines(), *self._cost_lines()]
+            sections.append(Line(f"... and {count(len(rest), 'more leaf', 'more leaves')}, {nbytes}\n", "info"))
+        return [*sections, self._totals(), *self._pinning_lines(), *self._cost_lines()]
 
     def _counts(self) -> dict[str, int]:
         return {
@@ -159,7 +159,7 @@ class Audit:
             text += f"; {totals[name]:,} {what}" if totals[name] else ""
         return Line(text)
 
-    def _pinning_lines(self) -> list[Block]:
+    def _pinning_lines(self) -> list[Section]:
         if self.pinning.unknown is not None:
             return [Line(f"what pin_memory=True would pin is not known: {self.pinning.unknown}", "info")]
         if self.pinning.error is not None:
@@ -170,7 +170,7 @@ class Audit:
         if not left:
             return [Line(f"pin_memory=True would pin {of} and leave none pageable", "ok")]
         size = format_bytes(sum(leaf.nbytes for leaf in left))
-        lines: list[Block] = [
+        lines: list[Section] = [
             Line(f"pin_memory=True would pin {of}, and silently leave {len(left):,} pageable ({size}):", "warning")
         ]
         for name, leaves in self._by_stop().items():
@@ -179,7 +179,7 @@ class Audit:
             lines.append(Line(f"  {name} stops it: {count(len(leaves), 'leaf', 'leaves')}, {size}, such as {example}"))
         return lines
 
-    def _cost_lines(self) -> list[Block]:
+    def _cost_lines(self) -> list[Section]:
         each, slab = self.each, self.slab
         one_by_one = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
         if each.seconds is not None and each.seconds_pinned is not None:
@@ -191,7 +191,7 @@ class Audit:
             as_slab += f"; packing takes {duration(slab.pack_seconds)} here, by one thread"
         if slab.seconds is not None:
             as_slab += f"; with the copy {duration(slab.seconds)}"
-        lines: list[Block] = [Line(one_by_one), Line(as_slab)]
+        lines: list[Section] = [Line(one_by_one), Line(as_slab)]
         if slab.unpackable:
             what = count(slab.unpackable, "leaf", "leaves")
             lines.append(Line(f"  {what} cannot be packed and travel by their own .to()", "info"))
@@ -200,16 +200,16 @@ class Audit:
         return [*lines, Line(f"bus: {self.bus_source}", "info")]
 
     def __str__(self) -> str:
-        return as_text(self.blocks())
+        return as_text(self._sections())
 
     def __rich__(self) -> Any:
-        return as_rich(self.blocks())
+        return as_rich(self._sections())
 
     def __repr__(self) -> str:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
 
 
-def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | None = None) -> Audit:
+def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | int | None = None) -> Audit:
     """Say what a batch is made of, what ``pin_memory=True`` would really pin of it, and what moving it costs.
 
     Looks into any object, known to pinstage or not. Moves, pins and changes nothing; packs the batch three times into
@@ -250,7 +250,7 @@ def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | No
     return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus, bus_source)
 
 
-def _price(bus: Bus | None, device: torch.device | str | None) -> tuple[Bus | None, str]:
+def _price(bus: Bus | None, device: torch.device | str | int | None) -> tuple[Bus | None, str]:
     if bus is None:
         try:
             bus = Bus.measured(device)
@@ -266,12 +266,12 @@ def _becomes_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
 
 
-def _slab_copy(batch: Any, found: Sequence[Place], bus: Bus | None) -> SlabCopy:
+def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabCopy:
     """Find what a slab would hold once all classes are registered, and whether the batch can be staged as it is."""
     error = None
     try:
         ps.Layout.of(batch)
-    except ps.LayoutError as reason:
+    except ps.errors.LayoutError as reason:
         error = str(reason)
     on_host = {id(place.leaf): place.leaf for place in found if _device(place.leaf) == "cpu"}  # an alias once
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
@@ -290,7 +290,7 @@ def _slab_copy(batch: Any, found: Sequence[Place], bus: Bus | None) -> SlabCopy:
 def _is_packable(leaf: Leaf) -> bool:
     try:
         return bool(ps.Layout.of([leaf]).slots)
-    except ps.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
+    except ps.errors.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
         return False
 
 
@@ -307,7 +307,7 @@ def _pack_seconds(layout: ps.Layout, leaves: list[Leaf]) -> float:
 # -- one leaf ----------------------------------------------------------------------------------------------------------
 
 
-def _reports(found: Sequence[Place], pinning: Pinning) -> list[LeafReport]:
+def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
     path_by_id: dict[int, str] = {}
     first_by_storage: dict[int, tuple[str, int]] = {}  # path and id of the leaf over a storage that was met first
     reports = []
@@ -387,7 +387,7 @@ def _storage(leaf: Leaf) -> int:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def _table(leaves: Sequence[LeafReport]) -> Table:
+def _table(leaves: Sequence[LeafReport]) -> TextTable:
     columns: dict[str, Callable[[LeafReport], str]] = {
         "leaf": lambda leaf: leaf.path or "(batch)",
         "dtype and shape": lambda leaf: f"{leaf.dtype} {list(leaf.shape)}",

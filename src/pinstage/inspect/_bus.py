@@ -186,7 +186,7 @@ class Bus:
             ) from None
 
     @classmethod
-    def measured(cls, device: torch.device | str | None = None) -> Bus | None:
+    def measured(cls, device: torch.device | str | int | None = None) -> Bus | None:
         """Measure this machine's bus, once a process and device; about half a second. Synchronises the device.
 
         Args:

@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader
 from ._audit import audit
 from ._bus import Bus
 from ._errors import InspectError, TargetError
-from ._report import Block, as_rich, as_text
+from ._report import Section, as_rich, as_text
 
 
 def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) -> int:
     """Audit the batch that ``module:callable`` gives; return the exit status."""
     figures = None if bus is None else Bus.parse(bus)
     found = audit(first_batch(target), bus=figures)
-    _show(found.to_dict() if as_json else found.blocks(None if every_leaf else 40))
+    _show(found.to_dict() if as_json else found._sections(None if every_leaf else 40))
     return 0
 
 
@@ -44,7 +44,7 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
         importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
     with _progress("measuring copies", POINTS, unit=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
-    _show(diagnosis.to_dict() if as_json else diagnosis.blocks())
+    _show(diagnosis.to_dict() if as_json else diagnosis.sections())
     if plot is not None:
         measured = diagnosis.measured
         if measured is None:
@@ -56,20 +56,20 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
 
 def run_trace(path: Path, *, bus: str | None, html_file: Path | None, as_json: bool, every_step: bool) -> int:
     """Read a trace, or a folder of them; return the exit status."""
-    from ._trace import blocks, html, trace_files, trace_report
+    from ._trace import html, sections, trace_files, trace_report
 
     figures = None if bus is None else Bus.parse(bus)
     total = sum(file.stat().st_size for file in trace_files(path))
     with _progress(f"reading {path.name}", total, unit=True) as advance:
         report = trace_report(path, bus=figures, advance=advance)
-    _show(report.to_dict() if as_json else blocks(report, **({"steps": None} if every_step else {})))
+    _show(report.to_dict() if as_json else sections(report, **({"steps": None} if every_step else {})))
     if html_file is not None:
         html_file.write_text(html(report), encoding="utf-8")
         _say(f"written: {html_file}")
     return 0
 
 
-def _show(findings: dict[str, Any] | Sequence[Block]) -> None:
+def _show(findings: dict[str, Any] | Sequence[Section]) -> None:
     if isinstance(findings, dict):
         sys.stdout.write(json.dumps(findings, indent=2) + "\n")
     elif sys.stdout.isatty():

@@ -27,7 +27,7 @@ from ._bus import PAGEABLE, PINNED, REGISTERED, SIZES, Point, measure, page_lock
 from ._checks import Check, Status
 from ._errors import InspectError
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
-from ._report import Block, Line, Table, count
+from ._report import Line, Section, TextTable, count
 
 PINNED_BYTES = 1 << 30
 """Bytes that are page-locked to see how long that takes."""
@@ -72,21 +72,23 @@ class Diagnosis:
             },
         }
 
-    def blocks(self) -> list[Block]:
+    def sections(self) -> list[Section]:
         """Return what is printed."""
         urgent = [check for check in self.checks if check.status in ("problem", "warning")]
         rows = [
             (check.status.upper() if check in urgent else check.status, check.name, check.found)
             for check in self.checks
         ]
-        blocks: list[Block] = [Table(["", "what", "found"], rows, styles=[check.status for check in self.checks])]
+        sections: list[Section] = [
+            TextTable(["", "what", "found"], rows, styles=[check.status for check in self.checks])
+        ]
         if self.measured is not None and self.measured.points:
-            blocks.append(bars(self.measured.points))
-        blocks += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
+            sections.append(bars(self.measured.points))
+        sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
         problems = sum(check.status == "problem" for check in urgent)
         worst: Status = "problem" if problems else "warning" if urgent else "ok"
         summary = f"{count(problems, 'problem')} and {count(len(urgent) - problems, 'warning')}"
-        return [*blocks, Line(f"{summary} in {count(len(self.checks), 'check')}", worst)]
+        return [*sections, Line(f"{summary} in {count(len(self.checks), 'check')}", worst)]
 
 
 def diagnose(
@@ -194,7 +196,7 @@ def _transfer_checks(measured: Measured) -> list[Check]:
     ]
 
 
-def bars(points: Sequence[Point]) -> Table:
+def bars(points: Sequence[Point]) -> TextTable:
     """Draw the bandwidth as bars of text: a row for each direction and size, a bar for each kind."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     rates = {(point.direction, point.nbytes, point.kind): point.bytes_per_second for point in points}
@@ -207,4 +209,4 @@ def bars(points: Sequence[Point]) -> Table:
             row += [f"{rate / 1e9:.1f}", "#" * round(_BAR * rate / fastest)]
         rows.append(row)
     columns = ["", ">size", *(cell for kind in kinds for cell in (f">{kind}", ""))]
-    return Table(columns, rows, "bandwidth, GB/s, the call included")
+    return TextTable(columns, rows, "bandwidth, GB/s, the call included")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pinstage as ps
 
 
-class InspectError(ps.StagingError):
+class InspectError(ps.errors.StagingError):
     """A reason to stop that the command shows as one message, without a traceback."""
 
     exit_status = 2

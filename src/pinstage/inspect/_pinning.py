@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .._torch import pin_as_loader, why_pinning_cannot_be_asked
-from ._walk import Place
+from ._walk import FoundLeaf
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Pinning:
     unknown: str | None = None  # why torch cannot be asked; then nothing counts as pinned
 
 
-def ask_torch(batch: Any, found: Sequence[Place]) -> Pinning:
+def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
     """Ask torch which leaves of a batch it would pin.
 
     The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
@@ -82,7 +82,7 @@ def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
             return None, recorder.seen, f"{type(error).__name__}: {error}"
 
 
-def _first_stop(place: Place, stops: dict[int, bool]) -> Any:
+def _first_stop(place: FoundLeaf, stops: dict[int, bool]) -> Any:
     """Return the first object on the way to a leaf that torch does not look into."""
     for parent in place.parents:
         if id(parent) not in stops:

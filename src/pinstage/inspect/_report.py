@@ -1,7 +1,7 @@
 """What the three tools print: lines and tables, as plain text or by rich, and figures as people read them.
 
-A finding is data first (`to_dict`), and a list of blocks second. How a block is drawn is known here alone, so a pipe, a
-log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.
+A finding is data first (`to_dict`), and a list of sections second. How a section is drawn is known here alone, so a
+pipe, a log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text under a head."""
 
     columns: Sequence[str]  # the head; a name that begins with ">" stands over numbers, which are set to the right
@@ -36,7 +36,7 @@ class Table:
     styles: Sequence[str] = ()  # of each row; empty: none has one
 
 
-Block = Line | Table
+Section = Line | TextTable
 
 
 def table_of(
@@ -44,19 +44,19 @@ def table_of(
     columns: Mapping[str, Callable[[T], str]],
     title: str = "",
     style: Callable[[T], str] = lambda _: "",
-) -> Table:
+) -> TextTable:
     """Make a table with a row for each item; `columns` says what stands under each name of the head."""
     items = list(items)
     rows = [[cell(item) for cell in columns.values()] for item in items]
-    return Table(list(columns), rows, title, [style(item) for item in items])
+    return TextTable(list(columns), rows, title, [style(item) for item in items])
 
 
-def as_text(blocks: Iterable[Block]) -> str:
-    """Draw blocks as plain text, without escapes; no line is wrapped or cut."""
-    return "\n".join(block.text if isinstance(block, Line) else _table_text(block) for block in blocks)
+def as_text(sections: Iterable[Section]) -> str:
+    """Draw sections as plain text, without escapes; no line is wrapped or cut."""
+    return "\n".join(section.text if isinstance(section, Line) else _table_text(section) for section in sections)
 
 
-def _table_text(table: Table) -> str:
+def _table_text(table: TextTable) -> str:
     names = [column.removeprefix(">") for column in table.columns]
     widths = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
     lines = []
@@ -69,8 +69,8 @@ def _table_text(table: Table) -> str:
     return "\n".join(["", *filter(None, [table.title]), *lines, ""])
 
 
-def as_rich(blocks: Iterable[Block]) -> Any:
-    """Draw blocks as one renderable of rich.
+def as_rich(sections: Iterable[Section]) -> Any:
+    """Draw sections as one renderable of rich.
 
     Raises:
         ModuleNotFoundError: rich is not installed.
@@ -80,8 +80,8 @@ def as_rich(blocks: Iterable[Block]) -> Any:
 
     return Group(
         *(
-            Text(block.text, style=STYLES[block.style]) if isinstance(block, Line) else _RichTable(block)
-            for block in blocks
+            Text(section.text, style=STYLES[section.style]) if isinstance(section, Line) else _RichTable(section)
+            for section in sections
         )
     )
 
@@ -93,7 +93,7 @@ class _RichTable:
     Numbers are never cut. On a narrow terminal the space between columns goes first, then texts are folded.
     """
 
-    table: Table
+    table: TextTable
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich import box

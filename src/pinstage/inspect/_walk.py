@@ -22,7 +22,7 @@ _NO_DATA = (memoryview, torch.nn.Module, types.MethodType)
 """Types that are not looked into, besides those that staging takes for atoms."""
 
 
-class Place(NamedTuple):
+class FoundLeaf(NamedTuple):
     """A tensor or array, and where it is."""
 
     path: str
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """The objects it was reached through, the batch itself first."""
 
 
-def places(batch: Any) -> Iterator[Place]:
+def places(batch: Any) -> Iterator[FoundLeaf]:
     """Yield each tensor and array of a batch, in order; one that is in two places comes twice.
 
     An object that refers back to one it was reached through is not entered again.
@@ -41,7 +41,7 @@ def places(batch: Any) -> Iterator[Place]:
     while pending:
         path, obj, parents = pending.pop()
         if isinstance(obj, torch.Tensor | np.ndarray):
-            yield Place(path, obj, parents)
+            yield FoundLeaf(path, obj, parents)
             continue
         has_no_data = KINDS[type(obj)] is Kind.ATOM or isinstance(obj, _NO_DATA)
         if not has_no_data and not any(parent is obj for parent in parents):

@@ -6,6 +6,6 @@ added up by interval arithmetic (`_intervals`, `_analysis`), and a model says wh
 """
 
 from ._html import html
-from ._report import RankReport, TraceReport, blocks, trace_files, trace_report
+from ._report import RankReport, TraceReport, sections, trace_files, trace_report
 
-__all__ = ["RankReport", "TraceReport", "blocks", "html", "trace_files", "trace_report"]
+__all__ = ["RankReport", "TraceReport", "sections", "html", "trace_files", "trace_report"]

@@ -9,7 +9,7 @@ import numpy as np
 
 import pinstage as ps
 
-from .._report import Table, duration, rate
+from .._report import TextTable, duration, rate
 from ._analysis import Analysis, SizeBucket, Step
 from ._intervals import Intervals, within
 from ._report import RankReport, TraceReport, calls_table, copies_table, ranks_table, steps_table
@@ -109,7 +109,7 @@ def _window(analysis: Analysis) -> tuple[float, float, str]:
     return shown[0].start, shown[-1].start + shown[-1].seconds, what
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     classes = [' class="number"' if column.startswith(">") else "" for column in table.columns]
     head = "".join(
         f"<th{kind}>{escape(column.removeprefix('>'))}</th>"

@@ -12,7 +12,7 @@ from typing import Any
 from ..._sizes import format_bytes
 from .._bus import Bus
 from .._errors import TraceError
-from .._report import Block, Line, Table, count, duration, rate, share, table_of
+from .._report import Line, Section, TextTable, count, duration, rate, share, table_of
 from ._analysis import Analysis, CopyGroup, HostCall, SizeBucket, Step, analyse
 from ._events import TO_DEVICE, TO_HOST, read
 from ._model import Packing, packing, verdict
@@ -106,14 +106,14 @@ def trace_files(path: Path) -> Sequence[Path]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def blocks(report: TraceReport, *, steps: int | None = _STEPS) -> list[Block]:
+def sections(report: TraceReport, *, steps: int | None = _STEPS) -> list[Section]:
     """Return what is printed: of all ranks a table, of the one that waits most everything.
 
     Args:
         report: the findings.
         steps: rows of the table of steps at most; None for all.
     """
-    shown: list[Block] = []
+    shown: list[Section] = []
     worst = report.worst
     if len(report.ranks) > 1:
         shown += [ranks_table(report), Line(f"rank {worst.rank}, whose GPU waits most for staging:")]
@@ -134,7 +134,7 @@ def blocks(report: TraceReport, *, steps: int | None = _STEPS) -> list[Block]:
     return shown
 
 
-def ranks_table(report: TraceReport) -> Table:
+def ranks_table(report: TraceReport) -> TextTable:
     """Return a row for each rank; medians over its steps."""
 
     def share_of(name: str) -> Callable[[RankReport], str]:
@@ -156,7 +156,7 @@ def ranks_table(report: TraceReport) -> Table:
     return table_of(report.ranks, columns, title, lambda rank: "warning" if rank.packing.is_stalled else "")
 
 
-def copies_table(analysis: Analysis, bus: float) -> Table:
+def copies_table(analysis: Analysis, bus: float) -> TextTable:
     """Return a row for each direction and kind of copy."""
     columns: dict[str, Callable[[CopyGroup], str]] = {
         "copies": lambda group: group.direction,
@@ -174,7 +174,7 @@ def copies_table(analysis: Analysis, bus: float) -> Table:
     return table_of(analysis.groups, columns, title, lambda group: "warning" if group.kind == "pageable" else "")
 
 
-def sizes_table(analysis: Analysis) -> Table:
+def sizes_table(analysis: Analysis) -> TextTable:
     """Return a row for each direction and class of size."""
     whole = {way: max(analysis.sum_of("copies", way), 1) for way in _WAYS}
     columns: dict[str, Callable[[SizeBucket], str]] = {
@@ -189,7 +189,7 @@ def sizes_table(analysis: Analysis) -> Table:
     return table_of(analysis.buckets, columns, "sizes")
 
 
-def calls_table(analysis: Analysis) -> Table:
+def calls_table(analysis: Analysis) -> TextTable:
     """Return the host calls that took most time."""
     columns: dict[str, Callable[[HostCall], str]] = {
         "for": lambda call: call.group,
@@ -201,7 +201,7 @@ def calls_table(analysis: Analysis) -> Table:
     return table_of(analysis.calls[:_CALLS], columns, "host time in calls, all threads")
 
 
-def steps_table(steps: Sequence[Step], limit: int | None, *, annotated: bool) -> Table:
+def steps_table(steps: Sequence[Step], limit: int | None, *, annotated: bool) -> TextTable:
     """Return a row for each step, the longest stalls if there are more than `limit`, in order."""
     chosen = sorted(steps, key=lambda step: -step.stall_seconds)[:limit]
     columns: dict[str, Callable[[Step], str]] = {
