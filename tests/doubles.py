@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pinstage._memory import Block
-from pinstage._staging._targets import CpuTarget
+from pinstage._staging._device import CpuTarget
 
 PATIENCE_SECONDS = 20
 """How long a test waits for what must happen, before it fails instead of hanging."""
@@ -233,7 +233,7 @@ def record_work(monkeypatch):
         made.append(Work())
         return made[-1]
 
-    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_current", record)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_current", record)
     return made, waited
 
 

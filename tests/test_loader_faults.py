@@ -620,8 +620,8 @@ def test_a_timeout_says_who_holds_the_slabs(monkeypatch):
         events.append(ManualEvent())
         return events[-1]
 
-    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_copies", record)
-    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.hand_over", lambda *_: None)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_copies", record)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.hand_over", lambda *_: None)
     loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
     iterator = iter(loader)
     next(iterator)
@@ -670,7 +670,7 @@ def test_a_copy_that_fails_gives_its_slot_back(monkeypatch):
     iterator = iter(loader)
     next(iterator)
     with monkeypatch.context() as patched:
-        patched.setattr("pinstage._staging._targets.CpuTarget.copy", fail)
+        patched.setattr("pinstage._staging._device.CpuTarget.copy", fail)
         kept = []
         for _ in range(5):  # more than there are slots
             with pytest.raises(MemoryError) as caught:
@@ -895,8 +895,8 @@ def test_a_copy_under_way_keeps_its_slot_until_its_event_is_done(monkeypatch):
         events.append(ManualEvent())
         return events[-1]
 
-    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.record_copies", record)
-    monkeypatch.setattr("pinstage._staging._targets.CpuTarget.hand_over", lambda *_: None)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_copies", record)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.hand_over", lambda *_: None)
     loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pinstage._staging._streams import _EVENTS_KEPT, EventCache
+from pinstage._staging._device import _EVENTS_KEPT, EventCache
 
 
 class Mark:

@@ -13,8 +13,8 @@ from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage import HostTransfer, PageableMemory, SlabPool, Stager
 from pinstage._copy import DIRECT_BYTES
-from pinstage._staging import _sources
-from pinstage._staging._sources import CpuSource, Events
+from pinstage._staging import _device
+from pinstage._staging._device import CpuSource, Events
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, PoolFrozenError
 
 SOME_FLOATS = 40
@@ -353,7 +353,7 @@ def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
         del pieces  # frames that are not pinstage's keep what they have
         raise RuntimeError("out of device memory", note)
 
-    monkeypatch.setattr(_sources.CpuSource, "fetch", fail)
+    monkeypatch.setattr(_device.CpuSource, "fetch", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.to_host([torch.ones(3)])
     stats = stager.pool.stats()

@@ -31,7 +31,7 @@ from .._sizes import format_bytes
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
 from ..errors import RingError
-from ._targets import Target
+from ._device import Target
 
 Overflow = Literal["error", "fresh"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from .._pool import Event
-from ._targets import Target
+from ._device import Target
 
 RUN_AHEAD = 3
 """Batches whose work the device may have before it: with two it is never idle, one more evens out the host's delays."""

@@ -19,10 +19,9 @@ from .._sizes import parse_bytes
 from .._steps import step
 from .._tree import Structure
 from ..errors import AcquireTimeoutError
+from ._device import Sources, target_for
 from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead, check_depth
-from ._sources import Sources
-from ._targets import target_for
 from ._to_host import HostTransfer, to_host
 from ._transfer import Transfer, move_others
 

@@ -24,8 +24,8 @@ from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
 from .._tree import Structure, walk
+from ._device import Events, Piece, Sources
 from ._frames import clear_own_frames
-from ._sources import Events, Piece, Sources
 
 _MOST_GATHERINGS = 16
 

@@ -12,8 +12,8 @@ from .._steps import step
 from .._torch import memory_of
 from .._tree import Structure
 from ..errors import RingError
+from ._device import Target
 from ._ring import Place
-from ._targets import Target
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -1,20 +1,143 @@
-"""Where slabs are copied to: what staging needs of a device, for CUDA and for the CPU."""
+"""What staging needs of a device, for CUDA and for the CPU: streams and events, copies to it, and copies from it."""
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from .._copy import Gathering
+from .._layout import Table
 from .._memory import disregard_captures, start_copy, why_unusable
 from .._pool import Event
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
 from ..errors import StagingError
-from ._streams import DeviceEvent, EventCache, on_device, on_stream
+
+# -- streams and events ------------------------------------------------------------------------------------------------
+
+E = TypeVar("E", bound=torch.cuda.Event)
+
+UNSHARED = next(map(sys.getrefcount, [object()]))
+"""What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
+
+_EVENTS_KEPT = 32
+"""Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """Make a device current in this thread."""
+    return NOTHING if cuda_calls().device() == index else torch.cuda.device(index)
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    """Make a stream current, and its device."""
+    if cuda_calls().device() != stream.device_index:
+        return _on_device_and_stream(stream)
+    return _OnStream(stream)
+
+
+class _OnStream:
+    """``torch.cuda.stream`` for a stream of the current device, without the 31 us that it takes."""
+
+    __slots__ = ("_previous", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        calls = cuda_calls()
+        self._previous = calls.stream(self._stream.device_index)
+        calls.set_stream(*ids_of(self._stream))
+
+    def __exit__(self, *_: object) -> None:
+        cuda_calls().set_stream(*self._previous)
+
+
+@contextmanager
+def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Do what ``torch.cuda.stream`` does for a stream of another device, but make no context on the one gone back to.
+
+    torch goes back by ``cudaSetDevice``, which makes one since CUDA 12; ``torch.cuda.device`` looks first whether there
+    is one.
+    """
+    with torch.cuda.device(stream.device_index), _OnStream(stream):
+        yield
+
+
+_Base: Any = torch.cuda.Event.__base__
+"""An event in C++. What torch puts over it are two calls of Python's around each of its functions. Without CUDA it has
+none."""
+
+
+class DeviceEvent(torch.cuda.Event):
+    """An event of one device, which is asked there in any thread.
+
+    In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
+    (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
+    """
+
+    index: int
+
+    record = getattr(_Base, "record", torch.cuda.Event.record)
+    wait = getattr(_Base, "wait", torch.cuda.Event.wait)
+
+    @classmethod
+    def of(cls, index: int) -> DeviceEvent:
+        """Make an event of a device."""
+        event = cls()
+        event.index = index
+        return event
+
+    def query(self) -> bool:
+        with on_device(self.index):
+            return bool(_Base.query(self))
+
+    def synchronize(self) -> None:
+        with on_device(self.index):
+            _Base.synchronize(self)
+
+
+class EventCache(Generic[E]):
+    """Events of one device, each recorded again when nobody else has it any more: to make and end one takes longer.
+
+    May be used by several threads.
+
+    Args:
+        make: makes an event.
+    """
+
+    def __init__(self, make: Callable[[], E]) -> None:
+        self._make = make
+        self._made: deque[E] = deque()  # the one recorded longest ago comes first
+
+    def record(self, stream: Any) -> E:
+        """Mark this point of a stream."""
+        event = self._unused() or self._make()
+        event.record(stream)
+        self._made.append(event)
+        return event
+
+    def _unused(self) -> E | None:
+        try:
+            oldest = [self._made.popleft()]
+        except IndexError:
+            return None
+        if next(map(sys.getrefcount, oldest)) <= UNSHARED:
+            return oldest[0]
+        if len(self._made) < _EVENTS_KEPT:
+            self._made.appendleft(oldest[0])
+        return None
+
+
+# -- to a device -------------------------------------------------------------------------------------------------------
 
 
 class Target(Protocol):
@@ -227,3 +350,115 @@ def target_for(device: torch.device | str | int | None) -> Target:
     if device.type == "cpu":
         return CpuTarget()
     raise ValueError(f"cannot stage to {device}: only CUDA devices and the CPU are supported")
+
+
+# -- from a device -----------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """What one copy brings to the host."""
+
+    there: torch.Tensor
+    """uint8 ``[n]`` on the device."""
+    here: torch.Tensor
+    """uint8 ``[n]`` of a host slab."""
+    owned: bool
+    """Whether nobody but the copy uses `there`; else it is the caller's tensor itself."""
+
+
+class Source(Protocol):
+    """A device that tensors are fetched from."""
+
+    all_copies: Event | None
+    """Done when no copy is under way; None where a copy is done when the call returns."""
+
+    def fetch(self, pieces: Sequence[Piece]) -> Event | None:
+        """Copy pieces to the host, behind what the caller's current stream was given so far.
+
+        What that stream is given afterwards comes after the copies that read the caller's own tensors, so these may be
+        changed or freed as if the copies had been work of that stream.
+
+        Returns:
+            The event behind the copies; None where they are done when the call returns. If the call raises, what was
+            begun has been waited for.
+        """
+        ...
+
+
+class CudaSource:
+    """A GPU, with a stream for copies to the host of its own: the bus carries both directions at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.all_copies: Event | None = self.stream
+
+    def fetch(self, pieces: Sequence[Piece]) -> Event:
+        """See `Source`."""
+        consumer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(consumer)
+        event = DeviceEvent.of(self.stream.device_index)
+        try:
+            with on_stream(self.stream):
+                for there, here, owned in pieces:
+                    here.copy_(there, non_blocking=True)
+                    if owned:  # it dies with this call; the allocator has to wait for the copy
+                        there.record_stream(self.stream)
+            event.record(self.stream)
+        except BaseException:
+            self.stream.synchronize()
+            raise
+        if not all(piece.owned for piece in pieces):
+            event.wait(consumer)
+        return event
+
+
+class CpuSource:
+    """No GPU: a copy is done when the call returns."""
+
+    all_copies: Event | None = None
+
+    def fetch(self, pieces: Sequence[Piece]) -> None:
+        """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
+        for there, here, _ in pieces:
+            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
+
+
+class Sources:
+    """The sources of a stager, made when a device is first met. May be used by several threads.
+
+    Attributes:
+        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
+            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self.gatherings: dict[Table, Gathering] = {}
+        self._made: dict[torch.device, Source] = {}
+        self._lock = threading.Lock()
+
+    def of(self, device: torch.device) -> Source:
+        """Return the source for a device that tensors are on."""
+        source = self._made.get(device)
+        if source is None:
+            with self._lock:
+                source = self._made.get(device)
+                if source is None:
+                    source = self._made[device] = CudaSource(device) if device.type == "cuda" else CpuSource()
+        return source
+
+
+class Events:
+    """Several events as one: done when all are."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def query(self) -> bool:
+        """Say whether all are done, without waiting."""
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Wait for all."""
+        for event in self._events:
+            event.synchronize()
