@@ -126,7 +126,7 @@ def test_what_cannot_be_packed_is_counted(workers):
         {"batch_size": 3, "depth": 5},
         {"batch_size": 3, "pin_memory": False},
     ],
-    ids=repr,
+    ids=" ".join,
 )
 def test_order_and_seeds_are_those_of_torch(options, workers):
     sample = data.random_numbers if workers else data.mixed
