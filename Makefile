@@ -15,7 +15,7 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
 	scripts/sanitize.sh $(PYTEST_ARGS)
