@@ -148,13 +148,6 @@ staging_busy() {
     --only to,pin_to,tensordict_consolidate,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
 }
 
-# Where fixed costs count, and the machine's mood: three processes for each way, in turn.
-staging_small() {
-  rival
-  comparison staging_small 150 --batches 64x1KiB,528x284B,1000x256B --rounds 3 --seconds 0.4 \
-    --only to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring
-}
-
 # What the extension is worth: the same without it.
 staging_plain() {
   PINSTAGE_NATIVE=0 comparison staging_plain 120 --batches 4x1KiB,64x1KiB,1000x256B,1000x16KiB,8x1MiB,300x1MiB \
@@ -169,7 +162,7 @@ to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
-BENCHMARKS=(staging staging_small staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads)
+BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads)
 
 bench() {
   local one

@@ -112,7 +112,6 @@ def machine() -> dict[str, Any]:
         "memory": next((line.partition(":")[2].strip() for line in meminfo if line.startswith("MemTotal")), None),
         "huge_pages": next(iter(_lines("/sys/kernel/mm/transparent_hugepage/enabled")), None),
         "kernel": platform.release(),
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES"),
     }
 
 

@@ -23,17 +23,18 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
         others: what stands for the leaves that do not live in the slab, in order.
     """
-    if slab.numel() < table.nbytes:
-        raise ValueError(f"the slab is too small: {slab.numel()} bytes for a layout of {table.nbytes}")
+    size = slab.numel()
+    if size < table.nbytes:
+        raise ValueError(f"the slab is too small: {size} bytes for a layout of {table.nbytes}")
     if len(others) != table.others + table.moved:
         raise ValueError(
             f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in "
             "the slab; pass layout.others(batch)"
         )
-    if slab.numel() % ALIGNMENT:
-        slab = slab[: table.nbytes]
+    if size % ALIGNMENT:
+        slab, size = slab[: table.nbytes], table.nbytes
     if _native.core is not None and type(slab) is torch.Tensor:
-        leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, slab.numel(), others)
+        leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, size, others)
         if isinstance(leaves, list):
             return leaves
         if leaves is not None:

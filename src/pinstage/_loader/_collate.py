@@ -69,7 +69,8 @@ class SlabCollate:
                 except BaseException:
                     slots.give_back(slot)
                     raise
-        self._told(number, parts)
+        if table is not None:
+            self._told(number, parts)
         where = None if slot is None else slot.number
         return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slots.waited_seconds)
 
@@ -99,7 +100,7 @@ class SlabCollate:
         return number, pickle.dumps(parts.structure), parts.table.data
 
     def _told(self, number: int, parts: Parts) -> None:
-        """Let a number stand for a batch's structure and table; it may have stood for the oldest one's."""
+        """Let a number stand for what was sent of a batch; it may have stood for the oldest one's structure."""
         key = parts.structure.key()
         if key not in self._known and len(self._known) >= LOOKS_KNOWN:
             del self._known[next(iter(self._known))]

@@ -58,10 +58,10 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = _native.core.alike(batch) if _native.core is not None else None
-        if found is None and not (
-            _native.core is None and _stacks_plainly(batch)
-        ):  # torch knows what to do, or what to say
+        core = _native.core
+        found = None if core is None else core.alike(batch)
+        is_plain = _stacks_plainly(batch) if core is None else found is not None
+        if not is_plain:  # torch knows what to do, or what to say
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)

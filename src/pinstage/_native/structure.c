@@ -118,6 +118,10 @@ static int find_dict(Structure *self, PyObject *dict, PyObject *type, PyObject *
         keys[i] = key;
         values[i++] = value;
     }
+    if (i < count) { /* a finaliser has taken some away meanwhile */
+        result = UNKNOWN;
+        goto done;
+    }
     if (type == NULL) {
         bool sorted = true;
         for (i = 1; i < count && sorted; i++) sorted = PyUnicode_Compare(keys[i - 1], keys[i]) < 0;
@@ -392,7 +396,7 @@ static PyObject *structure_skeleton(PyObject *object, PyObject *nothing) {
     return build((Structure *)object, &next, NULL);
 }
 
-/* key(): what two equal structures have in common, the order of keys included; and what `from_key` makes one of. */
+/* key(): what two equal structures have in common, the order of keys included. */
 static PyObject *structure_key(PyObject *object, PyObject *nothing) {
     (void)nothing;
     Structure *self = (Structure *)object;

@@ -37,10 +37,6 @@ static PyObject *cut(PyObject *module, PyObject *args) {
     long long nbytes;
     if (!PyArg_ParseTuple(args, "OO!LO!:cut", &table, torch.tensor, &slab, &nbytes, &PyList_Type, &others)) return NULL;
     if (torch.wrap == NULL || torch.handle_at == 0) Py_RETURN_NONE;
-    if (Py_TYPE(slab) != torch.tensor) {
-        Py_INCREF(slab);
-        return slab;
-    }
     Py_buffer buffer;
     const Header *header;
     if (!table_of(table, &buffer, &header)) return NULL;

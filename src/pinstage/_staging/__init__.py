@@ -12,7 +12,6 @@ Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
 from ._device import Target, target_for
-from ._frames import clear_own_frames
 from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, StagerStats
 from ._to_host import HostTransfer
@@ -20,7 +19,6 @@ from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
     "check_depth",
-    "clear_own_frames",
     "HostTransfer",
     "RunAhead",
     "Stager",

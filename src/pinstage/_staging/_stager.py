@@ -17,13 +17,12 @@ from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
-from .._tree import Structure
 from ..errors import AcquireTimeoutError
 from ._device import Sources, target_for
 from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead, check_depth
 from ._to_host import HostTransfer, to_host
-from ._transfer import Transfer, move_others
+from ._transfer import Transfer, copy_event_of, move_others, send_packed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -176,7 +175,11 @@ class Stager:
             place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
                 slab, event, copies = self._send(parts, place) if table.nbytes else (None, None, 0)
-                return self._transfer(parts.structure, table, slab, event, copies, parts.others(), place)
+                others, moved, moved_event = move_others(self._target, table, parts.others())
+                self._count(table, copies)
+                return Transfer(
+                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, place
+                )
             except BaseException:
                 if place is not None:
                     place.release()  # who keeps the error must not keep the slab
@@ -185,8 +188,8 @@ class Stager:
     def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
-        Does not block. The lease is released behind the copy: it is no longer the caller's when the call returns, and
-        its views must not be written until `Transfer.query` is true.
+        Does not block. The lease is released behind the copy, also if that fails: it is the caller's still after the
+        errors below, and not otherwise. Its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch, as `layout` says; of any pool.
@@ -209,15 +212,22 @@ class Stager:
                     f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not "
                     "live in the slab; pass layout.others(batch)"
                 )
-            host = lease.data_ptr()
-            place = self._ring.take(table.nbytes) if self._ring is not None and table.nbytes else None
+            host, ring, target = lease.data_ptr(), self._ring, self._target
+            place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            lease.guard(target.all_copies)  # an interrupt may come before the release
+            event = None
             try:
-                slab, event, copies = self._send_lease(lease, host, table, place)
-                return self._transfer(structure, table, slab, event, copies, list(others), place)
+                transfer = send_packed(target, structure, table, host, list(others), place)
+                event = copy_event_of(transfer)
             except BaseException:
+                event = target.record_copies()
                 if place is not None:
                     place.release()
                 raise
+            finally:
+                lease.release(after=event)
+            self._count(table, transfer.copies)
+            return transfer
 
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
@@ -308,17 +318,7 @@ class Stager:
         if self._owns_pool:
             self._pool.close()
 
-    def _transfer(
-        self,
-        structure: Structure,
-        table: Table,
-        slab: torch.Tensor | None,
-        event: Event | None,
-        copies: int,
-        others: list[Any],
-        place: Place | None,
-    ) -> Transfer:
-        others, moved, moved_event = move_others(self._target, table, others)
+    def _count(self, table: Table, copies: int) -> None:
         with self._lock:
             self._batches += 1
             self._copies += copies
@@ -326,25 +326,6 @@ class Stager:
             self._packed_bytes += table.payload_bytes
             self._padding_bytes += table.nbytes - table.payload_bytes
             self._passthrough_leaves += table.moved
-        return Transfer(self._target, structure, table, slab, event, copies, others, moved, moved_event, place)
-
-    def _send_lease(
-        self, lease: Lease, host: int, table: Table, place: Place | None
-    ) -> tuple[torch.Tensor | None, Event | None, int]:
-        target = self._target
-        if not table.nbytes:
-            lease.release()
-            return None, None, 0
-        with target.selected():
-            lease.guard(target.all_copies)
-            try:
-                device = target.empty(table.nbytes) if place is None else place.ready()
-                with step("copy"):
-                    target.copy(device, host, 0, table.nbytes)
-            finally:
-                event = target.record_copies()
-                lease.release(after=event)
-        return device, event, 1
 
     def _send(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
@@ -389,13 +370,9 @@ class Stager:
         """
         with step("pack"):
             job = start_packing(parts, lease, self._threads)
-        host, nbytes = lease.data_ptr(), parts.table.nbytes
-        if job is None and runs is None:
-            with step("copy"):
-                self._target.copy(device, host, 0, nbytes)
-            return 1
+        host = lease.data_ptr()
         if job is None:
-            return self._copy(device, host, 0, nbytes, runs)
+            return self._copy(device, host, 0, parts.table.nbytes, runs)
         copies = start = 0
         with job:
             for chunk, end in enumerate(job.ends):

@@ -210,7 +210,14 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
     return result, moved, target.record_current()
 
 
-def send_packed(target: Target, structure: Structure, table: Table, host: int | None, others: list[Any]) -> Transfer:
+def send_packed(
+    target: Target,
+    structure: Structure,
+    table: Table,
+    host: int | None,
+    others: list[Any],
+    place: Place | None = None,
+) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
     Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
@@ -221,18 +228,19 @@ def send_packed(target: Target, structure: Structure, table: Table, host: int | 
         table: describes the memory.
         host: address of ``table.nbytes`` bytes; None if the table needs none.
         others: the leaves that do not live in the slab, in order.
+        place: in a ring; None takes a fresh device slab.
     """
     slab, event, copies = None, None, 0
     nbytes = table.nbytes
     if nbytes and host is not None:
         with target.selected():
-            slab = target.empty(nbytes)
+            slab = target.empty(nbytes) if place is None else place.ready()
             try:
                 target.copy(slab, host, 0, nbytes)
             finally:
                 event = target.record_copies()
         copies = 1
     others, moved, moved_event = move_others(target, table, others)
-    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event)
+    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event, place)
     transfer._cut()
     return transfer

@@ -177,11 +177,6 @@ def is_container_by_now(cls: type) -> bool:
     return handler_of(cls) is not None
 
 
-def is_registered(cls: type) -> bool:
-    """Say whether a class is a container that this room made known."""
-    return cls in _registered
-
-
 def _learn(cls: type) -> bool:
     if cls in _registered:
         return True
