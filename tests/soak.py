@@ -30,6 +30,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLES = 40
 """How often it is looked at what the process holds."""
 
+OF_SAMPLES = {"beside_pools": statistics.median, "threads": min}  # one that has done its work takes a moment to end
+"""What stands for a half: of what is not named here, the most."""
+
 Pair = collections.namedtuple("Pair", "first second")
 
 
@@ -166,8 +169,7 @@ def soak(count, seed=0):
     """Stage so many batches.
 
     Returns:
-        How many were wrong, how many seconds it took, and what was held in each half: as a rule of memory, else at
-        the most.
+        How many were wrong, how many seconds it took, and what was held in each half.
     """
     rng = random.Random(seed)
     batches = Batches(rng)
@@ -204,8 +206,7 @@ def soak(count, seed=0):
             stats for stats in (fresh.pool.stats(), ring.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
         ]
     first, second = (
-        {name: (statistics.median if name == "beside_pools" else max)(each[name] for each in half) for name in half[0]}
-        for half in halves
+        {name: OF_SAMPLES.get(name, max)(each[name] for each in half) for name in half[0]} for half in halves
     )
     grown = (second["beside_pools"] - first["beside_pools"]) / (count / 2)
     return {
