@@ -15,6 +15,7 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
+	@echo "The tests take 8 minutes on two idle CPUs."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
@@ -54,8 +55,9 @@ $(VENV)/.stamp-test: MUST_COMPILE := 1
 # One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
 # first, so that none is left of other sources.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	rm -f src/pinstage/_native/*.so
-	PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
+	@rm -f src/pinstage/_native/*.so
+	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -213,7 +213,7 @@ def trace_reading() -> str:
 def demo() -> str:
     """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with its commit."""
     commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
-    later = "" if "ps.DataLoader" in printed else " The fourth way came later."
+    later = "" if "DataLoader" in printed else " The fourth way came later."
     return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
 
 
