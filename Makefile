@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test sanitize wheels lint types docs bench bench-smoke clean
+.PHONY: help demo test sanitize wheels release lint types docs bench bench-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (P
 
 wheels: $(VENV)/.stamp-wheels ## build wheels for x86_64 and aarch64 into dist/, and try one
 	scripts/build_wheels.sh
+
+release: ## build and check what is uploaded (REPOSITORY=https://...)
+	@test -n "$(REPOSITORY)" || { echo "make release REPOSITORY=https://...: the README's links need its address"; exit 2; }
+	PINSTAGE_REPOSITORY=$(REPOSITORY) $(MAKE) wheels
 
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .
