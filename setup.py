@@ -3,8 +3,8 @@
 Where it cannot be built, pinstage is installed without it, and takes the plain path; with ``PINSTAGE_NATIVE=1`` in the
 environment that is an error. ``PINSTAGE_NATIVE=0`` leaves it out.
 
-An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links absolute;
-``make release`` sets it.
+An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links
+absolute; ``make release`` sets it.
 """
 
 import os
