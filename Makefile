@@ -35,7 +35,8 @@ lint: $(VENV)/.stamp-lint ## check style and format
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
 
-docs: $(VENV)/.stamp-docs ## build the docs into site/
+docs: $(VENV)/.stamp-docs ## check the words of the docs, and build them into site/
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)

@@ -124,7 +124,7 @@ class Stager:
         if ring is None and (ring_bytes is not None or ring_overflow != "error"):
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         self._target = target_for(device)
         self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
