@@ -1,7 +1,7 @@
 """Read the pages for words and turns that a reader would stumble over. `make docs` calls it.
 
-proselint has the rules of style, without those for typography. What this project words in one way is listed below. Code,
-tables and names in backticks are left out.
+proselint has the rules of style, without those for typography. What this project words in one way is listed below.
+Code, tables and names in backticks are left out.
 """
 
 import re
@@ -32,7 +32,7 @@ INSTEAD = {
 }
 """Patterns that are not to stand in prose, and what is."""
 
-LEFT_OUT = {name: False for name in ("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations")}
+LEFT_OUT = dict.fromkeys(("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False)
 
 
 def prose(text: str) -> str:
