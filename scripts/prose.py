@@ -46,13 +46,14 @@ def findings(page: Path) -> list[str]:
     """Return what is wrong with a page, a line each."""
     text = prose(page.read_text())
     name = page.relative_to(ROOT)
-    found = []
-    for pattern, instead in INSTEAD.items():
-        for match in re.finditer(rf"\b(?:{pattern})\b", text):
-            found.append(f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: {instead}")
+    found = [
+        (text.count("\n", 0, match.start()) + 1, f"{match[0]!r}: {instead}")
+        for pattern, instead in INSTEAD.items()
+        for match in re.finditer(rf"\b(?:{pattern})\b", text)
+    ]
     result = LintFile(str(name), text).lint({"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT})
-    found += [f"{name}:{item.pos[0]}: {item.check_result.message}" for item in result]
-    return found
+    found += [(item.pos[0], item.check_result.message) for item in result]
+    return [f"{name}:{line}: {message}" for line, message in sorted(found)]
 
 
 if __name__ == "__main__":
