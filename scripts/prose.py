@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 INSTEAD = {
-    r"(?<!\+)[cg]pus?": "CPU, CPUs, GPU, GPUs",
+    r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
     r"\w+ish to say": "say it",
     r"so as to": "to",
@@ -49,7 +49,7 @@ def findings(page: Path) -> list[str]:
     found = [
         (text.count("\n", 0, match.start()) + 1, f"{match[0]!r}: {instead}")
         for pattern, instead in INSTEAD.items()
-        for match in re.finditer(rf"\b(?:{pattern})\b", text)
+        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
     ]
     result = LintFile(str(name), text).lint({"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT})
     found += [(item.pos[0], item.check_result.message) for item in result]
