@@ -45,6 +45,7 @@ bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENC
 bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU (BENCH_ARGS)
 	$(BIN)/python benchmarks/comparison --smoke $(BENCH_ARGS)
 	$(BIN)/python benchmarks/loader.py --smoke
+	$(BIN)/python benchmarks/loops.py --smoke
 	$(BIN)/python benchmarks/to_host.py --smoke
 
 clean: ## remove what was built; .venv stays

@@ -241,6 +241,29 @@ def to_host() -> str:
     return folded(table(["pinstage", "by_hand"]), table(variants), [source(result)])
 
 
+def loops(result: dict[str, Any] | None = None) -> str:
+    """Whole loops: steps a second, and for which share of the time the GPU had one; nothing until it was measured."""
+    result = result or measured("loops")
+    if result is None:
+        return ""
+    ways = {"torch_pin": "`pin_memory=True`", "stager": "`Stager.prefetch`", "pinstage": "**`ps.DataLoader`**"}
+    lines = ["| steps a second | " + " | ".join(ways.values()) + " | times as fast |", "|---" * (len(ways) + 2) + "|"]
+    for case in dict.fromkeys(row["case"] for row in result["rows"]):
+        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
+        cells = []
+        for name in ways:
+            idle = float(re.search(r"GPU idle ([\d.]+)%", rows[name]["detail"])[1])
+            steps = figure(1e3 / rows[name]["median"])
+            cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}, busy {100 - idle:.0f}%")
+        best = min(rows[name]["median"] for name in ("torch_to", "torch_pin"))
+        lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
+    said = (
+        "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; samples lie "
+        "in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
+    )
+    return "\n".join([said, "", *lines, "", source(result)])
+
+
 def trace_reading() -> str:
     """How long a large trace takes to read."""
     result = load("trace_reading")
@@ -327,6 +350,7 @@ TABLES = {
     "startup": startup,
     "latency": latency,
     "loader": loader,
+    "loops": loops,
     "to_host": to_host,
     "waste": waste,
     "scaling": scaling,

@@ -52,6 +52,46 @@ def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
+def test_the_loops_have_a_row_for_each_way_and_say_how_idle_the_device_was(tmp_path):
+    result = run("loops.py", tmp_path / "loops.json", "--only", "torch_to,pinstage")
+
+    check_schema(result)
+    assert {(row["case"], row["status"]) for row in result["rows"]} == {
+        (case, "ok") for case in ("detection", "images", "tokens")
+    }
+    assert all("GPU idle" in row["detail"] for row in result["rows"])
+
+
+def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts):
+    import markdown
+
+    rows = [
+        {
+            "case": "images",
+            "variant": name,
+            "status": "ok",
+            "median": median,
+            "detail": f"GPU idle {idle}% beside steps",
+        }
+        for name, median, idle in (
+            ("torch_to", 20.0, 60.0),
+            ("torch_pin", 16.0, 40.0),
+            ("stager", 10.0, 0.0),
+            ("pinstage", 8.0, 0.0),
+        )
+    ]
+    machine = {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"}
+    result = {
+        "rows": rows,
+        "machine": machine,
+        "versions": {"torch": "2", "python": "3"},
+        "commit": "abc",
+        "date": "2026-11-22",
+    }
+    table = markdown.loops(result).splitlines()
+    assert table[4] == "| images | 62.5, busy 60% | 100, busy 100% | **125**, busy 100% | 2.00 |"
+
+
 def test_of_the_demo_s_batches_little_is_waste(scripts):
     import rounding_waste
 
