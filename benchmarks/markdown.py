@@ -258,8 +258,8 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(rows[name]["median"] for name in ("torch_to", "torch_pin"))
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; samples lie "
-        "in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
+        "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; "
+        "samples lie in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
     )
     return "\n".join([said, "", *lines, "", source(result)])
 
