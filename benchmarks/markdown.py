@@ -162,7 +162,8 @@ def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    return f"![Time to stage a batch against its leaves and its bytes, pinstage and the rivals]({PICTURE.name})"
+    text = "Time to stage a batch against its leaves and its bytes, pinstage and the rivals"
+    return f"![{text}]({PICTURE.name}#only-light)\n![{text}]({PICTURE.stem}-dark.png#only-dark)"
 
 
 def waste() -> str:
