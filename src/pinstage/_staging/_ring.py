@@ -9,9 +9,9 @@
      +--------------------------------------------------------------------------+
 
 The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
-way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's
-storage: every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on
-the batch can be begun, so an event recorded then on the consumer's stream is behind all of it.
+way (``unsqueeze_``, ``.data =``, an attribute). The ring counts the users of the slab's storage: every tensor over it
+is one, whether Python or autograd holds it. When there is none, nobody can issue work on the batch any more. So an event
+recorded then on the consumer's stream is behind all of that work.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RingSlab:
         self._in_use = False
 
     def record_events(self, target: Target) -> None:
-        """Take note of all that the streams which were given the batch have to do by now."""
+        """Record an event on each stream that was given the batch, behind all work it has been given so far."""
         for stream in self.consumers:
             event = target.record_on(stream)
             if event is not None:
@@ -199,7 +199,7 @@ class Ring:
         """Take the free slab that was used longest ago.
 
         Returns:
-            A lease of it, or None where the batch shall have a slab of its own.
+            A lease of it, or None if the batch gets a slab of its own.
 
         Raises:
             RingError: the batch is larger than the slabs, or none is free, or a finaliser asks in the middle of a call.

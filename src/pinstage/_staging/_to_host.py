@@ -153,7 +153,7 @@ def to_host(
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
         acquire: leases a host slab of so many bytes.
         sources: the stager's.
-        copy: whether the result shall be ordinary tensors.
+        copy: return ordinary tensors.
     """
     while True:
         with step("walk"):

@@ -123,7 +123,7 @@ class Transfer:
             if ring_lease is not None:
                 if ring_lease.is_released:
                     raise RingError(
-                        "transfer was released: its device slab may hold another batch by now; get() the batch before "
+                        "transfer was released: its device slab may hold another batch; get() the batch before "
                         "release()"
                     )
                 self._target.hand_over(self._event, ring_lease.hand_out(consumer), consumer)
@@ -152,11 +152,11 @@ class Transfer:
                 self._leaves = cut(self._table, slab, self._others)
 
     def release(self) -> None:
-        """Say that the batch is done with: nothing more will be asked of the device with it.
+        """Give the device slab back to the ring, although tensors of the batch are still alive.
 
-        Needed only in a stager with a ring, and only where the batch's tensors stay alive on purpose, as those do that
-        a CUDA graph was captured with. The device slab is used again as soon as the work is done that the streams given
-        to `get` have by now, whoever still refers to the tensors. Without a ring it does nothing. Does not block.
+        Call it when all work on the batch has been issued. Only a ring needs it, and only where the tensors stay alive
+        on purpose, such as the inputs that a CUDA graph was captured with. The slab is used again when each stream that
+        `get` was given has done the work issued on it so far. Without a ring it does nothing. Does not block.
         """
         if self._ring_lease is not None:
             self._ring_lease.release()
