@@ -24,8 +24,8 @@ from ._nodes import (
 _MOST_REMEMBERED = 32
 
 _last: dict[tuple[type, int], Any] = {}
-"""The structure of the last batch of each type and length, as the extension knows it, and its `Structure`. Verifying that
-a batch has this structure costs a third of flattening it."""
+"""The structure of the last batch of each type and length, as the extension knows it, and its `Structure`. Verifying
+that a batch has this structure costs a third of flattening it."""
 
 
 class Structure:
