@@ -5,16 +5,13 @@ python examples/frameworks/train_lightning.py --way plain                 # Ligh
 torchrun --nproc-per-node 2 examples/frameworks/train_lightning.py --way loader   # ps.DataLoader instead
 """
 
-import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader
-from visits import Batch, Model, Visits, collate
+from visits import Batch, Model, Visits, collate, options, report
 
 import pinstage as ps
 from pinstage.integrations.lightning import StageBatches
@@ -49,22 +46,18 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def make_loader(way: str, dataset: Visits, **options: Any) -> DataLoader[Batch]:
+def make_loader(way: str, dataset: Visits, **others: Any) -> DataLoader[Batch]:
     """Return torch's loader, or ours, which needs no callback."""
-    options = {"batch_size": 4, "collate_fn": collate, **options}
+    others = {"batch_size": 4, "collate_fn": collate, **others}
     if way == "loader":
-        return ps.DataLoader(dataset, device="cuda" if torch.cuda.is_available() else "cpu", **options)
-    return DataLoader(dataset, **options)
+        return ps.DataLoader(dataset, **others)
+    return DataLoader(dataset, **others)
 
 
 def main() -> None:
     """Run one rank."""
-    parser = argparse.ArgumentParser(description="Trains with Lightning.")
-    parser.add_argument("--way", choices=["callback", "loader", "plain"], default="callback")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser = options("Trains with Lightning.", "callback", "loader")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--max-bytes", default="auto", help="cap on page-locked memory")
-    parser.add_argument("--out", type=Path, help="a folder for the report of each rank, as JSON")
     arguments = parser.parse_args()
 
     seed_everything(0, verbose=False)
@@ -83,14 +76,12 @@ def main() -> None:
     module = Module()
     training = make_loader(arguments.way, Visits(64), shuffle=True, num_workers=arguments.workers)
     trainer.fit(module, training, make_loader(arguments.way, Visits(16), num_workers=arguments.workers))
-    report: dict[str, Any] = {"losses": module.losses, "samples": module.samples}
+    batches = 0
     if arguments.way == "callback":
-        report["batches"] = stage.stats().batches
+        batches = stage.stats().batches
     if arguments.way == "loader":  # Lightning made one of its own, with another sampler: this one counts
-        report["batches"] = trainer.train_dataloader.stats().batches
-    print(f"rank {trainer.global_rank}: {report}")
-    if arguments.out is not None:
-        (arguments.out / f"rank{trainer.global_rank}.json").write_text(json.dumps(report))
+        batches = trainer.train_dataloader.stats().batches
+    report(arguments.out, trainer.global_rank, losses=module.losses, samples=module.samples, batches=batches)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
-"""The data and the model of the programs beside this file: small, nested, and the same for a seed."""
+"""What the programs beside this file have in common: small nested data, a model, their options and reports."""
 
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
@@ -47,3 +54,44 @@ class Model(nn.Module):
         del others
         inputs = torch.cat([measured["signal"], measured["age"].unsqueeze(1), self.embedding(codes)], dim=1)
         return nn.functional.mse_loss(self.layers(inputs).squeeze(1), labels)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with each of its tensors on a device: one `.to()` each, the plain way."""
+    if isinstance(batch, dict):
+        return {name: moved(part, device) for name, part in batch.items()}
+    return batch.to(device) if isinstance(batch, torch.Tensor) else batch
+
+
+@contextmanager
+def ranks() -> Iterator[tuple[int, int, torch.device]]:
+    """Join the processes that torchrun started, if it did: this one's rank, how many there are, this one's device."""
+    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if count > 1:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield rank, count, device
+    finally:
+        if count > 1:
+            dist.destroy_process_group()
+
+
+def options(description: str, *ways: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all programs have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--way", choices=[*ways, "plain"], default=ways[0])
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--max-bytes", default="auto", help="cap on page-locked memory")
+    parser.add_argument("--out", type=Path, help="a folder for the report of each rank, as JSON")
+    return parser
+
+
+def report(out: Path | None, rank: int, **found: Any) -> None:
+    """Print what a rank found, and save it."""
+    print(f"rank {rank}: {found}")
+    if out is not None:
+        (out / f"rank{rank}.json").write_text(json.dumps(found))
