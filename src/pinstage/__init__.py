@@ -29,7 +29,7 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Lease, PoolStats, SlabPool
-from ._staging import HostTransfer, Stager, StagerStats, Transfer
+from ._staging import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
 from ._tree import register_node
 
@@ -49,6 +49,7 @@ __all__ = [
     "MemoryResource",
     "PageableMemory",
     "PoolStats",
+    "Prefetcher",
     "RegisteredMemory",
     "SharedMemory",
     "SlabPool",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -19,15 +18,14 @@ from .._sizes import parse_bytes
 from .._steps import step
 from ..errors import AcquireTimeoutError
 from ._device import Sources, target_for
+from ._prefetch import Prefetcher, T, prefetcher_of
 from ._ring import Overflow, Place, Ring
-from ._run_ahead import RunAhead, check_depth
+from ._run_ahead import check_depth
 from ._to_host import HostTransfer, to_host
 from ._transfer import Transfer, copy_event_of, move_others, send_packed
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_NO_MORE = object()
 
 
 class Kept:
@@ -270,22 +268,26 @@ class Stager:
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def prefetch(self, iterable: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
-        """Yield the batches of an iterable on the device, staged ahead.
+    def prefetch(self, iterable: Iterable[T], *, depth: int = 2) -> Prefetcher[T]:
+        """Return the batches of an iterable on the device, staged ahead, as something to iterate over.
 
         When a batch is yielded, the next `depth` are packed and travelling, while the device works on it. Waits for the
         device only where that has the work of more than three batches before it.
 
+        The iterable is read in the calling thread, `depth` batches ahead of the loop. If its samples are made there too
+        (``num_workers=0``), it draws random numbers that the loop would have drawn first.
+
         Args:
-            iterable: yields batches, for example a DataLoader. It is read `depth` batches ahead.
+            iterable: yields batches, for example a DataLoader.
             depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
-        Yields:
-            Batches as `to_device` returns them, for the stream that is current when each is asked for.
+        Returns:
+            The prefetcher. Each pass over it is one over the iterable, of batches as `to_device` returns them, for the
+            stream that is current when each is asked for. What the iterable or staging raised comes after the batches
+            before it, as in a plain loop.
 
         Raises:
             TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
-            Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
         check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
@@ -293,7 +295,7 @@ class Stager:
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
             )
-        return self._prefetch(iterable, depth)
+        return prefetcher_of(self.stage, self._target, iterable, depth)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -402,28 +404,6 @@ class Stager:
                 "copy=True"
             )
             raise
-
-    def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
-        ahead: deque[Transfer] = deque()
-        run_ahead = RunAhead(self._target)
-        batches = iter(iterable)
-        failure: Exception | None = None
-        while failure is None:
-            try:
-                batch = next(batches, _NO_MORE)
-                if batch is _NO_MORE:
-                    break
-                ahead.append(self.stage(batch))
-                del batch  # the next one may take its memory
-            except Exception as error:  # noqa: BLE001 - raised when its turn comes
-                failure = error
-            if len(ahead) > depth:
-                yield ahead.popleft().get()
-                run_ahead.bound()
-        while ahead:
-            yield ahead.popleft().get()
-        if failure is not None:
-            raise failure
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")
