@@ -94,4 +94,5 @@ def report(out: Path | None, rank: int, **found: Any) -> None:
     """Print what a rank found, and save it."""
     print(f"rank {rank}: {found}")
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         (out / f"rank{rank}.json").write_text(json.dumps(found))
