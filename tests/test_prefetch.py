@@ -167,7 +167,7 @@ SOURCES = {
     "some snapshots": lambda: in_workers(num_workers=2, snapshot_every_n_steps=3),
     "iterable": lambda: StatefulDataLoader(Counting(), 4),
     "nodes": nodes,
-    "ours": lambda: ps.collate_into_slab(in_workers(num_workers=1), device="cpu"),
+    "ours": lambda: ps.wrap_loader(in_workers(num_workers=1), device="cpu"),
 }
 
 

@@ -34,7 +34,7 @@ from ._steps import profile
 from ._tree import register_node
 
 if TYPE_CHECKING:
-    from ._loader import DataLoader, LoaderStats, collate_into_slab
+    from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
 __version__ = "0.1.0"
@@ -57,7 +57,7 @@ __all__ = [
     "StagerStats",
     "Transfer",
     "audit",
-    "collate_into_slab",
+    "wrap_loader",
     "default_memory",
     "profile",
     "register_node",
@@ -67,7 +67,7 @@ _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
-    "collate_into_slab": "._loader",
+    "wrap_loader": "._loader",
     "inspect": ".inspect",
 }
 
