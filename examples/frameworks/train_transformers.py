@@ -52,10 +52,10 @@ class Weights(TrainerCallback):
         self.steps.append([weight.double().sum().item() for weight in model.parameters()])
 
 
-def train(arguments: argparse.Namespace, folder: str, **further: Any) -> dict[str, Any]:
+def train(arguments: argparse.Namespace, **further: Any) -> dict[str, Any]:
     """Train and evaluate, and return what this rank saw."""
     settings = TrainingArguments(
-        output_dir=folder,
+        output_dir=arguments.folder or tempfile.mkdtemp(),
         num_train_epochs=arguments.epochs,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
@@ -93,14 +93,13 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser = options("Trains with transformers' Trainer.", "pinstage")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=60)
+    parser.add_argument("--folder", help="where checkpoints go")
     parser.add_argument("--resume", help="a checkpoint")
     return parser.parse_args(words)
 
 
 if __name__ == "__main__":
     arguments = read_options()
-    with tempfile.TemporaryDirectory() as folder:
-        found = train(arguments, folder)
-    report(arguments.out, **found)
+    report(arguments.out, **train(arguments))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

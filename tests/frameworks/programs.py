@@ -23,3 +23,12 @@ def reports(name, out, *options, ranks=2, timeout=100):
     else:
         torchrun(EXAMPLES / name, *arguments, ranks=ranks, timeout=timeout)
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
+
+
+def both_ways(name, out, cases):
+    """Train by a program of two processes in each case, ``{case: options}``; return each rank's results by case and way.
+
+    All by one start of the processes, which takes longer than the training.
+    """
+    torchrun(Path(__file__).parent / "both_ways.py", name, out, json.dumps(cases), timeout=110)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]

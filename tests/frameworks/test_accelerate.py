@@ -1,20 +1,25 @@
 """Accelerate's prepared loaders, staged by `pinstage.integrations.accelerate.prepare`."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate_cases import CASES
-from programs import reports
+from programs import both_ways, reports
 from torch.utils.data import DataLoader
-from torchrun import torchrun
 from visits import Visits, collate
 
 import pinstage as ps
 from pinstage.integrations.accelerate import prepare, skip_first_batches
+
+CASES = {
+    "plain": [],
+    "workers": ["--workers", "2"],
+    "dispatch_batches": ["--dispatch-batches"],
+    "split_batches": ["--split-batches"],
+    "uneven_batches": ["--uneven-batches", "--samples", "54"],
+    "even_batches": ["--samples", "50"],
+    "skip_first_batches": ["--skip", "5", "--workers", "1"],
+    "dispatch_and_skip": ["--dispatch-batches", "--skip", "3"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +36,7 @@ def no_accelerator():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes saw, by case and way."""
-    out = tmp_path_factory.mktemp("accelerate")
-    torchrun(Path(__file__).parent / "accelerate_cases.py", out, timeout=110)
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return both_ways("train_accelerate", tmp_path_factory.mktemp("accelerate"), CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,15 +77,10 @@ def firsts(batches):
     return [batch["index"].tolist()[0] for batch in batches]
 
 
-@pytest.mark.parametrize("kind", ["torch's", "ours", "prepared"])
-def test_torch_s_loader_ours_and_a_prepared_one_may_be_given(kind):
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_torch_s_loader_and_a_prepared_one_may_be_given(is_prepared):
     accelerator = Accelerator(cpu=True)
-    given = {
-        "torch's": made,
-        "ours": lambda: ps.DataLoader(Visits(32), 4, collate_fn=collate, device="cpu"),
-        "prepared": lambda: accelerator.prepare(made()),
-    }[kind]()
-    loader = prepare(accelerator, given, max_bytes="8MiB")
+    loader = prepare(accelerator, accelerator.prepare(made()) if is_prepared else made(), max_bytes="8MiB")
     assert isinstance(loader, DataLoader)
     assert len(loader) == 8
     assert firsts(loader) == firsts(loader) == list(range(0, 32, 4))
@@ -113,13 +111,23 @@ def test_a_pool_may_be_shared():
     with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="16MiB") as pool:
         one, other = (prepare(accelerator, made(), pool=pool) for _ in range(2))
         assert firsts(one) == firsts(other)
-        assert pool.stats().total_leases == 16
+        assert pool.stats().hits + pool.stats().misses == 16
 
 
-def test_skipping_batches_of_a_loader_that_is_not_staged_is_refused():
-    loader = Accelerator(cpu=True).prepare(made())
-    with pytest.raises(TypeError, match="cannot skip batches of this DataLoaderShard: it is not staged; pass what"):
-        skip_first_batches(loader, 2)
-    with pytest.raises(TypeError, match="cannot skip batches of this DataLoader: it is not staged"):
-        skip_first_batches(made(), 2)
-    assert torch.is_tensor(next(iter(loader))["index"])
+def test_a_loader_and_its_rest_share_a_pool_and_are_not_taken_for_unused():
+    loader = prepare(Accelerator(cpu=True), made(num_workers=1), max_bytes="8MiB")
+    rest = skip_first_batches(loader, 3)
+    assert firsts(rest) == [12, 16, 20, 24, 28]
+    assert firsts(loader) == list(range(0, 32, 4))
+    assert rest.stats() == loader.stats()
+    assert loader.stats().batches == 13
+    again = skip_first_batches(loader, 7)  # in the middle of training: it has slabs of its own
+    assert firsts(again) == [28]
+    assert again.stats().batches == 1
+    assert firsts(skip_first_batches(again, 0)) == [28]
+
+
+@pytest.mark.parametrize("make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"])
+def test_skipping_batches_of_a_loader_that_is_not_staged_is_refused(make):
+    with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not of"):
+        skip_first_batches(make(), 2)

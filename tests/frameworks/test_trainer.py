@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from programs import reports
+from programs import both_ways, reports
 from train_transformers import Returns, StagingTrainer, read_options, train
 from transformers import Trainer, TrainingArguments
 from visits import Visits, collate
@@ -24,17 +24,22 @@ def no_accelerator():
 
 
 def run(folder, way, *words, **further):
-    return train(read_options(["--way", way, *words]), str(folder), **further)
+    return train(read_options(["--way", way, "--folder", str(folder), *words]), **further)
 
 
 def test_two_processes_train_to_the_trainer_s_own_losses_and_weights_bit_for_bit(tmp_path):
-    plain, ours = (reports("train_transformers.py", tmp_path / way, "--way", way) for way in ("plain", "pinstage"))
-    for one, other in zip(ours, plain, strict=True):
-        assert all(one[name] == other[name] for name in SAME)
-        assert len(one["losses"]) == 2 * 8
-        assert len(one["weights"]) == 2 * 3
-        assert one["batches"] == 2 * (8 + EVALUATED // 2)
-        assert one["passed"] == 0
+    for rank in both_ways("train_transformers", tmp_path, {"plain": ["--folder", str(tmp_path / "kept")]}):
+        ours, plain = rank["plain pinstage"], rank["plain plain"]
+        assert all(ours[name] == plain[name] for name in SAME)
+        assert len(ours["losses"]) == 2 * 8
+        assert len(ours["weights"]) == 2 * 3
+        assert ours["batches"] == 2 * (8 + EVALUATED // 2)
+        assert ours["passed"] == 0
+
+
+def test_the_program_stages_every_batch(tmp_path):
+    (found,) = reports("train_transformers.py", tmp_path / "out", "--folder", tmp_path, ranks=1)
+    assert found["batches"] == len(found["losses"]) + 2 * EVALUATED == 2 * (15 + EVALUATED)
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

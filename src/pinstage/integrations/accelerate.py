@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import accelerate
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 import pinstage as ps
 
@@ -22,50 +21,46 @@ def prepare(
 
     The result is Accelerate's own loader, whatever options it has: it shards, splits or dispatches batches, and says
     which one is the last. Only the torch loader inside of it writes its batches into slabs, as `DataLoader` does, and
-    they arrive on the accelerator's device. `stats()` of the result are those of `DataLoader.stats`. With
-    ``dispatch_batches`` the main process stages, and the others get their parts from it.
+    they arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
+    parts from it.
 
     Args:
         accelerator: whose device and options hold.
-        loader: a torch `DataLoader`, ours as well, or one that was prepared by this accelerator and not iterated yet.
+        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.
 
+    Returns:
+        The prepared loader, with the `DataLoader.stats`.
+
     Raises:
-        TypeError, ValueError, StagingError: as `collate_into_slab`.
+        TypeError, ValueError, StagingError: as `wrap_loader`.
     """
-    return _staged(accelerator.prepare_data_loader(loader), accelerator.device, pool, max_bytes, depth)
+    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth}
+    return _wrapped(accelerator.prepare_data_loader(loader), options)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Do what `accelerate.skip_first_batches` does, and stage, which a loader of that function does not.
-
-    The result has a pool of its own, with the same cap.
+    """Do what `accelerate.skip_first_batches` does, and stage, which the loader that it returns does not.
 
     Args:
-        loader: what `prepare` returned.
+        loader: what `prepare` returned. If it was not iterated yet, both have the same slabs and stats.
         num_batches: how many to leave out.
 
     Raises:
         TypeError: `loader` is another one.
     """
-    base = getattr(loader, "base_dataloader", None)
-    if not hasattr(base, "max_bytes"):
+    options = vars(loader).get("pinstage_options")
+    if options is None:
         raise TypeError(
-            f"cannot skip batches of this {type(loader).__name__}: it is not staged; pass what "
-            "pinstage.integrations.accelerate.prepare returned"
+            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not of "
+            "pinstage.integrations.accelerate.prepare; pass what that returned"
         )
-    rest = accelerate.skip_first_batches(loader, num_batches)
-    return _staged(rest, base.device, None, base.max_bytes, base.depth)
+    return _wrapped(accelerate.skip_first_batches(loader, num_batches), options)
 
 
-def _staged(
-    prepared: DataLoaderShard | DataLoaderDispatcher,
-    device: Any,
-    pool: ps.SlabPool | None,
-    max_bytes: int | str,
-    depth: int,
-) -> Any:
-    ps.collate_into_slab(prepared.base_dataloader, device=device, pool=pool, max_bytes=max_bytes, depth=depth)
+def _wrapped(prepared: Any, options: dict[str, Any]) -> Any:
+    prepared = ps.wrap_loader(prepared, **options)
+    prepared.pinstage_options = options
     return prepared
