@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import pinstage as ps
+from pinstage._tree import stored_attributes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = ["stager", "ring", "loader", "to_host"]
 RAGGED = 4
 """Batches in a row, no two of the same shapes."""
 
-IGNORED = {"_cache", "_last_op", "_locked_schema", "_cached_attr", "_is_initialized"}
-"""What libraries remember of earlier calls, of how an object was made, say."""
+IGNORED = {"_cache", "_last_op", "_locked_schema", "_cached_attr", "_is_initialized", "_handler"}
+"""What libraries remember of earlier calls, of how an object was made, and the file that one is over."""
 
 
 def own_to(batch, device):
@@ -101,9 +102,7 @@ def check_workers(cases, method, device):
 
 
 def check_loader(cases, device, options):
-    loader = ps.DataLoader(
-        Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options
-    )
+    loader = ps.DataLoader(Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options)
     count = 0
     for number, result in enumerate(loader):
         compare(cases, result, device, number)
@@ -139,22 +138,22 @@ def assert_alike(mine, theirs, path="batch", met=None):
     """Fail unless two things have the same types, values, devices and attributes all the way down."""
     met = {} if met is None else met
     if id(mine) in met:
-        assert met[id(mine)] is theirs, f"{path} refers to something else"
+        assert met[id(mine)][1] is theirs, f"{path} refers to something else"
         return
     assert type(mine) is type(theirs), f"{path}: {type(mine)} instead of {type(theirs)}"
     if isinstance(mine, weakref.ref):
         assert_alike(mine(), theirs(), f"{path}()", met)
     elif isinstance(mine, torch.Tensor):
-        met[id(mine)] = theirs
+        met[id(mine)] = mine, theirs
         assert_same_tensor(mine, theirs, path)
-        assert_alike(dict(vars(mine)), dict(vars(theirs)), f"{path}.__dict__", met)
+        assert_same_attributes(vars(mine), vars(theirs), path, met)
     elif isinstance(mine, np.ndarray):
         assert mine.dtype == theirs.dtype
         assert np.array_equal(mine, theirs), path
     elif isinstance(mine, type | torch.Size | torch.device | torch.dtype | str | bytes | int | float | type(None)):
         assert mine == theirs, f"{path}: {mine!r} instead of {theirs!r}"
     else:
-        met[id(mine)] = theirs
+        met[id(mine)] = mine, theirs
         assert_same_contents(mine, theirs, path, met)
 
 
@@ -177,8 +176,11 @@ def assert_same_contents(mine, theirs, path, met):
             assert_alike(one, other, f"{path}[{number}]", met)
     elif isinstance(mine, set | frozenset):
         assert mine == theirs, path
-    stored = [ps._tree.stored_attributes(thing) for thing in (mine, theirs)]
-    stored = [{name: value for name, value in sorted(found.items()) if name not in IGNORED} for found in stored]
-    assert list(stored[0]) == list(stored[1]), f"{path}: attributes {list(stored[0])} instead of {list(stored[1])}"
-    for name in stored[0]:
-        assert_alike(stored[0][name], stored[1][name], f"{path}.{name}", met)
+    assert_same_attributes(stored_attributes(mine), stored_attributes(theirs), path, met)
+
+
+def assert_same_attributes(mine, theirs, path, met):
+    names, others = (sorted(set(stored) - IGNORED) for stored in (mine, theirs))
+    assert names == others, f"{path}: attributes {names} instead of {others}"
+    for name in names:
+        assert_alike(mine[name], theirs[name], f"{path}.{name}", met)

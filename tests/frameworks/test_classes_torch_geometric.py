@@ -8,7 +8,6 @@ import library_batches as made
 import pytest
 import torch
 from class_trips import DEVICES, Case, by_device_and_start_method, by_device_and_way, check, check_workers, target
-from torch_geometric.loader import DataLoader
 
 import pinstage as ps
 
@@ -67,7 +66,7 @@ def test_slices_stay_on_the_host_as_they_are():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         batch = made.graph_batch(1)
         staged = stager.to_device(batch)
-        assert stager.stats().packed_leaves == 4  # x, its batch and pointers, edge_index: and no slices
+        assert stager.stats().packed_leaves == 6  # x, edge_index, batch and ptr, x_batch and x_ptr: and no slices
     assert staged._slice_dict["x"] is batch._slice_dict["x"]
 
 
@@ -78,6 +77,8 @@ def test_a_layout_of_a_batch_can_be_pickled():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_loader_of_pyg_is_prefetched(device):
+    from torch_geometric.loader import DataLoader
+
     graphs = [made.graph(number) for number in range(6)]
     expected = [batch.x for batch in DataLoader(graphs, 2)]
     with ps.Stager(target(device), max_bytes="1MiB") as stager:

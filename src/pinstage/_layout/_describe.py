@@ -17,6 +17,7 @@ from .._torch import has_no_memory, is_dual, may_be_dual
 from .._tree import (
     ATOM_TYPES,
     KINDS,
+    WRAPPERS,
     Keeping,
     Kind,
     Structure,
@@ -24,7 +25,6 @@ from .._tree import (
     is_container_by_now,
     learn_containers,
     moves_as_a_whole,
-    unwrapped,
     walk,
 )
 from ._dtypes import ALIGNMENT, CODES
@@ -78,7 +78,8 @@ class Parts(NamedTuple):
         """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
         if not self.table.others and not self.table.moved:
             return []
-        return unwrapped(self.leaves[i] for i in self.table.positions(RowKind.OTHER, RowKind.MOVED))
+        leaves, positions = self.leaves, self.table.positions(RowKind.OTHER, RowKind.MOVED)
+        return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
 
 
 def take_apart(tree: Any, device: torch.device = _CPU, keeping: Keeping | None = None) -> Parts:

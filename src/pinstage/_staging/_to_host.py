@@ -23,7 +23,7 @@ from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
-from .._tree import Structure, unwrapped, walk
+from .._tree import WRAPPERS, Structure, walk
 from ._device import Events, Piece, Sources
 from ._frames import clear_own_frames
 from ._transfer import move
@@ -195,7 +195,10 @@ def _divide(
         Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
         what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
     """
-    left = unwrapped(leaves)
+    left = list(leaves)
+    for index, leaf in enumerate(leaves):
+        if type(leaf) in WRAPPERS:
+            left[index] = leaf.obj
     shares: list[Share] = []
     devices = [home]
     on_their_own: set[int] = set()

@@ -6,7 +6,7 @@ libraries are looked up in `_libraries`. `walk` takes it apart into its leaves a
 """
 
 from ._attributes import has_attributes_only, stored_attributes
-from ._keep import Keep, Whole, unwrapped
+from ._keep import WRAPPERS, Keep, Whole
 from ._keeping import Keeping
 from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor, tensors_in
 from ._nodes import (
@@ -23,6 +23,7 @@ from ._structure import Structure, walk
 __all__ = [
     "ATOM_TYPES",
     "KINDS",
+    "WRAPPERS",
     "Keep",
     "Keeping",
     "Kind",
@@ -40,6 +41,5 @@ __all__ = [
     "register_tensor",
     "stored_attributes",
     "tensors_in",
-    "unwrapped",
     "walk",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -37,8 +36,4 @@ class Whole:
 
 
 WRAPPERS = frozenset({Keep, Whole})
-
-
-def unwrapped(leaves: Iterable[Any]) -> list[Any]:
-    """Return leaves with those in wrappers taken out."""
-    return [leaf.obj if type(leaf) in WRAPPERS else leaf for leaf in leaves]
+"""What is in them goes on without them, as their ``obj``."""

@@ -25,7 +25,8 @@ class Keeping:
         self._says: Callable[[str, Any], object] | None = keep if callable(keep) else None
         self._paths: tuple[str, ...] = ()
         if not callable(keep):
-            self._paths = (keep,) if isinstance(keep, str) else tuple(keep)
+            given: Any = [keep] if isinstance(keep, str) else keep
+            self._paths = tuple(given) if isinstance(given, Iterable) else (given,)
             if not all(isinstance(path, str) for path in self._paths):
                 raise TypeError(f"keep takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\"")
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []

@@ -134,7 +134,8 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
         TypeError: `cls` is no subclass of `torch.Tensor`, or is `torch.nn.Parameter` or one of it.
         ValueError: it was registered already, with another `rebuild`.
     """
-    if not issubclass(cls, torch.Tensor) or cls is torch.Tensor:
+    given: Any = cls
+    if not (isinstance(given, type) and issubclass(given, torch.Tensor)) or given is torch.Tensor:
         raise TypeError(f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes containers")
     if issubclass(cls, torch.nn.Parameter):
         raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they go by their own .to()")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._torch import plain_alias
+from .._torch import plain_alias, tell_once, why_subclasses_cannot_be_read
 from ._keep import Keep, Whole
 from ._paths import Itself
 from ._registry import Functions
@@ -52,11 +52,15 @@ def _once(key: Any, make: Callable[[], Any], *alive: Any) -> Any:
 
 def tensor_functions(cls: type) -> Functions | None:
     """Return functions that take a tensor of a class apart, and put it together; None if it moves by its ``.to()``."""
-    for base in cls.__mro__:
-        if base in REBUILDS:
-            if hasattr(cls, "__tensor_flatten__"):
-                return _wrapper_functions(cls)
-            return _subclass_functions(cls, REBUILDS[base])
+    base = next((base for base in cls.__mro__ if base in REBUILDS), None)
+    if base is None:
+        return None
+    if hasattr(cls, "__tensor_flatten__"):
+        return _wrapper_functions(cls)
+    reason = why_subclasses_cannot_be_read()
+    if reason is None:
+        return _subclass_functions(cls, REBUILDS[base])
+    tell_once(f"tensors of other classes go by their own .to(), which takes longer: {reason}")
     return None
 
 
