@@ -31,7 +31,7 @@ from ._memory import (
 from ._pool import Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
-from ._tree import register_node
+from ._tree import Keep, register_node, register_tensor
 
 if TYPE_CHECKING:
     from ._loader import DataLoader, LoaderStats, wrap_loader
@@ -43,6 +43,7 @@ __all__ = [
     "DataLoader",
     "HostAllocMemory",
     "HostTransfer",
+    "Keep",
     "Layout",
     "Lease",
     "LoaderStats",
@@ -61,6 +62,7 @@ __all__ = [
     "default_memory",
     "profile",
     "register_node",
+    "register_tensor",
 ]
 
 _LATER = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -16,6 +16,7 @@ from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
+from .._tree import Keeping
 from ..errors import AcquireTimeoutError
 from ._device import Sources, target_for
 from ._prefetch import Prefetcher, T, prefetcher_of
@@ -55,7 +56,7 @@ class StagerStats:
     padding_bytes: int
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
-    """Tensors that travelled by their own ``.to()``."""
+    """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
     ring_overflows: int
     """Batches that found no place in the ring and got a device slab of their own."""
     fetches: int
@@ -91,10 +92,14 @@ class Stager:
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
             until `Transfer.query` is true, as with torch's own ``non_blocking=True``; they are kept alive until then.
+        keep: what stays on the host, as it is: paths of leaves, or of containers of leaves, as errors and
+            `Layout.slots` name them (``["['lengths']"]``), or a function of path and leaf that says so. Such leaves are
+            neither searched for tensors nor compared. `Keep` does the same in the batch itself.
         timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
             ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
     Raises:
+        TypeError: `keep` is neither.
         ValueError: another kind of device, both `pool` and `max_bytes`, a ring of no size, or a negative `timeout`.
         StagingError: a CUDA device without CUDA.
 
@@ -113,6 +118,7 @@ class Stager:
         ring_overflow: Overflow = "error",
         threads: int | None = None,
         borrow_pinned: bool = False,
+        keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         if pool is not None and max_bytes != "auto":
@@ -129,6 +135,7 @@ class Stager:
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._threads = most_threads(threads)
         self._borrow_pinned = borrow_pinned
+        self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.Lock()
@@ -155,20 +162,22 @@ class Stager:
         copy's own event. When the call returns, all that was packed has been read.
 
         A tensor that cannot be packed (sparse, quantised, nested, a subclass, one that requires grad, or not on the
-        CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream, and counted.
+        CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream, and counted. So is
+        an object that holds tensors, is no known container, and has a ``to(device)`` method, after a warning.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
 
         Raises:
-            LayoutError: something in the batch cannot be staged; see its ``path``.
+            LayoutError: something in the batch cannot be staged, or a path of `keep` leads to nothing in the first
+                batch; see its ``path``.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         with step("stage"):
-            parts = take_apart(batch)
+            parts = take_apart(batch, keeping=self._keeping)
             table, ring = parts.table, self._ring
             place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
