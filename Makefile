@@ -3,10 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FRAMEWORKS := .venv-frameworks
+PIP_INSTALL := -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test sanitize wheels release lint types docs bench bench-smoke clean
+.PHONY: help demo test test-frameworks sanitize wheels release lint types docs bench bench-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +19,9 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
 	@echo "The tests take 8 minutes on two idle CPUs."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-frameworks: $(FRAMEWORKS)/.stamp ## run the tests with the frameworks, in an environment of their own (PYTEST_ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
 	scripts/sanitize.sh $(PYTEST_ARGS)
@@ -63,7 +68,20 @@ $(VENV)/.stamp-test: MUST_COMPILE := 1
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
 	@rm -f src/pinstage/_native/*.so
-	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python $(PIP_INSTALL) -e '.[$*]'
+	@touch $@
+
+# What these ask for beside torch, they do not need for what is tested, or it is in the extra: a torch with CUDA, cloud
+# storage, an older numpy.
+WITHOUT_DEPENDENCIES := torchrec fbgemm-gpu-cpu mosaicml-streaming
+
+$(FRAMEWORKS)/.stamp: MUST_COMPILE := 1
+$(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
+	@echo "Installing the frameworks into $(FRAMEWORKS), once: this takes two to ten minutes."
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	rm -f src/pinstage/_native/*.so
+	PINSTAGE_NATIVE=$(MUST_COMPILE) $(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e '.[frameworks]'
+	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
 	@touch $@
 
 $(BIN)/python:

@@ -58,7 +58,7 @@ class KnowsItsLoader(Mapped):
     loader = None
 
     def __getitem__(self, index):
-        reached = "_target" in vars(self.loader)
+        reached = "_own_slabs" in vars(self.loader)
         return torch.cat([torch.tensor([reached]), cuda_in_the_worker(index)])
 
 

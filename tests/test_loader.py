@@ -312,7 +312,7 @@ def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
         misses = pool.stats().misses
         assert misses > 0
         assert loader.stats().pool == pool.stats()
-        assert same(list(ps.collate_into_slab(other, pool=pool, device="cpu")), expected)
+        assert same(list(ps.wrap_loader(other, pool=pool, device="cpu")), expected)
         assert same(list(ps.Stager("cpu", pool=pool).prefetch(expected)), expected)
         assert pool.stats().held_bytes > 0
         del loader, other
@@ -334,7 +334,7 @@ def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_c
 
 
 def test_depth_has_one_default():
-    ways = (ps.Stager.prefetch, ps.DataLoader, ps.collate_into_slab)
+    ways = (ps.Stager.prefetch, ps.DataLoader, ps.wrap_loader)
     assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
 
 

@@ -1,4 +1,4 @@
-"""`collate_into_slab` gives a loader of another class what `DataLoader` does."""
+"""`wrap_loader` gives a loader of another class what `DataLoader` does."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ def pair(dataset, **options):
         StatefulDataLoader(dataset(), **{"batch_size": 2} | options, generator=torch.Generator().manual_seed(1))
         for _ in range(2)
     )
-    return torchs, ps.collate_into_slab(ours, device="cpu", max_bytes="4MiB", depth=3)
+    return torchs, ps.wrap_loader(ours, device="cpu", max_bytes="4MiB", depth=3)
 
 
 def mapped():
@@ -64,17 +64,18 @@ def workers(request):
     return request.param
 
 
-def test_a_changed_loader_stays_what_it_was(workers):
+def test_a_wrapped_loader_is_of_the_class_that_it_was(workers):
     loader = StatefulDataLoader(mapped(), 4, num_workers=workers, drop_last=True)
-    collate_fn = loader.collate_fn
-    assert ps.collate_into_slab(loader, device="cpu", depth=2) is loader
-    assert isinstance(loader, StatefulDataLoader)
-    assert type(loader).__name__ == "StatefulDataLoader"
-    assert (len(loader), loader.batch_size, loader.drop_last, loader.device) == (6, 4, True, torch.device("cpu"))
-    assert len(list(loader)) == 6
-    assert loader.collate_fn is collate_fn
-    assert loader.stats().batches == 6
-    assert type(StatefulDataLoader(mapped())) is StatefulDataLoader
+    wrapped = ps.wrap_loader(loader, device="cpu", depth=2)
+    assert isinstance(wrapped, StatefulDataLoader)
+    assert type(wrapped).__name__ == "StatefulDataLoader"
+    assert (len(wrapped), wrapped.batch_size, wrapped.drop_last) == (6, 4, True)
+    assert (wrapped.dataset, wrapped.sampler, wrapped.collate_fn) == (loader.dataset, loader.sampler, loader.collate_fn)
+    assert len(list(wrapped)) == 6
+    assert wrapped.collate_fn is loader.collate_fn
+    assert wrapped.stats().batches == 6
+    assert type(loader) is type(StatefulDataLoader(mapped())) is StatefulDataLoader
+    assert len(list(loader)) == wrapped.stats().batches == 6
 
 
 def test_a_changed_loader_yields_the_same_pass_after_pass(workers):
@@ -120,17 +121,17 @@ def test_persistent_workers_of_a_changed_loader_stay():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_changed_loader_can_be_copied_and_pickled(copied):
-    loader = ps.collate_into_slab(StatefulDataLoader(mapped(), 4, num_workers=1), device="cpu", depth=2)
+    loader = ps.wrap_loader(StatefulDataLoader(mapped(), 4, num_workers=1), device="cpu", depth=2)
     expected = list(loader)
     other = copied(loader)
-    assert type(other) is type(loader)
+    assert isinstance(other, StatefulDataLoader)
     assert same(list(other), expected)
-    assert (loader.stats().batches, other.stats().batches, other.depth) == (6, 6, 2)
+    assert (loader.stats().batches, other.stats().batches, other._settings.depth) == (6, 6, 2)
 
 
 def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
     options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "timeout": 20}
-    loader = ps.collate_into_slab(StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB")
+    loader = ps.wrap_loader(StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB")
     expected = list(torch.utils.data.DataLoader(mapped(), 2))
     for taken in range(6):
         assert same(list(itertools.islice(loader, taken)), expected[:taken])
@@ -138,24 +139,16 @@ def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
 
 
 def test_what_is_no_loader_of_torch_is_refused():
-    with pytest.raises(TypeError, match=r"cannot change a list.*Stager\.prefetch"):
-        ps.collate_into_slab([1, 2])
+    with pytest.raises(TypeError, match=r"cannot wrap a list.*Stager\.prefetch"):
+        ps.wrap_loader([1, 2])
 
 
 def test_a_loader_is_changed_only_once_and_before_it_has_workers():
-    loader = ps.collate_into_slab(StatefulDataLoader(mapped()), device="cpu")
+    loader = ps.wrap_loader(StatefulDataLoader(mapped()), device="cpu")
     with pytest.raises(TypeError, match="once"):
-        ps.collate_into_slab(loader)
+        ps.wrap_loader(loader)
     loader = torch.utils.data.DataLoader(mapped(), num_workers=1, persistent_workers=True)
     iterator = iter(loader)
     with pytest.raises(TypeError, match="has workers already"):
-        ps.collate_into_slab(loader, device="cpu")
+        ps.wrap_loader(loader, device="cpu")
     del iterator
-
-
-def test_a_bad_argument_leaves_the_loader_as_it_was():
-    loader = StatefulDataLoader(mapped(), 4)
-    with pytest.raises(ValueError, match="depth"):
-        ps.collate_into_slab(loader, device="cpu", depth=-1)
-    assert type(loader) is StatefulDataLoader
-    assert len(list(loader)) == 6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _ResumeIteration
 
 from pinstage._loader._arrivals import Arrival, Failed
-from pinstage._loader._sending_queue import SendingQueue
+from pinstage._loader._sending import SendingQueue
 from pinstage._staging import Transfer
 
 pytestmark = pytest.mark.timeout(30)

@@ -81,23 +81,6 @@ def test_the_queue_behind_has_a_file_that_can_be_waited_for():
     source.join_thread()
 
 
-def test_loaders_put_indexes_into_a_queue_that_says_what_cannot_be_sent():
-    iterator = iter(ps.DataLoader(data.Mapped(data.scalar, 4), num_workers=1, device="cpu"))
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
-        iterator._index_queues[0].put((7, [lambda: None]))
-    assert len(list(iterator)) == 4
-
-
-def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():
-    """torch's own loader waits forever."""
-    sampler = [0, 1, lambda: 2]
-    loader = ps.DataLoader(
-        data.Mapped(data.scalar), None, sampler=sampler, num_workers=1, prefetch_factor=1, device="cpu"
-    )
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
-        list(loader)
-
-
 # -- private names, taken away one by one ------------------------------------------------------------------------------
 
 

@@ -540,7 +540,7 @@ def test_prefetch_yields_every_batch_in_order(stager, count, depth):
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(stager, depth):
     reading = Reading(10)
-    prefetching = stager.prefetch(reading, depth=depth)
+    prefetching = iter(stager.prefetch(reading, depth=depth))
     assert reading.read == 0
     for yielded in range(1, 11):
         next(prefetching)
@@ -559,7 +559,7 @@ def test_prefetch_does_not_let_the_loop_run_away_from_the_device(stager, monkeyp
 
 def test_prefetch_reads_two_ahead_by_default(stager):
     reading = Reading(10)
-    next(stager.prefetch(reading))
+    next(iter(stager.prefetch(reading)))
     assert reading.read == 3
 
 
@@ -581,7 +581,7 @@ def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(stage
         break
     assert reading.closed
     assert stager.stats().pool.leased_slabs == 0
-    prefetching = stager.prefetch(Reading(10))
+    prefetching = iter(stager.prefetch(Reading(10)))
     next(prefetching)
     prefetching.close()
     assert stager.stats().pool.leased_slabs == 0

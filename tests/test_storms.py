@@ -126,7 +126,7 @@ class House:
         viewed = self.pool.acquire(800)
         iterator = iter(self.loader)
         next(iterator)
-        prefetched = self.ring.prefetch([batch()] * 4, depth=1)
+        prefetched = iter(self.ring.prefetch([batch()] * 4, depth=1))
         next(prefetched)
         things = [lease, [viewed, viewed.tensor()], iterator, prefetched, *generators]
         things += [self.stager.stage(batch()), self.ring.stage(batch()), self.stager.to_host(batch())]

@@ -318,7 +318,7 @@ def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager
 
 def test_prefetch_raises_after_the_batches_that_found_a_slab(make_stager):
     stager = make_stager(max_bytes=4096, timeout=0.01)
-    batches = stager.prefetch([[torch.full((1000,), float(n))] for n in range(3)], depth=1)
+    batches = iter(stager.prefetch([[torch.full((1000,), float(n))] for n in range(3)], depth=1))
     first = next(batches)  # the second one has been staged by now
     kept = stager.to_host(first).get()
     assert float(next(batches)[0][0]) == 1.0

@@ -504,13 +504,36 @@ def test_a_container_that_is_known_already_cannot_be_registered(kind):
         register_node(kind, lambda obj: ((), None), lambda metadata, children: kind())
 
 
-def test_a_class_is_registered_once():
+def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
+    class Once:
+        def __init__(self, value):
+            self.value = value
+
+    def flatten(once):
+        return (once.value,), None
+
+    def unflatten(metadata, children):
+        return Once(*children)
+
+    for _ in range(2):
+        assert register_node(Once, flatten, unflatten) is Once
+        assert_same([Once(leaf())], through_slab([Once(leaf())]), "cpu")
+
+    class Twice(Once):
+        pass
+
+    for _ in range(2):
+        register_node(Twice)
+        assert_same([Twice(leaf())], through_slab([Twice(leaf())]), "cpu")
+
+
+def test_a_class_is_not_registered_again_in_another_way():
     class Once:
         pass
 
     register_node(Once)
-    with pytest.raises(ValueError, match="already registered"):
-        register_node(Once)
+    with pytest.raises(ValueError, match=r"Once is already registered in another way.*; register it once"):
+        register_node(Once, lambda once: ((), None), lambda metadata, children: Once())
 
 
 def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on():

@@ -23,12 +23,15 @@ import numpy as np
 import optree
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import register_pytree_node
 
 WORKS = {
     "dual tensors": "staged",
     "a functional tensor": "staged",
     "a zero tensor": "staged",
     "registered elsewhere": "staged",
+    "registered with pytree": "staged",
+    "a tensor of another class": "packed",
     "audit": "knows what pin_memory does",
     "profile": "has steps",
     "ring": "staged",
@@ -40,6 +43,7 @@ SLOW_VIEWS = "views of a slab are made in Python, which takes longer: "
 SLOW_PATH = "batches are described and packed in Python, which takes longer: torch .*"
 ASKED = "each tensor is asked whether it has a tangent, which takes longer: "
 NOT_KNOWN = "classes that others registered with optree are not known: .*; give them to pinstage.register_node"
+NO_PYTREE = "classes that torch's pytree knows are not known: .*; give them to pinstage.register_node"
 NO_RING = "refused: ring= is not possible here: .*; leave it out, and each batch gets a fresh device slab"
 
 
@@ -174,6 +178,11 @@ NO_KINDS = {
         "a zero tensor": "refused: .* has not the memory.*",
     },
 }
+NO_SUBCLASSES = {
+    "doctor": "tensor subclasses",
+    "told": "tensors of other classes go by their own .to(), which takes longer: ",
+    "instead": {"a tensor of another class": "moved"},
+}
 NO_COUNT = {"doctor": "ring=", "instead": {"ring": NO_RING}}
 NO_VIEWS = {"doctor": "views", "told": SLOW_VIEWS}
 NO_COLLATION = {
@@ -208,6 +217,9 @@ CASES = {
     "is_functional_tensor says yes": Case(instead(torch, "_is_functional_tensor", lambda _: True), **NO_KINDS),
     "Tensor._is_zerotensor": Case(of_tensors("_is_zerotensor", None), **NO_KINDS),
     "Tensor._is_zerotensor says yes": Case(of_tensors("_is_zerotensor", lambda _: lambda: True), **NO_KINDS),
+    "DisableTorchFunctionSubclass does nothing": Case(
+        for_us_only(torch, "_C", "DisableTorchFunctionSubclass", contextlib.nullcontext), **NO_SUBCLASSES
+    ),
     # -- what the extension has to know
     "the exchange API": Case(has_no_api, "extension", SLOW_PATH),
     "the exchange API of another version": Case(has_another_api, "extension", SLOW_PATH),
@@ -241,6 +253,19 @@ CASES = {
         NOT_KNOWN,
         {"registered elsewhere": "refused: .*"},
     ),
+    # -- torch's pytree
+    "pytree's registry": Case(
+        for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"),
+        "pytree",
+        NO_PYTREE,
+        {"registered with pytree": "refused: .*"},
+    ),
+    "pytree's registry is another one": Case(
+        for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES", {}),
+        "pytree",
+        NO_PYTREE,
+        {"registered with pytree": "refused: .*"},
+    ),
     # -- profiling
     "profiler_enabled": Case(gone(torch.autograd, "_profiler_enabled"), "profiles", instead={"profile": "has none"}),
     "profiler_enabled says None": Case(
@@ -265,6 +290,19 @@ class Elsewhere:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
         self.cycle = [x]
+
+
+class WithPytree(Elsewhere):
+    """A container that was registered with torch's pytree."""
+
+
+class Wrapping(torch.Tensor):
+    """Puts itself around whatever torch returns."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return found.as_subclass(cls) if type(found) is torch.Tensor else found
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -357,6 +395,20 @@ def registered_elsewhere(ps: Any, stager: Any) -> str:
     return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
 
 
+def registered_with_pytree(ps: Any, stager: Any) -> str:
+    staged = stager.to_device(WithPytree(torch.ones(2)))
+    return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
+
+
+def of_another_class(ps: Any, stager: Any) -> str:
+    ps.register_tensor(Wrapping)
+    transfer = stager.stage([torch.ones(2).as_subclass(Wrapping)])
+    [staged] = transfer.get()
+    assert type(staged) is Wrapping
+    assert staged.tolist() == [1, 1]
+    return "moved" if transfer.passthrough else "packed"
+
+
 def profile(ps: Any, stager: Any) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         stager.to_device(batch(0))
@@ -398,6 +450,7 @@ def try_all() -> dict[str, Any]:
         optree.register_pytree_node(
             Elsewhere, lambda found: ([found.x], None), lambda _, found: Elsewhere(found[0]), namespace="elsewhere"
         )
+        register_pytree_node(WithPytree, lambda found: ([found.x], None), lambda found, _: WithPytree(found[0]))
         with ps.Stager("cpu") as stager:
             wrong = stage_some(ps, stager, 3)
             outcomes = {
@@ -407,6 +460,8 @@ def try_all() -> dict[str, Any]:
                 ),
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
                 "registered elsewhere": outcome(ps, registered_elsewhere, stager),
+                "registered with pytree": outcome(ps, registered_with_pytree, stager),
+                "a tensor of another class": outcome(ps, of_another_class, stager),
                 "audit": audit(ps),
                 "profile": profile(ps, stager),
                 "ring": outcome(ps, ring),

@@ -29,12 +29,12 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Lease, PoolStats, SlabPool
-from ._staging import HostTransfer, Stager, StagerStats, Transfer
+from ._staging import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
-from ._tree import register_node
+from ._tree import Keep, register_node, register_tensor
 
 if TYPE_CHECKING:
-    from ._loader import DataLoader, LoaderStats, collate_into_slab
+    from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
 __version__ = "0.1.0"
@@ -43,12 +43,14 @@ __all__ = [
     "DataLoader",
     "HostAllocMemory",
     "HostTransfer",
+    "Keep",
     "Layout",
     "Lease",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
     "PoolStats",
+    "Prefetcher",
     "RegisteredMemory",
     "SharedMemory",
     "SlabPool",
@@ -56,17 +58,18 @@ __all__ = [
     "StagerStats",
     "Transfer",
     "audit",
-    "collate_into_slab",
+    "wrap_loader",
     "default_memory",
     "profile",
     "register_node",
+    "register_tensor",
 ]
 
 _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
-    "collate_into_slab": "._loader",
+    "wrap_loader": "._loader",
     "inspect": ".inspect",
 }
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
@@ -62,8 +63,10 @@ def problems() -> list[Problem]:
             _why_kinds_are_not_seen(),
             "those of forward-mode AD and functionalisation are refused",
         ),
+        ("tensor subclasses", why_subclasses_cannot_be_read(), "tensors of other classes go by their own .to()"),
         ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
+        ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
         ("DataLoader", _why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
@@ -245,6 +248,36 @@ def check_is_plain(made: torch.Tensor) -> None:
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )
+
+
+class _Wrapping(torch.Tensor):
+    """A subclass that puts itself around whatever torch returns."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return found.as_subclass(cls) if type(found) is torch.Tensor else found
+
+
+@cache
+def why_subclasses_cannot_be_read() -> str | None:
+    """Say why the memory of a subclass of `torch.Tensor` cannot be had as a plain tensor; None if it can."""
+    try:
+        wrapped = _PLAIN.as_subclass(_Wrapping)
+        if type(wrapped) is _Wrapping and type(plain_alias(wrapped)) is torch.Tensor:
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not give the memory of a subclass as a plain tensor ({error!r})")
+    return _in_this_torch("does not give the memory of a subclass as a plain tensor")
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor of a subclass as a plain tensor, whatever the subclass makes of torch's functions.
+
+    Not where `why_subclasses_cannot_be_read`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -462,6 +495,39 @@ def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
 def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
     found = dict.copy(optree.registry._NODETYPE_REGISTRY)  # others may add
     return [entry for key, entry in found.items() if isinstance(key, tuple) and key[1] is cls and key[0] not in but]
+
+
+# -- torch's pytree ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def why_pytree_cannot_be_asked() -> str | None:
+    """Say why classes that are registered with torch's pytree cannot be found; None if they can."""
+    try:
+        take_apart, put_together = _pytree_entry(OrderedDict)
+        children, context = take_apart(OrderedDict(a=1, b=2))
+        if list(children) == [1, 2] and put_together([3, 4], context) == OrderedDict(a=3, b=4):
+            return None
+    except _WRONG as error:
+        return _in_this_torch(f"keeps its registry of containers in another way ({error!r})")
+    return _in_this_torch("keeps its registry of containers in another way")
+
+
+def _pytree_entry(cls: type) -> Any:
+    node = torch.utils._pytree.SUPPORTED_NODES.get(cls)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """Return how torch's pytree takes a class apart, and puts it together from a list of children and the context.
+
+    Empty where torch keeps this in another way: then such a class has to be registered with pinstage.
+    """
+    reason = why_pytree_cannot_be_asked()
+    if reason is None:
+        return _pytree_entry(cls)  # type: ignore[no-any-return]
+    tell_once(f"classes that torch's pytree knows are not known: {reason}; give them to pinstage.register_node")
+    return None
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def of_one_slab(cuda_device):
 
 def held_at_the_first_copy(loader, latch: Latch):
     """Return an iterator whose first batch was yielded, while its copy has not started."""
-    latch.hold(loader._target.stream)
+    latch.hold(loader._slabs.target.stream)
     iterator = iter(loader)
     return iterator, next(iterator)
 

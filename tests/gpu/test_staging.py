@@ -310,7 +310,7 @@ def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         (torch.ones(8, device=cuda_device) * 2).cpu()
-        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(1, 5)], depth=2)
+        batches = iter(stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(1, 5)], depth=2))
         first = next(batches)
         latch.hold(consumer)
         doubled = first["x"] * 2

@@ -40,7 +40,10 @@ def a_transfer(stager: ps.Stager, batch: object, stream: torch.cuda.Stream) -> N
 
 
 def prefetching(stager: ps.Stager, loader: torch.utils.data.DataLoader[Any]) -> None:
-    assert_type(stager.prefetch(loader, depth=3), Iterator[Any])
+    assert_type(stager.prefetch(loader, depth=3), ps.Prefetcher[Any])
+    assert_type(stager.prefetch([1.5]), ps.Prefetcher[float])
+    assert_type(iter(stager.prefetch([1.5])), Iterator[float])
+    assert_type(len(stager.prefetch([1.5])), int)
     for batch in stager.prefetch(loader):
         assert_type(batch, Any)
 

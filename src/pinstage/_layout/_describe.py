@@ -9,25 +9,26 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from .. import _native
 from .._steps import step
-from .._torch import check_is_plain, has_no_memory, is_dual, may_be_dual
+from .._torch import has_no_memory, is_dual, may_be_dual
 from .._tree import (
     ATOM_TYPES,
     KINDS,
+    WRAPPERS,
+    Keeping,
     Kind,
     Structure,
-    from_array,
-    holds_tensor,
+    Whole,
     is_container_by_now,
     learn_containers,
+    moves_as_a_whole,
     walk,
 )
-from ..errors import LayoutError
 from ._dtypes import ALIGNMENT, CODES
+from ._refusals import hides_tensor, tensor_over, unknown_classes, without_memory
 from ._table import RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
@@ -77,15 +78,17 @@ class Parts(NamedTuple):
         """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
         if not self.table.others and not self.table.moved:
             return []
-        return [self.leaves[i] for i in self.table.positions(RowKind.OTHER, RowKind.MOVED)]
+        leaves, positions = self.leaves, self.table.positions(RowKind.OTHER, RowKind.MOVED)
+        return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
 
 
-def take_apart(tree: Any, device: torch.device = _CPU) -> Parts:
+def take_apart(tree: Any, device: torch.device = _CPU, keeping: Keeping | None = None) -> Parts:
     """Take a tree apart and describe its leaves.
 
     Args:
         tree: containers with anything in them.
         device: where tensors are that can be packed; others are `RowKind.MOVED`.
+        keeping: says which leaves stay as they are.
 
     Raises:
         LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
@@ -94,6 +97,8 @@ def take_apart(tree: Any, device: torch.device = _CPU) -> Parts:
     while True:
         with step("walk"):
             leaves, structure = walk(tree)
+            if keeping is not None:
+                keeping.apply(leaves, structure)
         try:
             with step("describe"):
                 return describe(leaves, structure, device)
@@ -116,9 +121,12 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     """
     plainly = partial(_describe_leaf, structure, device, arrays)
     core = _native.core
-    if core is None:
-        return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-    figures, *found = core.describe(leaves, ATOM_TYPES, plainly, *_dlpack_device(device), arrays)
+    try:
+        if core is None:
+            return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
+        figures, *found = core.describe(leaves, ATOM_TYPES, plainly, *_dlpack_device(device), arrays)
+    except IsUnknown:
+        raise unknown_classes(leaves, structure) from None
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), *found))
 
@@ -152,27 +160,35 @@ class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
     """A leaf is of a class that has become a container."""
 
 
+class IsUnknown(Exception):  # noqa: N818 - as well
+    """A leaf holds tensors, and nobody knows its class."""
+
+
 def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
     """Say what a leaf is.
 
     The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
-    after a search, and stays as it is; and errors.
+    after a search, and stays as it is; what moves by a ``.to()`` of its own; and errors.
     """
+    if type(leaf) is Whole:
+        return Described(RowKind.MOVED)
     kind = KINDS[type(leaf)]
     if kind is Kind.TENSOR:
         return _describe_tensor(structure, device, leaf, index)
     if kind is Kind.ATOM:
         return Described(RowKind.OTHER)
     if kind is Kind.ARRAY and arrays:
-        tensor = _tensor_over(structure, leaf, index)
+        tensor = tensor_over(structure, leaf, index)
         if tensor is not None:
             return _describe_plain(tensor)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
         raise IsContainer
-    if _hides_tensor(structure, leaf, index):
+    if hides_tensor(structure, leaf, index):
         if is_container_by_now(type(leaf)):
             raise IsContainer
-        raise _unknown(structure, leaf, index)
+        if moves_as_a_whole(type(leaf)):
+            return Described(RowKind.MOVED)
+        raise IsUnknown
     return Described(RowKind.OTHER)
 
 
@@ -198,57 +214,8 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         needed = int(tensor.storage_offset() + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
-            raise _without_memory(structure, tensor, needed, index)
+            raise without_memory(structure, tensor, needed, index)
     return _describe_plain(tensor)
-
-
-def _tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
-    try:
-        tensor = from_array(array)
-    except TypeError as error:
-        path = structure.path(index)
-        raise LayoutError(
-            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
-            "convert it to a dtype that torch has",
-            path,
-        ) from error
-    if tensor is not None:
-        check_is_plain(tensor)
-    return tensor
-
-
-def _hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
-    try:
-        return holds_tensor(leaf)
-    except OverflowError as error:
-        path, name = structure.path(index), type(leaf).__qualname__
-        raise LayoutError(
-            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
-            f"known with pinstage.register_node({name})",
-            path,
-        ) from error
-
-
-def _unknown(structure: Structure, leaf: Any, index: int) -> LayoutError:
-    path, name = structure.path(index), type(leaf).__qualname__
-    if isinstance(leaf, np.ndarray | set | frozenset):
-        return LayoutError(f"batch{path} holds tensors in {name}, which cannot be staged; use a list", path)
-    return LayoutError(
-        f"batch{path} holds tensors and is no known container: {type(leaf).__module__}.{name}; make it known with "
-        f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten and "
-        "tree_unflatten",
-        path,
-    )
-
-
-def _without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
-    path = structure.path(index)
-    return LayoutError(
-        f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
-        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
-        "fill it again",
-        path,
-    )
 
 
 def _describe_plain(tensor: torch.Tensor) -> Described:

@@ -18,7 +18,7 @@ sends its bytes through the queue: slow, but no batch can wait forever.
 Everything else, samplers, seeds, order, errors, is torch's own loader at work.
 """
 
-from ._loader import DataLoader, collate_into_slab
+from ._loader import DataLoader, wrap_loader
 from ._stats import LoaderStats
 
-__all__ = ["DataLoader", "LoaderStats", "collate_into_slab"]
+__all__ = ["DataLoader", "LoaderStats", "wrap_loader"]

@@ -9,16 +9,15 @@ import torch
 
 from .._layout import pack, take_apart
 from .._reaper import reaper
-from .._staging import RunAhead, Stager, Target, Transfer, send_packed
+from .._staging import RunAhead, Transfer, send_packed
 from .._steps import step
 from .._torch import next_batch
 from ..errors import BudgetExceededError
 from ._arrivals import Arrival, Failed
 from ._ending import Ending
-from ._sending import Sender
-from ._sending_queue import IndexQueue, SendingQueue
+from ._sending import Sender, SendingQueue
 from ._server import SlabServer
-from ._stats import Counters
+from ._slabs import Slabs
 
 
 class LoaderIterator:
@@ -26,14 +25,14 @@ class LoaderIterator:
 
     Args:
         batches: torch's iterator.
-        target: where to.
-        counters: of the loader.
+        slabs: of the loader; kept, so that they stay.
     """
 
-    def __init__(self, batches: Any, target: Target, counters: Counters) -> None:
+    def __init__(self, batches: Any, slabs: Slabs) -> None:
         self._batches = batches
-        self._counters = counters
-        self._run_ahead = RunAhead(target)
+        self._slabs = slabs
+        self._counters = slabs.counters
+        self._run_ahead = RunAhead(slabs.target)
         self._since: float | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -83,30 +82,17 @@ class InlineIterator(LoaderIterator):
     """Without workers: loads, packs and sends in the calling thread.
 
     Nothing is loaded ahead: the dataset and the loop share the random generators, and torch's loader would not.
-
-    Args:
-        batches: torch's iterator.
-        stager: packs and sends.
-        target: where to, for batches that do not fit into the stager's pool.
-        counters: of the loader.
-        owner: keeps the stager open.
     """
-
-    def __init__(self, batches: Any, stager: Stager, target: Target, counters: Counters, owner: object) -> None:
-        super().__init__(batches, target, counters)
-        self._target = target
-        self._owner = owner
-        self._stager = stager
 
     def _next_batch(self) -> Any:
         batch = self._fetch()
         try:
-            transfer, fallback = self._stager.stage(batch), False
+            transfer, fallback = self._slabs.stager().stage(batch), False
         except BudgetExceededError:
             parts = take_apart(batch)
             host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             pack(parts, host)
-            transfer = send_packed(self._target, parts.structure, parts.table, host.data_ptr(), parts.others())
+            transfer = send_packed(self._slabs.target, parts.structure, parts.table, host.data_ptr(), parts.others())
             fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.get()
@@ -119,21 +105,17 @@ class WorkersIterator(LoaderIterator):
         batches: torch's iterator, whose workers run a `SlabCollate`.
         server: of their slabs; started.
         ending: of the workers.
-        target: where to.
+        slabs: of the loader.
         depth: batches sent ahead.
-        counters: of the loader.
     """
 
-    def __init__(
-        self, batches: Any, server: SlabServer, ending: Ending, target: Target, depth: int, counters: Counters
-    ) -> None:
-        super().__init__(batches, target, counters)
+    def __init__(self, batches: Any, server: SlabServer, ending: Ending, slabs: Slabs, depth: int) -> None:
+        super().__init__(batches, slabs)
         self._server = server
         self._ending = ending
-        self._sender = Sender(target, counters)
+        self._sender = Sender(slabs.target, slabs.counters)
         self._sending = SendingQueue(batches._data_queue, batches, self._sender, depth, server.wake)
         batches._data_queue = self._sending
-        batches._index_queues = [IndexQueue(queue) for queue in batches._index_queues]
         reaper.watch(self, ending.reap)
         server.serve(self._sending)
 

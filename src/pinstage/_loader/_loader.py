@@ -1,93 +1,65 @@
-"""`DataLoader` itself: torch's, with another collate function in the workers and another iterator in front."""
+"""`DataLoader` and `wrap_loader`: what makes a loader of torch's stage its batches."""
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
-from functools import cache, cached_property
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.data
 
-from .._memory import cap_bytes
 from .._pool import SlabPool
 from .._reaper import reaper
-from .._staging import Target, check_depth, target_for
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
 from ._ending import Ending
 from ._iterator import InlineIterator, WorkersIterator
 from ._server import SlabServer
-from ._slabs import Slabs
+from ._slabs import Settings, Slabs, checked
 from ._starting import start_workers
-from ._stats import Counters, LoaderStats
+from ._stats import LoaderStats
+from ._unused import arguments_were_read, slabs_of_original, warn_if_unused
 from ._worker import Terms
 
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class IntoSlabs:
-    """What is put before torch's class, or one made of it, so that workers write into slabs."""
+class Staging:
+    """What stands before a loader's own class: workers write into slabs, and batches are sent.
 
-    _before: type[Any] = torch.utils.data.DataLoader
-    device: torch.device
-    depth: int
-    max_bytes: int | str
+    torch's loader, and classes made of it, call ``_get_iterator`` to begin a pass; that is what changes. Attributes of
+    ours may be missing in an object: a framework makes loaders anew, and a copy in another process must not reach for
+    the device before it is used.
+    """
+
+    @property
+    def _settings(self) -> Settings:
+        raise NotImplementedError
 
     def stats(self) -> LoaderStats:
         """Return what was done so far. Does not block."""
-        pool = self._slabs.pool
-        return self._counters.snapshot(self.num_workers, None if pool is None else pool.stats())  # type: ignore[attr-defined]
-
-    def _send_to(
-        self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
-    ) -> None:
-        self.depth = check_depth(depth)
-        if pool is not None and max_bytes != "auto":
-            raise ValueError(
-                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-            )
-        if pool is not None and not pool.memory.is_shared:
-            raise ValueError(
-                f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-                "SlabPool(SharedMemory(device), max_bytes=...)"
-            )
-        if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
-            raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-        self._target = target_for(device)
-        self.device = self._target.device
-        self.max_bytes = max_bytes if pool is None else pool.max_bytes
-        self._own_slabs = Slabs(self._target, max_bytes, pool)
-        self._counters = Counters()
-
-    # A copy makes these when it is used: one in a spawned worker, whose dataset has the loader, must not touch CUDA.
-
-    @cached_property
-    def _target(self) -> Target:
-        return target_for(self.device)
+        slabs = self._slabs
+        pool = None if slabs.pool is None else slabs.pool.stats()
+        return slabs.counters.snapshot(self.num_workers, pool)  # type: ignore[attr-defined]
 
     @property
     def _slabs(self) -> Slabs:
-        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own.
-
-        And counters: a thread that is gone may hold their lock.
-        """
+        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own."""
         slabs: Slabs | None = vars(self).get("_own_slabs")
-        if slabs is None or slabs.pid != os.getpid():
-            slabs = self._own_slabs = Slabs(self._target, self.max_bytes)
-            self._counters = Counters()
+        if slabs is None:
+            slabs = slabs_of_original(self.dataset, self._settings) or Slabs(self._settings)  # type: ignore[attr-defined]
+        elif slabs.pid != os.getpid():
+            slabs = Slabs(self._settings.without_pool())
+        vars(self)["_own_slabs"] = slabs
         return slabs
-
-    @cached_property
-    def _counters(self) -> Counters:
-        return Counters()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has slabs and counters of its own, and no workers yet.
-        own = ("_target", "_own_slabs", "_counters")
-        return {name: value for name, value in vars(self).items() if name not in own} | {"_iterator": None}
+        return {name: value for name, value in vars(self).items() if name != "_own_slabs"} | {"_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -99,31 +71,60 @@ class IntoSlabs:
             if kept.closed:
                 reaper.bury(vars(self).pop("_iterator"))
                 vars(self)["_iterator"] = None  # new workers
-        return self._before.__iter__(self)
+        batches = super().__iter__()  # type: ignore[misc]
+        if inspect.isgenerator(batches):
+            return self._looked_after(batches)
+        warn_if_unused(self._slabs)
+        return batches
+
+    def _looked_after(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        warn_if_unused(self._slabs)
+
+    @property
+    def timeout(self) -> float:
+        arguments_were_read(self)
+        timeout: float = vars(self).get("timeout", 0)
+        return timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        vars(self)["timeout"] = timeout
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        arguments_were_read(self)
+        return super().multiprocessing_context  # type: ignore[misc]
+
+    @multiprocessing_context.setter
+    def multiprocessing_context(self, context: Any) -> None:
+        torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
-        with self._slabs.starting:
+        slabs = self._slabs
+        slabs.is_used = True
+        with slabs.starting:
             if self.num_workers == 0:  # type: ignore[attr-defined]
                 return self._inline_iterator()
             return start_workers(self._workers_iterator)
 
     def _inline_iterator(self) -> InlineIterator:
         loader: Any = self
-        batches = self._iterator_of_torch(loader.collate_fn)
-        return InlineIterator(batches, self._slabs.stager(), self._target, self._counters, self._slabs)
+        return InlineIterator(self._torchs_iterator(loader.collate_fn), self._slabs)
 
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
         loader: Any = self
+        slabs = self._slabs
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
-        server = SlabServer(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs)
+        server = SlabServer(slabs.shared(), [here for here, _ in pairs], slabs.target, slabs)
         try:
             terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
             collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
             if hasattr(
                 self, "load_state_dict"
-            ):  # it may read batches, to go on where it was, before its iterator is there
+            ):  # to go on where it was it may read batches before its iterator is there
                 server.start()
-            batches = self._iterator_of_torch(collate)
+            batches = self._torchs_iterator(collate)
         except BaseException:
             server.finish(leak=False)
             raise
@@ -142,24 +143,24 @@ class IntoSlabs:
         ending = Ending(batches, server)
         try:
             server.start()
-            return WorkersIterator(batches, server, ending, self._target, self.depth, self._counters)
+            return WorkersIterator(batches, server, ending, slabs, self._settings.depth)
         except BaseException:
             ending.wait()
             raise
 
-    def _iterator_of_torch(self, collate: Any) -> Any:
+    def _torchs_iterator(self, collate: Any) -> Any:
         """Return the iterator that there would be without us, but for the collate function."""
         # One call of C changes the loader back: an interrupt cannot leave it changed.
         state = vars(self)
         kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
             state.update(collate_fn=collate, pin_memory=False)
-            return self._before._get_iterator(self)
+            return super()._get_iterator()  # type: ignore[misc]
         finally:
             state.update(kept)
 
 
-class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
+class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
     Takes all its arguments, and yields what it would yield, on the device: same order, seeds, types and structure. With
@@ -202,10 +203,19 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, *args, **kwargs)
-        self._send_to(device, pool, max_bytes, depth)
+        # Attributes with the names of arguments: Lightning makes loaders anew from these.
+        self.device, self.pool, self.max_bytes, self.depth = checked(device, pool, max_bytes, depth)
+        self._slabs  # noqa: B018 - made here, where the device may be reached for
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings(self.device, self.pool, self.max_bytes, self.depth)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"pool": None}
 
 
-def collate_into_slab(
+def wrap_loader(
     loader: L,
     *,
     device: torch.device | str | int | None = None,
@@ -213,57 +223,54 @@ def collate_into_slab(
     max_bytes: int | str = "auto",
     depth: int = 2,
 ) -> L:
-    """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.
+    """Return a loader like another one, of a class made of that one's, that does what `DataLoader` does.
 
-    Changes the loader in place: from now on its workers write into slabs, and its batches arrive on the device. Its
-    type becomes a subclass of what it was, with `DataLoader.stats`. torchdata's ``StatefulDataLoader`` is an example:
-    its ``state_dict()`` is that of the batches that were yielded, whatever was sent ahead.
+    For loaders of other classes, such as torchdata's ``StatefulDataLoader``: its ``state_dict()`` is that of the
+    batches that were yielded, whatever was sent ahead. The loader that is given stays as it was. Use the one that is
+    returned, which has `DataLoader.stats` as well. Only a loader that Accelerate prepared is changed itself, and
+    returned.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, whose iterators are torch's or made of them.
-        device: as for `DataLoader`.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It has no iterator yet.
+        device: as for `DataLoader`; None is that of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.
 
-    Returns:
-        The same loader.
-
     Raises:
-        TypeError: the loader is no such object, or one already.
+        TypeError: the loader is no such object, or wrapped already, or has workers already.
         ValueError, StagingError: as `DataLoader`.
     """
-    if not isinstance(loader, torch.utils.data.DataLoader) or hasattr(loader, "_slabs"):
+    given: Any = loader
+    inside = getattr(given, "base_dataloader", None)
+    if isinstance(inside, torch.utils.data.DataLoader) and not issubclass(type(given), torch.utils.data.DataLoader):
+        device = getattr(given, "device", None) if device is None else device
+        given.base_dataloader = wrap_loader(inside, device=device, pool=pool, max_bytes=max_bytes, depth=depth)
+        return loader
+    if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader, Staging):
         raise TypeError(
-            f"cannot change a {type(loader).__name__}: only a loader whose class is made of "
-            "torch.utils.data.DataLoader, once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
+            f"cannot wrap a {type(loader).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
+            "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
-    if loader._iterator is not None:
-        raise TypeError(f"cannot change this {type(loader).__name__}: it has workers already; do it before iterating")
-    found: Any = loader
-    kept = found.__class__
-    found.__class__ = _into_slabs(kept)
-    try:
-        found._send_to(device, pool, max_bytes, depth)
-    except BaseException:
-        found.__class__ = kept
-        raise
-    return loader
+    has_state = hasattr(loader, "load_state_dict") and hasattr(loader, "state_dict")
+    if loader._iterator is not None and not has_state:
+        raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
+    made = _wrapped(type(given), checked(device, pool, max_bytes, depth), vars(given) | {"_iterator": None})
+    made._slabs  # noqa: B018 - made here, where the device may be reached for
+    if loader._iterator is not None:  # it was asked for its state
+        made.load_state_dict(given.state_dict())
+    return made  # type: ignore[no-any-return]
 
 
-@cache
-def _into_slabs(loader_class: type[Any]) -> type[Any]:
-    # Its only base is the class that it was: no other can an object change to.
-    ours = {name: value for name, value in vars(IntoSlabs).items() if name not in ("__dict__", "__weakref__")}
-    ours |= {"_before": loader_class, "__doc__": loader_class.__doc__, "__reduce__": _reduce_changed}
-    return type(loader_class.__name__, (loader_class,), ours)
+def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> Any:
+    """Return a loader of a class of its own, which has its settings: a framework may make it anew by its type."""
 
+    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name pickle would find the class that it was
+        return _wrapped, (loader_class, settings.without_pool(), loader.__getstate__())
 
-def _reduce_changed(loader: Any) -> tuple[Any, ...]:  # by its name pickle would find the class that it was
-    return _unpickle_changed, (loader._before, loader.__getstate__())
-
-
-def _unpickle_changed(loader_class: Any, state: dict[str, Any]) -> Any:
-    loader = object.__new__(_into_slabs(loader_class))
-    loader.__setstate__(state)
+    ours = {"_settings": settings, "__reduce__": reduce, "__doc__": loader_class.__doc__}
+    metaclass: Any = type(loader_class)
+    made = metaclass(loader_class.__name__, (Staging, loader_class), ours)
+    loader = made.__new__(made)
+    vars(loader).update(state)
     return loader

@@ -12,6 +12,7 @@ Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
 from ._device import Target, target_for
+from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, StagerStats
 from ._to_host import HostTransfer
@@ -20,6 +21,7 @@ from ._transfer import Transfer, copy_event_of, send_packed
 __all__ = [
     "check_depth",
     "HostTransfer",
+    "Prefetcher",
     "RunAhead",
     "Stager",
     "StagerStats",

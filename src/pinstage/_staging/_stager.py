@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -17,17 +16,17 @@ from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
+from .._tree import Keeping
 from ..errors import AcquireTimeoutError
 from ._device import Sources, target_for
+from ._prefetch import Prefetcher, T, prefetcher_of
 from ._ring import Overflow, Ring, RingLease
-from ._run_ahead import RunAhead, check_depth
+from ._run_ahead import check_depth
 from ._to_host import HostTransfer, to_host
 from ._transfer import Transfer, copy_event_of, move_others, send_packed
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_NO_MORE = object()
 
 
 class Kept:
@@ -57,7 +56,7 @@ class StagerStats:
     padding_bytes: int
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
-    """Tensors that travelled by their own ``.to()``."""
+    """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
     ring_overflows: int
     """Batches that found no free slab in the ring and got a device slab of their own."""
     fetches: int
@@ -93,10 +92,14 @@ class Stager:
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
             until `Transfer.query` is true, as with torch's own ``non_blocking=True``; they are kept alive until then.
+        keep: what stays on the host, as it is: paths of leaves, or of containers of leaves, as errors and
+            `Layout.slots` name them (``["['lengths']"]``), or a function of path and leaf that says so. Such leaves are
+            neither searched for tensors nor compared. `Keep` does the same in the batch itself.
         timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
             ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
 
     Raises:
+        TypeError: `keep` is neither.
         ValueError: another kind of device, both `pool` and `max_bytes`, a ring of no size, or a negative `timeout`.
         StagingError: a CUDA device without CUDA.
 
@@ -115,6 +118,7 @@ class Stager:
         ring_overflow: Overflow = "error",
         threads: int | None = None,
         borrow_pinned: bool = False,
+        keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         if pool is not None and max_bytes != "auto":
@@ -131,6 +135,7 @@ class Stager:
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._threads = most_threads(threads)
         self._borrow_pinned = borrow_pinned
+        self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.Lock()
@@ -157,20 +162,22 @@ class Stager:
         copy's own event. When the call returns, all that was packed has been read.
 
         A tensor that cannot be packed (sparse, quantised, nested, a subclass, one that requires grad, or not on the
-        CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream, and counted.
+        CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream, and counted. So is
+        an object that holds tensors, is no known container, and has a ``to(device)`` method, after a warning.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
 
         Raises:
-            LayoutError: something in the batch cannot be staged; see its ``path``.
+            LayoutError: something in the batch cannot be staged, or a path of `keep` leads to nothing in the first
+                batch; see its ``path``.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         with step("stage"):
-            parts = take_apart(batch)
+            parts = take_apart(batch, keeping=self._keeping)
             table, ring = parts.table, self._ring
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
@@ -270,22 +277,26 @@ class Stager:
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def prefetch(self, iterable: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
-        """Yield the batches of an iterable on the device, staged ahead.
+    def prefetch(self, iterable: Iterable[T], *, depth: int = 2) -> Prefetcher[T]:
+        """Return the batches of an iterable on the device, staged ahead, as something to iterate over.
 
         When a batch is yielded, the next `depth` are packed and travelling, while the device works on it. Waits for the
         device only where that has the work of more than three batches before it.
 
+        The iterable is read in the calling thread, `depth` batches ahead of the loop. If its samples are made there too
+        (``num_workers=0``), it draws random numbers that the loop would have drawn first.
+
         Args:
-            iterable: yields batches, for example a DataLoader. It is read `depth` batches ahead.
+            iterable: yields batches, for example a DataLoader.
             depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
-        Yields:
-            Batches as `to_device` returns them, for the stream that is current when each is asked for.
+        Returns:
+            The prefetcher. Each pass over it is one over the iterable, of batches as `to_device` returns them, for the
+            stream that is current when each is asked for. What the iterable or staging raised comes after the batches
+            before it, as in a plain loop.
 
         Raises:
             TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
-            Exception: what the iterable or staging raised, after the batches before it, as in a plain loop.
         """
         check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
@@ -293,7 +304,7 @@ class Stager:
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
             )
-        return self._prefetch(iterable, depth)
+        return prefetcher_of(self.stage, self._target, iterable, depth)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -402,28 +413,6 @@ class Stager:
                 "copy=True"
             )
             raise
-
-    def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
-        ahead: deque[Transfer] = deque()
-        run_ahead = RunAhead(self._target)
-        batches = iter(iterable)
-        failure: Exception | None = None
-        while failure is None:
-            try:
-                batch = next(batches, _NO_MORE)
-                if batch is _NO_MORE:
-                    break
-                ahead.append(self.stage(batch))
-                del batch  # the next one may take its memory
-            except Exception as error:  # noqa: BLE001 - raised when its turn comes
-                failure = error
-            if len(ahead) > depth:
-                yield ahead.popleft().get()
-                run_ahead.bound()
-        while ahead:
-            yield ahead.popleft().get()
-        if failure is not None:
-            raise failure
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")

@@ -23,11 +23,13 @@ from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
-from .._tree import Structure, walk
+from .._tree import WRAPPERS, Structure, walk
 from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
+from ._transfer import move
 
 _MOST_GATHERINGS = 16
+_CPU = torch.device("cpu")
 
 
 class Share(NamedTuple):
@@ -193,7 +195,10 @@ def _divide(
         Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
         what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
     """
-    left: list[Any] = list(leaves)
+    left = list(leaves)
+    for index, leaf in enumerate(leaves):
+        if type(leaf) in WRAPPERS:
+            left[index] = leaf.obj
     shares: list[Share] = []
     devices = [home]
     on_their_own: set[int] = set()
@@ -201,7 +206,8 @@ def _divide(
         parts = describe(leaves, structure, device, arrays=False)
         if device == home and parts.table.moved:
             on_their_own = set(parts.table.positions(RowKind.MOVED))
-            devices += dict.fromkeys(leaves[i].device for i in on_their_own if leaves[i].device.type == "cuda")
+            there = (left[i].device for i in on_their_own if isinstance(left[i], torch.Tensor))
+            devices += dict.fromkeys(device for device in there if device.type == "cuda")
             if home in devices[1:]:  # of a tensor there that cannot be packed
                 devices.remove(home)
         packed = parts.table.positions(*PACKED)
@@ -211,8 +217,9 @@ def _divide(
         for index in packed:
             left[index] = None  # it travels; the caller's tensor may go
     for index in on_their_own:
-        if leaves[index].device.type != "cpu":
-            left[index] = leaves[index].to("cpu")
+        thing = left[index]
+        if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
+            left[index] = move(thing, _CPU)
     return shares, left
 
 

@@ -9,8 +9,8 @@ import torch
 from .._layout import Layout, RowKind, Table, cut
 from .._pool import Event
 from .._steps import step
-from .._torch import memory_of
-from .._tree import Structure
+from .._torch import memory_of, tell_once
+from .._tree import Structure, moves_in_silence, tensors_in
 from ..errors import RingError
 from ._device import Target
 from ._ring import RingLease
@@ -51,7 +51,7 @@ class Transfer:
         event: Event | None,
         copies: int,
         others: list[Any],
-        moved: list[torch.Tensor],
+        moved: list[Any],
         moved_event: Event | None,
         ring_lease: RingLease | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Transfer:
 
     @property
     def passthrough(self) -> int:
-        """Tensors that travelled by their own ``.to()``."""
+        """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
         return len(self._moved)
 
     def query(self) -> bool:
@@ -130,9 +130,8 @@ class Transfer:
             elif slab is not None:
                 self._target.hand_over(self._event, [slab], consumer)
             if self._moved:
-                self._target.hand_over(
-                    self._moved_event, [part for t in self._moved for part in memory_of(t)], consumer
-                )
+                tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
+                self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
             if not self._is_whole:
                 self._cut()
                 leaves, self._leaves, self._others = self._leaves, None, []
@@ -187,8 +186,25 @@ def copy_event_of(transfer: Transfer) -> Event | None:
     return transfer._event
 
 
-def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[torch.Tensor], Event | None]:
-    """Move tensors that cannot be packed by their own ``.to()``, on the current stream.
+def move(thing: Any, device: torch.device) -> Any:
+    """Move a tensor, or an object of a class that says how, by its own ``.to()``, on the current stream.
+
+    A copy from a device to the CPU is waited for: no stream orders the host behind it.
+    """
+    if isinstance(thing, torch.Tensor):
+        return thing.to(device, non_blocking=device.type != "cpu")
+    cls = type(thing)
+    if not moves_in_silence(cls):
+        tell_once(
+            f"{cls.__module__}.{cls.__qualname__} holds tensors and is no known container: it moves by its own .to(), "
+            f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
+        )
+    moved = thing.to(device)
+    return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
+
+
+def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[Any], Event | None]:
+    """Move what cannot be packed by its own ``.to()``, on the current stream.
 
     Args:
         target: where to.
@@ -200,12 +216,10 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
     """
     if not table.moved:
         return others, [], None
-    # To the CPU a copy from a device has to be waited for: no stream orders the host behind it.
-    asynchronous = target.device.type != "cpu"
     kinds = table.rows["kind"][table.positions(RowKind.OTHER, RowKind.MOVED)]
     result, moved = list(others), []
     for index in (kinds == RowKind.MOVED).nonzero()[0].tolist():
-        result[index] = others[index].to(target.device, non_blocking=asynchronous)
+        result[index] = move(others[index], target.device)
         moved.append(result[index])
     return result, moved, target.record_current()
 

@@ -1,24 +1,45 @@
 """What a batch is made of: containers and leaves, the classes that are known, the walk.
 
-A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes it apart into its leaves and its
+A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). Classes become known by `_registry`; those of other
+libraries are looked up in `_libraries`. `walk` takes it apart into its leaves and its
 `Structure`, which puts others together again. Knows no slab.
 """
 
-from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor
-from ._nodes import StagingNode, is_container_by_now, learn_containers, register_node, stored_attributes
+from ._attributes import has_attributes_only, stored_attributes
+from ._keep import WRAPPERS, Keep, Whole
+from ._keeping import Keeping
+from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor, tensors_in
+from ._nodes import (
+    StagingNode,
+    is_container_by_now,
+    learn_containers,
+    moves_as_a_whole,
+    moves_in_silence,
+    register_node,
+    register_tensor,
+)
 from ._structure import Structure, walk
 
 __all__ = [
     "ATOM_TYPES",
     "KINDS",
+    "WRAPPERS",
+    "Keep",
+    "Keeping",
     "Kind",
     "StagingNode",
     "Structure",
+    "Whole",
     "from_array",
+    "has_attributes_only",
     "holds_tensor",
     "is_container_by_now",
     "learn_containers",
+    "moves_as_a_whole",
+    "moves_in_silence",
     "register_node",
+    "register_tensor",
     "stored_attributes",
+    "tensors_in",
     "walk",
 ]

@@ -7,18 +7,20 @@ import enum
 import pathlib
 import types
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ._nodes import stored_attributes
+from ._attributes import stored_attributes
+from ._keep import Keep
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, pathlib.PurePath,
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Keep,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
 
@@ -123,30 +125,41 @@ def holds_tensor(leaf: Any) -> bool:
     Raises:
         OverflowError: there is too much to search.
     """
+    return any(isinstance(found, torch.Tensor) or found is not leaf for found in _data_in(leaf))
+
+
+def tensors_in(thing: Any) -> list[torch.Tensor]:
+    """Return a tensor, or the tensors in an object, as far as `holds_tensor` looks."""
+    return [found for found in _data_in(thing) if isinstance(found, torch.Tensor)]
+
+
+def _data_in(thing: Any) -> Iterator[Any]:
+    """Yield each tensor and each numeric array in an object."""
     seen: set[int] = set()
-    pending = [leaf]
+    pending = [thing]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
         obj = pending.pop()
         if isinstance(obj, torch.Tensor):
-            return True
-        if isinstance(obj, np.ndarray):
-            if obj.dtype.kind in "biufc" and obj is not leaf:
-                return True
+            yield obj
+        elif isinstance(obj, np.ndarray):
+            if obj.dtype.kind in "biufc":
+                yield obj
             if obj.dtype.kind == "O":
                 pending.extend(obj.ravel().tolist())
-            continue
-        if isinstance(obj, _ATOMS) or id(obj) in seen:
-            continue
-        seen.add(id(obj))
-        if isinstance(obj, dict):
-            pending.extend(dict.values(obj))
-        elif isinstance(obj, _ITERABLES):
-            pending.extend(obj)
-        elif isinstance(obj, types.MappingProxyType):
-            pending.extend(obj.values())
-        elif isinstance(obj, partial):
-            pending += (obj.args, obj.keywords)
-        pending.extend(stored_attributes(obj).values())
-    return False
+        elif not isinstance(obj, _ATOMS) and id(obj) not in seen:
+            seen.add(id(obj))
+            pending.extend(_contents(obj))
+
+
+def _contents(obj: Any) -> Iterator[Any]:
+    if isinstance(obj, dict):
+        yield from dict.values(obj)
+    elif isinstance(obj, _ITERABLES):
+        yield from obj
+    elif isinstance(obj, types.MappingProxyType):
+        yield from obj.values()
+    elif isinstance(obj, partial):
+        yield from (obj.args, obj.keywords)
+    yield from stored_attributes(obj).values()

@@ -1,60 +1,44 @@
-"""Which objects are containers, and how each is taken apart and put together again.
+"""Which objects are containers, and how a batch is taken apart as far as there are any.
 
-optree walks the tree. Python's own containers it knows; the others are made known to it, in a namespace of ours, when
-they are first met: dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes with
-the `StagingNode` protocol, and what `register_node` was given. From then on the walk stays in C++.
-
-An object is put together again as `copy.copy` would: a new instance without a call of ``__init__`` whose stored
-attributes, ``__dict__`` and slots alike, are set underneath any property or frozen ``__setattr__``.
+Known without a word are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes
+with the `StagingNode` protocol, those of some libraries (`_libraries`), and what optree or torch's pytree know; and
+what `register_node` and `register_tensor` were given.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import os
-import re
-import threading
-import warnings
-from collections import UserDict, UserList, defaultdict
+from collections import UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import optree
 import torch
-from torch.nn.utils.rnn import PackedSequence
+import torch.utils.data
 
-from .._torch import registered_elsewhere
+from .._torch import registered_elsewhere, tell_once
 from ..errors import LayoutError
-
-NAMESPACE = "pinstage"
+from ._attributes import MAKERS, attribute_functions, builtin_base, has_attributes_only
+from ._checks import WrongFunctionsError, checked
+from ._leaves import KINDS, Kind
+from ._libraries import functions_of_pytree, is_of_library, library_functions
+from ._paths import in_words
+from ._registry import (
+    BY_ATTRIBUTES,
+    HANDLERS,
+    NAMESPACE,
+    REGISTERED,
+    Flatten,
+    Functions,
+    Unflatten,
+    register,
+)
+from ._special import without_sorting
+from ._tensors import REBUILDS, Rebuild, one_walk, tensor_functions
 
 T = TypeVar("T")
-Flatten = Callable[[Any], tuple[Iterable[Any], Hashable] | tuple[Iterable[Any], Hashable, Iterable[Any]]]
-Unflatten = Callable[[Any, Any], Any]
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
-
-_lock = threading.Lock()
-_registered: set[type] = set()
 _by_attributes: set[type] = set()  # classes given to register_node(cls) alone; their subclasses follow them
-_makers: dict[type, Callable[[], Any]] = {}  # of classes that are no more than their __dict__
-_slots: dict[type, dict[str, Any]] = {}
-
-HANDLERS: dict[type, Any] = {}
-"""What the native walk does with a class that is none of Python's plain containers, no tensor and no array: None for a
-leaf, True for a named tuple, what makes a new one of a class that is no more than its ``__dict__``, and False for what
-only optree knows."""
-
-
-def _unlock() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not there may hold it
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)
 
 
 @runtime_checkable
@@ -90,18 +74,23 @@ def register_node(
     ``__init__``, in which tensors and arrays are staged and everything else is the very same object. Attributes are
     what the object stores, in ``__dict__`` or slots; properties are neither read nor set. Subclasses follow.
 
+    To register a class again in the same way does nothing. The two functions are tried on the first object that is
+    staged; if `unflatten` turns out to take its arguments in the other order, as torch's pytree passes them, that is a
+    `LayoutError`.
+
     Args:
         cls: the class.
-        flatten: returns ``(children, metadata)`` of an object; metadata must be hashable. Goes with `unflatten`.
+        flatten: returns ``(children, metadata)`` of an object; metadata must be hashable. What cannot be hashed may be
+            a child, as ``Keep(...)``. Goes with `unflatten`.
         unflatten: returns a new object from ``(metadata, children)``.
 
     Returns:
         `cls`, or a decorator if `cls` is None.
 
     Raises:
-        TypeError: `cls` is no class; only one of the two functions was given; neither was, and the class keeps data
-            that are no attributes (a subclass of `deque` or `set`, say).
-        ValueError: the class is a container already.
+        TypeError: `cls` is no class, or a tensor's; only one of the two functions was given; neither was, and the class
+            keeps data that are no attributes (a subclass of `deque` or `set`, say).
+        ValueError: the class is a container already, and in another way.
     """
     if cls is None:
         return lambda decorated: register_node(decorated, flatten, unflatten)
@@ -110,29 +99,99 @@ def register_node(
     if (flatten is None) != (unflatten is None):
         raise TypeError(f"register_node({cls.__name__}): flatten and unflatten go together; pass both or neither")
     if flatten is not None and unflatten is not None:
-        _register(cls, flatten, unflatten, again=False)
-    elif not _has_attributes_only(cls):
+        _register(cls, (checked(cls, flatten, unflatten), unflatten), (flatten, unflatten))
+    elif issubclass(cls, torch.Tensor):
+        raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
+    elif not has_attributes_only(cls):
         raise TypeError(
-            f"register_node({cls.__name__}): its base {_builtin_base(cls).__name__} keeps data that are no attributes; "
+            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that are no attributes; "
             "pass flatten and unflatten"
         )
     else:
-        _register(cls, *_attribute_functions(cls), again=False)
+        _register(cls, attribute_functions(cls), BY_ATTRIBUTES)
         _by_attributes.add(cls)
     HANDLERS.clear()
     return cls
+
+
+def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
+    """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a class decorator.
+
+    Its memory travels like any tensor's, and the class is put around it again. What the object has in its ``__dict__``
+    stays on the host and comes back as it is. A class that has its tensors inside says by ``__tensor_flatten__`` and
+    ``__tensor_unflatten__``, as torch's compiler asks for, what these are. Subclasses follow. Tensors that require grad
+    go by their own ``.to()``.
+
+    Args:
+        cls: the class.
+        rebuild: returns what shall stand in the staged batch, from the plain tensor and a dict of the attributes. None
+            makes an object of the same class with the same attributes. Not for a class with ``__tensor_flatten__``.
+
+    Returns:
+        `cls`.
+
+    Raises:
+        TypeError: `cls` is no subclass of `torch.Tensor`, or is `torch.nn.Parameter` or one of it.
+        ValueError: it was registered already, with another `rebuild`.
+    """
+    given: Any = cls
+    if not (isinstance(given, type) and issubclass(given, torch.Tensor)) or given is torch.Tensor:
+        raise TypeError(f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes containers")
+    if issubclass(cls, torch.nn.Parameter):
+        raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they go by their own .to()")
+    if REBUILDS.get(cls, rebuild) is not rebuild or (cls in REGISTERED and cls not in REBUILDS):
+        raise ValueError(f"register_tensor({cls.__name__}): it is already registered in another way")
+    REBUILDS[cls] = rebuild
+    HANDLERS.clear()
+    return cls
+
+
+def _register(cls: type, functions: Functions, how: Any) -> None:
+    if register(cls, functions, how, again=False):
+        _tell_of_pinning(cls)
+
+
+def _tell_of_pinning(cls: type) -> None:
+    """Tell, once, if a class has a method of its own that ``pin_memory=True`` would call."""
+    method = getattr(cls, "pin_memory", None)
+    if not callable(method) or is_of_library(getattr(method, "__module__", None) or cls.__module__):
+        return
+    if torch.utils.data.get_worker_info() is None:  # the main process tells it
+        tell_once(
+            f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
+            "into page-locked memory of its own; what else the method does has to be done elsewhere"
+        )
 
 
 def flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Take a batch apart as far as containers are known; leaves of other types come back as they are.
 
     Raises:
-        LayoutError: the batch contains itself or is nested too deeply.
+        LayoutError: the batch contains itself or is nested too deeply, or a class is taken apart wrongly.
     """
     try:
-        return optree.tree_flatten(batch, namespace=NAMESPACE)
+        with one_walk():
+            return optree.tree_flatten(batch, namespace=NAMESPACE)
     except RecursionError:
         raise too_deep() from None
+    except WrongFunctionsError as error:
+        path = _where(batch, error)
+        raise LayoutError(f"batch{path} cannot be taken apart: {error}", path) from None
+    except RuntimeError:  # of torch, which compares tensors by their elements
+        in_order = without_sorting(batch)
+        if in_order is None:
+            raise
+        with one_walk():
+            return optree.tree_flatten(in_order, namespace=NAMESPACE)
+
+
+def _where(batch: Any, error: WrongFunctionsError) -> str:
+    """Return the path of the first object of the class that an error is about."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(
+        batch, is_leaf=lambda obj: type(obj) is error.cls, namespace=NAMESPACE
+    )
+    found = (in_words(way) for way, leaf in zip(accessors, leaves, strict=True) if type(leaf) is error.cls)
+    return next(found, "")
 
 
 def too_deep() -> LayoutError:
@@ -166,7 +225,7 @@ def handler_of(cls: type) -> Any:
     elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
         handler = True
     else:
-        handler = _makers.get(cls, False)
+        handler = MAKERS.get(cls, False) if REGISTERED.get(cls) == BY_ATTRIBUTES else False
     HANDLERS[cls] = handler
     return handler
 
@@ -177,42 +236,59 @@ def is_container_by_now(cls: type) -> bool:
     return handler_of(cls) is not None
 
 
+def moves_as_a_whole(cls: type) -> bool:
+    """Say whether objects of a class that is no container go to a device by their own ``.to(device)``.
+
+    It is the convention of Lightning and Accelerate. A module is none of them: its ``.to()`` changes the module.
+    """
+    return callable(getattr(cls, "to", None)) and (not issubclass(cls, torch.nn.Module) or moves_in_silence(cls))
+
+
+def moves_in_silence(cls: type) -> bool:
+    """Say whether nobody has to be told that objects of a class move as a whole: it is known to."""
+    return library_functions(cls) is False
+
+
 def _learn(cls: type) -> bool:
-    if cls in _registered:
+    if cls in REGISTERED:
         return True
-    if issubclass(cls, type | torch.Tensor | enum.Enum):
+    if KINDS[cls] is Kind.ATOM:
         return False
-    functions = _functions_of(cls)
-    if functions is not None:
-        _register(cls, *functions, again=True)
+    found = library_functions(cls)
+    if isinstance(found, bool):
+        return False
+    if found is not None:
+        register(cls, (checked(cls, *found), found[1]), None, again=True)
+        return True
+    if issubclass(cls, torch.Tensor):
+        functions = tensor_functions(cls)
+        if functions is not None:
+            register(cls, functions, None, again=True)
+        return functions is not None
+    functions, how = _functions_of(cls), None
+    if functions is None and _goes_by_attributes(cls) and has_attributes_only(cls):
+        functions, how = attribute_functions(cls), BY_ATTRIBUTES
+    if functions is None:
+        functions = functions_of_pytree(cls)
+    if functions is not None and register(cls, functions, how, again=True):
+        _tell_of_pinning(cls)
     return functions is not None
 
 
-def _functions_of(cls: type) -> tuple[Flatten, Unflatten] | None:
+def _functions_of(cls: type) -> Functions | None:
     own: Any = (getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None))
     if all(map(callable, own)):
-        return own  # type: ignore[no-any-return]
+        return checked(cls, *own), own[1]
     # In another namespace. torch's own does not count: it is filled only when some part of torch happens to be
     # imported, and with leaves of ours (torch.Size, slice).
     for entry in registered_elsewhere(cls, ("torch",)):
         return entry.flatten_func, entry.unflatten_func
-    if cls is not torch.Size and issubclass(cls, dict | list | tuple):
-        return _attribute_functions(cls)
-    by_attributes = (UserDict, UserList, *_by_attributes)
-    if issubclass(cls, by_attributes) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
-        return _attribute_functions(cls) if _has_attributes_only(cls) else None
     return None
 
 
-def _register(cls: type, flatten: Flatten, unflatten: Unflatten, *, again: bool) -> None:
-    with _lock:
-        if cls in _registered and again:
-            return
-        # Not `catch_warnings`, which changes the whole process for a moment, in any thread.
-        warnings.filterwarnings("ignore", "PyTree type .* is a subclass of", UserWarning, module=re.escape(__name__))
-        optree.register_pytree_node(cls, flatten, unflatten, namespace=NAMESPACE)
-        _registered.add(cls)
-        HANDLERS.clear()
+def _goes_by_attributes(cls: type) -> bool:
+    by_attributes = (dict, list, tuple, UserDict, UserList, *_by_attributes)
+    return issubclass(cls, by_attributes) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
 
 
 class NodeType:
@@ -222,12 +298,18 @@ class NodeType:
         self.cls = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_node_type, (self.cls, self.cls in _by_attributes)
+        again: Any = register_node if self.cls in _by_attributes else None
+        if self.cls in REBUILDS and REBUILDS[self.cls] is None:
+            again = register_tensor
+        return _restore_node_type, (self.cls, again)
 
 
-def _restore_node_type(cls: type, by_attributes: bool) -> NodeType:
-    if not _learn(cls) and by_attributes:
-        register_node(cls)
+def _restore_node_type(cls: type, again: Callable[[type], Any] | None) -> NodeType:
+    if again is not None and not _learn(cls):
+        again(cls)
+        _learn(cls)
+    else:
+        _learn(cls)
     return NodeType(cls)
 
 
@@ -237,197 +319,7 @@ def node_types(treespec: optree.PyTreeSpec) -> tuple[NodeType, ...]:
     pending = [treespec]
     while pending:
         spec = pending.pop()
-        if spec.type in _registered:
+        if spec.type in REGISTERED:
             found[spec.type] = None
         pending.extend(spec.children())
     return tuple(NodeType(cls) for cls in found)
-
-
-# -- by attributes -----------------------------------------------------------------------------------------------------
-
-
-def slots_of(cls: type) -> dict[str, Any]:
-    """Return the slots of a class and its bases: name to descriptor."""
-    found = _slots.get(cls)
-    if found is None:
-        found = {}
-        for base in cls.__mro__:
-            names = base.__dict__.get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                private = name.startswith("__") and not name.endswith("__")  # the compiler put the class before it
-                stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
-                if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
-                    found.setdefault(stored, base.__dict__[stored])
-        _slots[cls] = found
-    return found
-
-
-def stored_attributes(obj: Any) -> dict[str, Any]:
-    """Return what an object stores: its slots that are set, then its ``__dict__``."""
-    stored = {}
-    for name, descriptor in slots_of(type(obj)).items():
-        try:
-            stored[name] = descriptor.__get__(obj)
-        except AttributeError:  # not set
-            continue
-    stored.update(getattr(obj, "__dict__", ()))
-    return stored
-
-
-def _set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> None:
-    slots = slots_of(type(obj))
-    for name, value in zip(names, values, strict=True):
-        if name in slots:
-            slots[name].__set__(obj, value)
-        else:
-            obj.__dict__[name] = value
-
-
-def _builtin_base(cls: type) -> Any:
-    """Return the first class in the order of resolution that is not written in Python: its methods ask no override.
-
-    Some of those are heap types nevertheless (`deque` from Python 3.12 on); they have a ``__new__`` in C of their own.
-    """
-    return next(
-        base
-        for base in cls.__mro__
-        if not base.__flags__ & _HEAP_TYPE or getattr(base.__new__, "__self__", None) is base
-    )
-
-
-def _has_attributes_only(cls: type) -> bool:
-    """Say whether an instance is no more than its stored attributes, and its items if it is a dict, list or tuple."""
-    return _builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)
-
-
-def _attribute_functions(cls: type) -> tuple[Flatten, Unflatten]:
-    """Return functions that take an instance apart into its items, if it has any, and its stored attributes."""
-    base = _builtin_base(cls)
-    if issubclass(cls, dict):
-
-        def flatten_dict(obj: Any) -> tuple[Any, Any, Any]:
-            keys = tuple(base.keys(obj))
-            stored = stored_attributes(obj)
-            metadata = (keys, tuple(stored), obj.default_factory if isinstance(obj, defaultdict) else None)
-            entries = (*map(_Item, keys), *stored)
-            return (*base.values(obj), *stored.values()), metadata, entries
-
-        def unflatten_dict(metadata: Any, children: Any) -> Any:
-            keys, names, factory = metadata
-            children = tuple(children)
-            obj = base.__new__(cls)
-            if isinstance(obj, defaultdict):
-                obj.default_factory = factory
-            _set_attributes(obj, names, children[len(keys) :])
-            for key, value in zip(keys, children, strict=False):
-                base.__setitem__(obj, key, value)
-            return obj
-
-        return flatten_dict, unflatten_dict
-
-    if issubclass(cls, list | tuple):
-
-        def flatten_sequence(obj: Any) -> tuple[Any, Any, Any]:
-            items = tuple(base.__iter__(obj))
-            stored = stored_attributes(obj)
-            entries = (*map(_Item, range(len(items))), *stored)
-            return (*items, *stored.values()), (len(items), tuple(stored)), entries
-
-        def unflatten_sequence(metadata: Any, children: Any) -> Any:
-            count, names = metadata
-            children = tuple(children)
-            obj: Any
-            if base is list:
-                obj = base.__new__(cls)
-                list.extend(obj, children[:count])
-            else:
-                obj = base.__new__(cls, children[:count])
-            _set_attributes(obj, names, children[count:])
-            return obj
-
-        return flatten_sequence, unflatten_sequence
-
-    if not slots_of(cls) and cls.__dictoffset__:  # the usual case, at half the cost
-
-        def flatten_dict_alone(obj: Any) -> tuple[Any, Any, Any]:
-            stored = obj.__dict__
-            names = tuple(stored)
-            return stored.values(), names, names
-
-        _makers[cls] = partial(base.__new__, cls)
-
-        def unflatten_dict_alone(names: Any, children: Any) -> Any:
-            obj = base.__new__(cls)
-            obj.__dict__.update(zip(names, children, strict=True))
-            return obj
-
-        return flatten_dict_alone, unflatten_dict_alone
-
-    def flatten_object(obj: Any) -> tuple[Any, Any, Any]:
-        stored = stored_attributes(obj)
-        names = tuple(stored)
-        return stored.values(), names, names
-
-    def unflatten_object(names: Any, children: Any) -> Any:
-        obj = base.__new__(cls)
-        _set_attributes(obj, names, children)
-        return obj
-
-    return flatten_object, unflatten_object
-
-
-class _Item:
-    """A path entry that is an item (``[key]``), beside plain strings that are attributes."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Item) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash((_Item, self.key))
-
-
-def path_text(treespec: optree.PyTreeSpec, position: int) -> str:
-    """Return where a leaf is, as one would write it after the batch's name: ``.streams['wind'][3]``."""
-    return _in_words(treespec.accessors()[position])
-
-
-def path_texts(treespec: optree.PyTreeSpec) -> list[str]:
-    """Return where each leaf is; see `path_text`."""
-    return list(map(_in_words, treespec.accessors()))
-
-
-def _in_words(accessor: optree.PyTreeAccessor) -> str:
-    text = ""
-    for entry in accessor:
-        key = entry.entry
-        if isinstance(key, _Item):
-            text += f"[{key.key!r}]"
-        elif entry.type in _registered and isinstance(key, str):
-            text += f".{key}"
-        else:
-            text += entry.codify("")
-    return text
-
-
-# -- PackedSequence ----------------------------------------------------------------------------------------------------
-
-
-def _flatten_packed_sequence(packed: Any) -> tuple[Any, Any, Any]:
-    # batch_sizes has to stay on the CPU (torch.nn.utils.rnn), so it travels as a value; a tensor is not hashable.
-    children = (packed.data, packed.sorted_indices, packed.unsorted_indices)
-    return children, tuple(packed.batch_sizes.tolist()), ("data", "sorted_indices", "unsorted_indices")
-
-
-def _unflatten_packed_sequence(batch_sizes: Any, children: Any) -> Any:
-    data, sorted_indices, unsorted_indices = children
-    batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64, device="cpu")
-    return PackedSequence(data, batch_sizes, sorted_indices, unsorted_indices)
-
-
-# optree would take it for a namedtuple and stage batch_sizes with the rest.
-_register(PackedSequence, _flatten_packed_sequence, _unflatten_packed_sequence, again=True)

@@ -8,18 +8,10 @@ from typing import Any
 import optree
 
 from .. import _native
-from ._nodes import (
-    HANDLERS,
-    NAMESPACE,
-    NodeType,
-    flatten,
-    handler_of,
-    learn_containers,
-    node_types,
-    path_text,
-    path_texts,
-    too_deep,
-)
+from ._nodes import NodeType, flatten, handler_of, learn_containers, node_types, too_deep
+from ._paths import path_text, path_texts
+from ._registry import HANDLERS, NAMESPACE
+from ._tensors import one_walk
 
 _MOST_REMEMBERED = 32
 
@@ -57,7 +49,8 @@ class Structure:
         """Put a batch together from all its leaves, in their order."""
         if self._native is not None:
             return self._native.rebuild(leaves)
-        return self.treespec.unflatten(leaves)
+        with one_walk():
+            return self.treespec.unflatten(leaves)
 
     def path(self, leaf: int) -> str:
         """Return where a leaf is, as one would write it after the batch's name."""

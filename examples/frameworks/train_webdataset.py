@@ -1,0 +1,77 @@
+"""Trains on shards that webdataset reads: `Stager.prefetch` is the last stage of its `WebLoader`.
+
+    python examples/frameworks/train_webdataset.py
+    python examples/frameworks/train_webdataset.py --way plain                # same losses
+    torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset as wds
+from torch import nn
+from visits import CODES, Batch, Model, Visits, moved, options, ranks, report
+
+import pinstage as ps
+
+
+def write(folder: Path, shards: int = 4, samples: int = 16) -> str:
+    """Write shards, and return their name for webdataset."""
+    for shard in range(shards):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as file:
+            for index in range(shard * samples, (shard + 1) * samples):
+                sample = Visits()[index]
+                numbers = {"codes.npy": sample["codes"].numpy(), "signal.npy": sample["measured"]["signal"].numpy()}
+                rest = np.array([sample["measured"]["age"], sample["labels"]], dtype=np.float32)
+                file.write({"__key__": f"{index:04}", "index.cls": index, "rest.npy": rest, **numbers})
+    return str(folder / f"{{0..{shards - 1}}}.tar")
+
+
+def nested(sample: dict[str, Any]) -> Batch:
+    """Return a sample as that of `visits`."""
+    age, label = torch.tensor(sample["rest.npy"])
+    codes = torch.tensor(sample["codes.npy"])
+    assert len(codes) == CODES
+    measured = {"signal": torch.tensor(sample["signal.npy"]), "age": age}
+    return {"index": sample["index.cls"], "measured": measured, "codes": codes, "labels": label}
+
+
+def main() -> None:
+    """Run one rank."""
+    parser = options("Trains on shards that webdataset reads.", "pinstage")
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    with ranks() as (rank, count, device), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model: nn.Module = Model().to(device)
+        if count > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        urls = write(Path(folder))
+        dataset = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False)
+        dataset = dataset.decode().map(nested).shuffle(16, seed=0)
+        loader = wds.WebLoader(dataset.batched(4, torch.utils.data.default_collate), batch_size=None, num_workers=arguments.workers)
+        stager = ps.Stager(device, max_bytes=arguments.max_bytes)
+        if arguments.way == "pinstage":
+            loader = loader.compose(stager.prefetch)
+
+        losses, samples = [], []
+        for _ in range(arguments.epochs):
+            for yielded in loader:
+                batch = yielded if arguments.way == "pinstage" else moved(yielded, device)
+                optimizer.zero_grad()
+                loss = model(**batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                samples.append(batch["index"].tolist())
+        report(arguments.out, rank, losses=losses, samples=samples, batches=stager.stats().batches)
+        stager.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Leaves that cannot be described, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._torch import check_is_plain
+from .._tree import (
+    KINDS,
+    Kind,
+    Structure,
+    from_array,
+    has_attributes_only,
+    holds_tensor,
+    moves_as_a_whole,
+    stored_attributes,
+    walk,
+)
+from ..errors import LayoutError
+
+
+def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
+    """Return a tensor over a numpy array; None if it is not numeric.
+
+    Raises:
+        LayoutError: torch has no such dtype, or the array is masked.
+    """
+    try:
+        tensor = from_array(array)
+    except TypeError as error:
+        path = structure.path(index)
+        raise LayoutError(
+            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
+            "convert it to a dtype that torch has",
+            path,
+        ) from error
+    if tensor is not None:
+        check_is_plain(tensor)
+    return tensor
+
+
+def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
+    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+
+    Raises:
+        LayoutError: there is too much to search.
+    """
+    try:
+        return holds_tensor(leaf)
+    except OverflowError as error:
+        path, name = structure.path(index), type(leaf).__qualname__
+        raise LayoutError(
+            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+            f"known with pinstage.register_node({name}), or pass it as pinstage.Keep(...)",
+            path,
+        ) from error
+
+
+def unknown_classes(leaves: list[Any], structure: Structure) -> LayoutError:
+    """Return an error that names all classes of a batch that hold tensors and are no known containers.
+
+    Those inside of others count, too: their turn would come when these are known.
+    """
+    paths = structure.paths()
+    found: dict[type, str] = {}
+    for cls, path in _unknown(leaves, paths, {}):
+        found.setdefault(cls, path)
+    (first, path), *more = found.items()
+    name = first.__qualname__
+    if issubclass(first, np.ndarray | set | frozenset):
+        text = f"batch{path} holds tensors in {name}, which cannot be staged; use a list"
+    else:
+        text = (
+            f"batch{path} holds tensors and is no known container: {first.__module__}.{name}; make it known with "
+            f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten "
+            "and tree_unflatten"
+        )
+    lines = [f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}" for cls, where in more]
+    return LayoutError(f"{text}{'; the same for' if lines else ''}{''.join(lines)}", path)
+
+
+def _line(cls: type) -> str:
+    """Return what makes a class known, as one would write it."""
+    if issubclass(cls, np.ndarray | set | frozenset):
+        return f"use a list instead of {cls.__qualname__}"
+    functions = "" if has_attributes_only(cls) else ", flatten, unflatten"
+    return f"pinstage.register_node({cls.__qualname__}{functions})"
+
+
+def _unknown(leaves: list[Any], paths: list[str], seen: dict[int, Any]) -> Iterator[tuple[type, str]]:
+    """Yield the class and the path of each object that nobody knows, and of those inside of it."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        if id(leaf) in seen or not _is_unknown(leaf):
+            continue
+        seen[id(leaf)] = leaf
+        yield type(leaf), path
+        try:
+            inner, structure = walk(stored_attributes(leaf))
+        except LayoutError:  # it has no end
+            continue
+        yield from _unknown(inner, [f"{path}.{_attribute(below)}" for below in structure.paths()], seen)
+
+
+def _attribute(path: str) -> str:
+    """Turn the first key of a path into an attribute: ``['a'][0]`` into ``a[0]``."""
+    name, _, rest = path.removeprefix("['").partition("']")
+    return name + rest
+
+
+def _is_unknown(leaf: Any) -> bool:
+    kind = KINDS[type(leaf)]
+    if kind in (Kind.TENSOR, Kind.ATOM) or moves_as_a_whole(type(leaf)):
+        return False
+    try:
+        return holds_tensor(leaf)
+    except OverflowError:
+        return True
+
+
+def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
+    """Return the error of a tensor whose storage is too small for it."""
+    path = structure.path(index)
+    return LayoutError(
+        f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
+        "fill it again",
+        path,
+    )

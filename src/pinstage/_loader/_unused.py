@@ -1,0 +1,68 @@
+"""Loaders that somebody takes apart, to make another loader of their arguments."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from .._reaper import reaper
+from ._slabs import Settings, Slabs
+
+_read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Loaders whose arguments were read before they had an iterator, by their ids: they may have no hash."""
+
+
+def arguments_were_read(loader: Any) -> None:
+    """Take note of it. If no batch is ever taken from the loader, a warning says so when it has died."""
+    slabs: Slabs | None = vars(loader).get("_own_slabs")  # not in a process to which it was sent
+    if slabs is not None and not slabs.is_used and id(loader) not in _read:
+        _read[id(loader)] = loader
+        reaper.watch(loader, partial(_tell, slabs, _READ))
+
+
+def slabs_of_original(dataset: object, settings: Settings) -> Slabs | None:
+    """Return the slabs of the loader of which the one with this dataset was made anew, as Lightning does.
+
+    So the stats of the loader that the user has are those of the loader that is used.
+    """
+    for loader in list(_read.values()):
+        slabs: Slabs = vars(loader)["_own_slabs"]
+        if loader.dataset is dataset and slabs.settings == settings and not slabs.is_used and slabs.pid == os.getpid():
+            slabs.is_used = True
+            return slabs
+    return None
+
+
+def warn_if_unused(slabs: Slabs) -> None:
+    """Warn of a loader whose pass gets its batches in another way. Does not repeat itself."""
+    _tell(slabs, "its class does not get its iterator from torch's DataLoader")
+
+
+def _tell(slabs: Slabs, why: str) -> bool:
+    if not slabs.is_used and slabs.pid == os.getpid():
+        slabs.is_used = True
+        with suppress(RuntimeWarning):  # made an error: not where the reaper calls
+            warnings.warn(
+                f"pinstage staged no batch of a DataLoader: {why}; let the framework prepare a loader of torch's, and "
+                "wrap what it returns: loader = ps.wrap_loader(accelerator.prepare(loader))",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return True
+
+
+_READ = (
+    "none was taken from it, but its arguments were read, perhaps to make another loader of them, which does not stage "
+    "(Accelerate's prepare() does so)"
+)
+
+
+@atexit.register
+def _tell_at_the_end() -> None:
+    for loader in list(_read.values()):
+        _tell(vars(loader)["_own_slabs"], _READ)

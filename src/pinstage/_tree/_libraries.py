@@ -1,0 +1,102 @@
+"""Classes of other libraries: who knows how they are taken apart.
+
+A library is told by the module of a class or of one of its bases. The module that knows it is imported when one of its
+classes is first met, never before. It has a function ``nodes(cls)``, which returns ``(flatten, unflatten)`` as
+`register_node` takes them, False for a class that moves as a whole by its own ``.to()``, or None; it may call
+`register_tensor` and `register_node` as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from .._torch import pytree_functions, tell_once
+from ._keep import Keep
+from ._registry import Functions
+
+GROUP = "pinstage.nodes"
+"""The group of entry points of others; the name of each is the package whose classes it knows."""
+
+_SHIPPED = {
+    "monai": "_monai",
+    "pydantic": "_pydantic",
+    "tensordict": "_tensordict",
+    "torch.distributed.tensor": "_dtensor",
+    "torch_geometric": "_torch_geometric",
+    "torchrec": "_torchrec",
+    "torchvision": "_torchvision",
+    "transformers": "_transformers",
+}
+"""By package, the modules of `pinstage.integrations`. A package that somebody else knows is not in here."""
+
+Nodes = Callable[[type], Any]
+
+
+def library_functions(cls: type) -> Functions | bool | None:
+    """Return how a class of a library is taken apart; False if it moves as a whole; None if no library knows it."""
+    for nodes in dict.fromkeys(_libraries_of(cls)):
+        found: Functions | bool | None = nodes(cls)
+        if found is not None:
+            return found
+    return None
+
+
+def is_of_library(module: str) -> bool:
+    """Say whether a module is torch's, or of a library that is known here."""
+    return module.partition(".")[0] == "torch" or any(_that_know(module))
+
+
+def _libraries_of(cls: type) -> Iterator[Nodes]:
+    for base in cls.__mro__:
+        yield from _that_know(base.__module__)
+
+
+def _that_know(package: str) -> Iterator[Nodes]:
+    while package:
+        nodes = _nodes_of(package)
+        if nodes is not None:
+            yield nodes
+        package = package.rpartition(".")[0]
+
+
+@cache
+def _nodes_of(package: str) -> Nodes | None:
+    """Return the function that knows a package's classes; None if there is none."""
+    try:
+        if package in _others():
+            found: Any = _others()[package].load()
+        elif package in _SHIPPED:
+            found = importlib.import_module(f"pinstage.integrations.{_SHIPPED[package]}").nodes
+        else:
+            return None
+    except Exception as error:  # noqa: BLE001 - of whatever version of that library
+        tell_once(f"classes of {package} are not known as such: {error!r}; give them to pinstage.register_node")
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+@cache
+def _others() -> dict[str, metadata.EntryPoint]:
+    return {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
+
+
+def functions_of_pytree(cls: type) -> Functions | None:
+    """Return how torch's pytree takes a class apart; None if it does not. Its context is a child that stays."""
+    found = pytree_functions(cls)
+    if found is None:
+        return None
+    take_apart, put_together = found
+
+    def flatten(obj: Any) -> tuple[Any, Any]:
+        children, context = take_apart(obj)
+        return (*children, Keep(context)), None
+
+    def unflatten(_: Any, children: Any) -> Any:
+        *children, context = children
+        return put_together(children, context)
+
+    return flatten, unflatten

@@ -1,0 +1,71 @@
+"""The classes that are known as containers, in a namespace of ours in optree.
+
+optree walks the tree. Python's own containers it knows; the others are made known to it when they are first met. From
+then on the walk stays in C++.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import optree
+
+NAMESPACE = "pinstage"
+
+Flatten = Callable[[Any], tuple[Iterable[Any], Hashable] | tuple[Iterable[Any], Hashable, Iterable[Any]]]
+Unflatten = Callable[[Any, Any], Any]
+Functions = tuple[Flatten, Unflatten]
+
+BY_ATTRIBUTES = "by its attributes"
+"""How a class was registered, if not by functions of somebody's."""
+
+REGISTERED: dict[type, Any] = {}
+"""The classes that we have told optree of, and how: `BY_ATTRIBUTES`, the functions that the user gave, or None."""
+
+HANDLERS: dict[type, Any] = {}
+"""What the native walk does with a class that is none of Python's plain containers, no tensor and no array: None for a
+leaf, True for a named tuple, what makes a new one of a class that is no more than its ``__dict__``, and False for what
+only optree knows."""
+
+_lock = threading.Lock()
+
+
+def _unlock() -> None:
+    global _lock  # noqa: PLW0603 - a thread that is not there may hold it
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+def register(cls: type, functions: Functions, how: Any, *, again: bool) -> bool:
+    """Make a class known to optree; say whether it was not.
+
+    Args:
+        cls: the class.
+        functions: take an instance apart, and put one together.
+        how: what the user gave, or None; to give the same again does nothing.
+        again: whether it is all the same if it is known in another way.
+
+    Raises:
+        ValueError: it is known already, and in another way.
+    """
+    with _lock:
+        if cls in REGISTERED:
+            if again or REGISTERED[cls] == how:
+                return False
+            raise ValueError(
+                f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met in a batch "
+                "before; register it once, before its first batch"
+            )
+        # Not `catch_warnings`, which changes the whole process for a moment, in any thread.
+        warnings.filterwarnings("ignore", "PyTree type .* is a subclass of", UserWarning, module=re.escape(__name__))
+        optree.register_pytree_node(cls, *functions, namespace=NAMESPACE)
+        REGISTERED[cls] = how
+        HANDLERS.clear()
+        return True

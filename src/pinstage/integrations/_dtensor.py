@@ -1,0 +1,13 @@
+"""torch's DTensor: its local part travels. The mesh stays what it is, as with ``DTensor.to``."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+import pinstage as ps
+
+
+def nodes(cls: type) -> None:
+    """Make DTensor known, once one is met."""
+    if issubclass(cls, DTensor):
+        ps.register_tensor(DTensor)

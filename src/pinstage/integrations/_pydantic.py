@@ -1,0 +1,30 @@
+"""pydantic's models. Nothing is validated again: a staged model has the fields, extras and private attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+import pinstage as ps
+
+_EXTRA, _PRIVATE, _SET = "__pydantic_extra__", "__pydantic_private__", "__pydantic_fields_set__"
+
+
+def nodes(cls: type) -> Any:
+    """Return how a model is taken apart; None of what is no model."""
+    if not issubclass(cls, BaseModel):
+        return None
+
+    def unflatten(_: None, children: Any) -> Any:
+        fields, extra, private, fields_set = children
+        made = cls.__new__(cls)
+        for name, value in (("__dict__", fields), (_EXTRA, extra), (_PRIVATE, private), (_SET, set(fields_set))):
+            object.__setattr__(made, name, value)
+        return made
+
+    return _flatten, unflatten
+
+
+def _flatten(model: Any) -> tuple[Any, None]:
+    return (dict(vars(model)), getattr(model, _EXTRA), getattr(model, _PRIVATE), ps.Keep(getattr(model, _SET))), None

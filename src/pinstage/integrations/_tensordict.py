@@ -1,0 +1,81 @@
+"""tensordict's classes. Names and locks come back; the device attribute says where the tensors are, as after ``.to()``.
+
+A class made by ``@tensorclass`` is a dataclass with a TensorDict in it, and needs nothing beside that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tensordict import (  # type: ignore[import-not-found,unused-ignore]
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    TensorDictParams,
+    is_tensor_collection,
+)
+
+import pinstage as ps
+
+
+def nodes(cls: type) -> Any:
+    """Return how a class of tensordict's is taken apart; False for parameters, which move as a whole."""
+    if issubclass(cls, MemoryMappedTensor):
+        ps.register_tensor(MemoryMappedTensor, _plain)
+        return None
+    if not issubclass(cls, TensorDictBase):
+        return None
+    if issubclass(cls, TensorDictParams):
+        return False
+    if issubclass(cls, LazyStackedTensorDict):
+        return _flatten_stack, _unflatten_stack
+    return _flatten, _unflatten
+
+
+def _plain(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+    """Return what ``MemoryMappedTensor.to`` returns elsewhere: a file is not what it is over any more."""
+    return tensor
+
+
+def _flatten(td: Any) -> tuple[Any, Any, Any]:
+    keys = tuple(td.keys())
+    names = tuple(td.names) if any(name is not None for name in td.names) else None
+    values = (td.get(key) for key in keys)
+    return (*values, ps.Keep(td.device)), (keys, td.batch_size, names, td.is_locked), (*map(str, keys), "device")
+
+
+def _unflatten(metadata: Any, children: Any) -> Any:
+    keys, batch_size, names, is_locked = metadata
+    *values, device = children
+    return TensorDict(
+        dict(zip(keys, values, strict=True)),
+        batch_size=batch_size,
+        names=names,
+        device=_device_of(values, device),
+        lock=is_locked,
+    )
+
+
+def _device_of(values: Iterable[Any], before: Any) -> Any:
+    """Return the one device of tensors; `before` if there are none, None if there are several."""
+    devices = {value.device for value in values if isinstance(value, torch.Tensor) or is_tensor_collection(value)}
+    devices.discard(None)
+    return devices.pop() if len(devices) == 1 else None if devices else before
+
+
+def _flatten_stack(stack: Any) -> tuple[Any, Any]:
+    hooks = ps.Keep((stack.hook_in, stack.hook_out))
+    names = stack.names
+    return (*stack.tensordicts, hooks), (type(stack), stack.stack_dim, names[stack.stack_dim], stack.is_locked)
+
+
+def _unflatten_stack(metadata: Any, children: Any) -> Any:
+    cls, stack_dim, name, is_locked = metadata
+    *tensordicts, (hook_in, hook_out) = children
+    options = {} if issubclass(cls, NonTensorStack) else {"hook_in": hook_in, "hook_out": hook_out}
+    made = cls(*tensordicts, stack_dim=stack_dim, stack_dim_name=name, **options)
+    return made.lock_() if is_locked else made

@@ -1,0 +1,82 @@
+"""PyG's data objects. What a store has under a name is staged; slices, increments and other marks stay on the host.
+
+The stores of the result belong to the result: each refers to it, weakly, and not to the original.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import numpy as np
+from torch_geometric import EdgeIndex, Index  # type: ignore[import-not-found,unused-ignore]
+from torch_geometric.data import Batch  # type: ignore[import-not-found,unused-ignore]
+from torch_geometric.data.data import BaseData  # type: ignore[import-not-found,unused-ignore]
+from torch_geometric.data.storage import BaseStorage  # type: ignore[import-not-found,unused-ignore]
+
+import pinstage as ps
+
+
+def nodes(cls: Any) -> Any:
+    """Return how a data object is taken apart; None of anything else."""
+    if issubclass(cls, EdgeIndex | Index):
+        return False  # it moves by its own .to(), with all that it has cached
+    if not issubclass(cls, BaseData):
+        return None
+    if issubclass(cls, Batch) and type(cls) is not type(Batch):
+        copyreg.pickle(type(cls), _reduce_batch_class)  # it was made in a function: nobody finds it by its name
+
+    def unflatten(_: None, children: Any) -> Any:
+        *mappings, (attributes, stores) = children
+        made = cls.__new__(cls)
+        vars(made).update(attributes)
+        for (where, key, kind, private), mapping in zip(stores, mappings, strict=True):
+            store = kind.__new__(kind)
+            vars(store).update(private, _mapping=mapping)
+            store._parent = made
+            if key is _ALONE:
+                vars(made)[where] = store
+            else:
+                vars(made)[where][key] = store
+        return made
+
+    return _flatten, unflatten
+
+
+_ALONE = ""
+"""In place of a key, for a store that is in no dict; those of nodes and edges are never empty."""
+
+
+def _flatten(data: Any) -> tuple[Any, None]:
+    attributes: dict[str, Any] = {}
+    stores, mappings = [], []
+    for where, value in vars(data).items():
+        if isinstance(value, BaseStorage):
+            found = {_ALONE: value}
+        elif isinstance(value, dict) and all(isinstance(store, BaseStorage) for store in value.values()):
+            found = value
+            attributes[where] = {}
+        else:
+            found = {}
+            attributes[where] = value
+        for key, store in found.items():
+            private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
+            stores.append((where, key, type(store), private))
+            mappings.append({name: _as_pyg_has_it(item) for name, item in store.items()})
+    return (*mappings, ps.Keep((attributes, stores))), None
+
+
+_ITS_OWN = ("_mapping", "_parent", "_cached_attr")
+
+
+def _as_pyg_has_it(item: Any) -> Any:
+    return ps.Keep(item) if isinstance(item, np.ndarray) else item
+
+
+def _reduce_batch_class(cls: Any) -> Any:
+    bases = [base for base in cls.__bases__ if base is not Batch]
+    return _batch_class, (Batch, *bases)
+
+
+def _batch_class(batch: Any, base: Any) -> type:
+    return type(batch(_base_cls=base))

@@ -1,0 +1,47 @@
+"""torchrec's jagged and keyed tensors: what ``.to()`` moves is staged, what it passes on stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrec.datasets.utils import Batch  # type: ignore[import-not-found,unused-ignore]
+from torchrec.sparse.jagged_tensor import (  # type: ignore[import-not-found,unused-ignore]
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
+
+import pinstage as ps
+
+_MOVED = {
+    JaggedTensor: ("_values", "_weights", "_lengths", "_offsets"),
+    KeyedJaggedTensor: ("_values", "_weights", "_lengths", "_offsets"),
+    KeyedTensor: ("_values",),
+    Batch: ("dense_features", "sparse_features", "labels"),
+}
+
+
+def nodes(cls: Any) -> Any:
+    """Return how a jagged or keyed tensor is taken apart; None of anything else."""
+    base = next((base for base in _MOVED if issubclass(cls, base)), None)
+    if base is None:
+        return None
+    names = _MOVED[base]
+
+    def flatten(obj: Any) -> tuple[Any, None, Any]:
+        stored = dict(vars(obj))
+        staged = [stored.pop(name) for name in names]
+        keys, indices = stored.pop("_inverse_indices", None) or (None, None)
+        stored.pop("_jt_dict", None)  # made of the tensors that travel; `to_dict` makes it anew
+        return (*staged, indices, ps.Keep((stored, keys))), None, (*names, "_inverse_indices", "rest")
+
+    def unflatten(_: None, children: Any) -> Any:
+        *staged, indices, (stored, keys) = children
+        made = cls.__new__(cls)
+        vars(made).update(stored, **dict(zip(names, staged, strict=True)))
+        if base is KeyedJaggedTensor:
+            made._jt_dict = None
+            made._inverse_indices = None if keys is None else (keys, indices)
+        return made
+
+    return flatten, unflatten

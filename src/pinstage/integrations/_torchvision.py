@@ -1,0 +1,14 @@
+"""torchvision's tv_tensors: images, videos, masks, boxes, key points. Their attributes come back with them."""
+
+from __future__ import annotations
+
+import sys
+
+import pinstage as ps
+
+
+def nodes(cls: type) -> None:
+    """Make the base class of all tv_tensors known, once one of them is met."""
+    found = sys.modules.get("torchvision.tv_tensors")
+    if found is not None and issubclass(cls, found.TVTensor):
+        ps.register_tensor(found.TVTensor)

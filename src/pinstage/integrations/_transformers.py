@@ -1,0 +1,42 @@
+"""transformers' key and value caches. The device that a layer speaks of is where its keys are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import (  # type: ignore[import-not-found,unused-ignore]
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+)
+
+import pinstage as ps
+
+
+def nodes(cls: Any) -> Any:
+    """Return how a cache or a layer of one is taken apart; None of anything else."""
+    if not issubclass(cls, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
+        return None
+
+    def unflatten(names: Any, children: Any) -> Any:
+        *staged, rest = children
+        made = cls.__new__(cls)
+        vars(made).update(rest)
+        vars(made).update(zip(names, staged, strict=True))
+        if "device" in rest:
+            tensor = next((value for value in staged if isinstance(value, torch.Tensor)), None)
+            made.device = rest["device"] if tensor is None else tensor.device
+        return made
+
+    return _flatten, unflatten
+
+
+def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
+    """Stage attributes that are tensors, or containers; the rest stays."""
+    staged = {name: value for name, value in vars(obj).items() if isinstance(value, torch.Tensor | list | tuple | dict)}
+    rest = {name: copy.copy(value) if isinstance(value, set) else value for name, value in vars(obj).items()}
+    for name in staged:
+        del rest[name]
+    return (*staged.values(), ps.Keep(rest)), tuple(staged)

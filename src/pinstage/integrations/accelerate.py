@@ -1,0 +1,66 @@
+"""Accelerate: loaders that are prepared and whose batches are staged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+
+import pinstage as ps
+
+
+def prepare(
+    accelerator: accelerate.Accelerator,
+    loader: Any,
+    *,
+    pool: ps.SlabPool | None = None,
+    max_bytes: int | str = "auto",
+    depth: int = 2,
+) -> Any:
+    """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
+
+    The result is Accelerate's own loader, whatever options it has: it shards, splits or dispatches batches, and says
+    which one is the last. Only the torch loader inside of it writes its batches into slabs, as `DataLoader` does, and
+    they arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
+    parts from it.
+
+    Args:
+        accelerator: whose device and options hold.
+        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet.
+        pool: as for `DataLoader`.
+        max_bytes: as for `DataLoader`.
+        depth: as for `DataLoader`.
+
+    Returns:
+        The prepared loader, with the `DataLoader.stats`.
+
+    Raises:
+        TypeError, ValueError, StagingError: as `wrap_loader`.
+    """
+    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth}
+    return _wrapped(accelerator.prepare_data_loader(loader), options)
+
+
+def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+    """Do what `accelerate.skip_first_batches` does, and stage, which the loader that it returns does not.
+
+    Args:
+        loader: what `prepare` returned. If it was not iterated yet, both have the same slabs and stats.
+        num_batches: how many to leave out.
+
+    Raises:
+        TypeError: `loader` is another one.
+    """
+    options = vars(loader).get("pinstage_options")
+    if options is None:
+        raise TypeError(
+            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not of "
+            "pinstage.integrations.accelerate.prepare; pass what that returned"
+        )
+    return _wrapped(accelerate.skip_first_batches(loader, num_batches), options)
+
+
+def _wrapped(prepared: Any, options: dict[str, Any]) -> Any:
+    prepared = ps.wrap_loader(prepared, **options)
+    prepared.pinstage_options = options
+    return prepared

@@ -1,0 +1,97 @@
+"""Ray: the batches of a dataset's shard, staged in the threads that collate them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ray.data import DataIterator
+from ray.data.collate_fn import ArrowBatchCollateFn, CollateFn, NumpyBatchCollateFn, PandasBatchCollateFn
+
+import pinstage as ps
+
+
+class StageBatches:
+    """Stages the batches of Ray Data where they are consumed, such as in the workers of a `TorchTrainer`.
+
+    Can be pickled, so it may be made by the driver: its stager is made where it is first used. The batch that
+    `collate_fn` returns may be of any structure.
+
+    Args:
+        device: as for `Stager`; None is the current CUDA device of the thread that iterates, else the CPU.
+        max_bytes: cap on the page-locked memory of each process; see `SlabPool`.
+        **options: others of `Stager`.
+    """
+
+    def __init__(self, device: Any = None, *, max_bytes: int | str = "auto", **options: Any) -> None:
+        self._options = {"device": device, "max_bytes": max_bytes, **options}
+        self._stager: ps.Stager | None = None
+
+    @property
+    def stager(self) -> ps.Stager:
+        """What stages in this process."""
+        if self._stager is None:
+            self._stager = ps.Stager(**self._options)
+        return self._stager
+
+    def stats(self) -> ps.StagerStats:
+        """Return what was done so far in this process."""
+        return self.stager.stats()
+
+    def iter_torch_batches(
+        self, shard: DataIterator, *, collate_fn: CollateFn[Any] | None = None, **options: Any
+    ) -> Iterator[Any]:
+        """Yield the batches of a dataset or of its shard on the device.
+
+        They are packed, and their copies started, by Ray's threads, `prefetch_batches` ahead.
+
+        Args:
+            shard: what `ray.train.get_dataset_shard` or `Dataset.streaming_split` returns, or a dataset.
+            collate_fn: as Ray's, of one of its classes; None yields a tensor for each column.
+            **options: others of Ray's `iter_torch_batches`, but for `device`, `dtypes` and `pin_memory`.
+
+        Yields:
+            Batches as `Stager.to_device` returns them, for the stream that is current when each is asked for.
+        """
+        collate = _collate_class(collate_fn)(collate_fn, self.stager)
+        for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
+            yield transfer.get()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_stager": None}
+
+
+class _Collate:
+    """Collates and begins to send; what it returns is none of the batches that Ray would send itself."""
+
+    def __init__(self, collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> None:
+        self._collate_fn = collate_fn
+        self._stager = stager
+
+    def __call__(self, batch: Any) -> ps.Transfer:
+        return self._stager.stage(batch if self._collate_fn is None else self._collate_fn(batch))
+
+
+class _OfArrow(_Collate, ArrowBatchCollateFn):
+    pass
+
+
+class _OfNumpy(_Collate, NumpyBatchCollateFn):
+    pass
+
+
+class _OfPandas(_Collate, PandasBatchCollateFn):
+    pass
+
+
+def _collate_class(collate_fn: CollateFn[Any] | None) -> type[_Collate]:
+    """Return which class it is by whose base Ray knows the format of the batches."""
+    if collate_fn is None:
+        return _OfNumpy
+    for kind in (_OfArrow, _OfNumpy, _OfPandas):
+        if isinstance(collate_fn, kind.__bases__[1]):
+            return kind
+    raise TypeError(
+        f"collate_fn is of no class that Ray has for it: {collate_fn!r}; make it a NumpyBatchCollateFn, "
+        "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
+    )

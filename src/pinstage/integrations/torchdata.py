@@ -1,0 +1,56 @@
+"""torchdata.nodes: a node that stages what its source yields."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+import pinstage as ps
+
+
+class Stage(BaseNode[Any]):
+    """Yields the batches of another node on a device, staged ahead; the last node of a pipeline.
+
+    Stands where `PinMemory` would. Its state is that of the batches that were yielded, whatever was read ahead: a
+    pipeline that is resumed yields the batch that comes next.
+
+    Args:
+        source: yields batches.
+        stager: moves them; its `Stager.stats` count them.
+        depth: batches ahead; see `Stager.prefetch`.
+
+    Raises:
+        TypeError, ValueError: as `Stager.prefetch`, when the first batch is asked for.
+    """
+
+    def __init__(self, source: BaseNode[Any], stager: ps.Stager, *, depth: int = 2) -> None:
+        super().__init__()
+        self.source = source
+        self.stager = stager
+        self.depth = depth
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin again, or where a state says."""
+        super().reset(initial_state)
+        self.source.reset(None if initial_state is None else initial_state["source"])
+        self._state = self.source.state_dict()
+        self._states: deque[dict[str, Any]] = deque()  # of the source, after each batch that was read ahead
+        self._batches = iter(self.stager.prefetch(self._read(), depth=self.depth))
+
+    def next(self) -> Any:
+        """Return the next batch, for the caller's current stream."""
+        batch = next(self._batches)
+        self._state = self._states.popleft()
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of the source behind the last batch that was yielded."""
+        return {"source": self._state}
+
+    def _read(self) -> Iterator[Any]:
+        for batch in self.source:
+            self._states.append(self.source.state_dict())
+            yield batch

@@ -1,0 +1,186 @@
+"""Every way of a batch of a library's class, and what is compared at its end: the library's own ``.to()``."""
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pinstage as ps
+from pinstage._tree import stored_attributes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = ["stager", "ring", "loader", "to_host"]
+RAGGED = 4
+"""Batches in a row, no two of the same shapes."""
+
+IGNORED = {"_cache", "_last_op", "_locked_schema", "_cached_attr", "_is_initialized", "_handler"}
+"""What libraries remember of earlier calls, of how an object was made, and the file that one is over."""
+
+
+def own_to(batch, device):
+    return batch.to(device)
+
+
+@dataclasses.dataclass
+class Case:
+    """A class of batches.
+
+    Attributes:
+        make: returns the batch of a number; at module level, so that a spawned worker finds it.
+        to: what the library does to move it.
+        passthrough: tensors, or objects, of a batch that go by a ``.to()`` of their own.
+    """
+
+    make: Callable[[int], Any]
+    to: Callable[[Any, torch.device], Any] = own_to
+    passthrough: int = 0
+
+    def __repr__(self):
+        return self.make.__name__
+
+
+def by_device_and_way(*cases):
+    """Run a test for each case, each way, on each device."""
+
+    def decorate(function):
+        for name, values in (("device", DEVICES), ("way", WAYS), ("case", cases)):
+            function = pytest.mark.parametrize(name, values, ids=repr if name == "case" else None)(function)
+        return function
+
+    return decorate
+
+
+def by_device_and_start_method(function):
+    """Run a test with workers that are forked and spawned, on each device."""
+    function = pytest.mark.parametrize("method", ["fork", "spawn"])(function)
+    return pytest.mark.parametrize("device", DEVICES)(function)
+
+
+class Made(torch.utils.data.Dataset):
+    """Whole batches, made by functions of the number."""
+
+    def __init__(self, cases):
+        self.makes = [case.make for case in cases]
+
+    def __len__(self):
+        return RAGGED
+
+    def __getitem__(self, index):
+        return {"batches": [make(index) for make in self.makes], "index": torch.tensor(index)}
+
+
+def whole(batch):
+    return batch
+
+
+def check(case, way, device):
+    """Send ragged batches in a row on one way; compare each with what the library makes of it."""
+    device = target(device)
+    if way == "loader":
+        check_loader([case], device, {})
+        return
+    with ps.Stager(device, max_bytes="16MiB", **{"ring": 2, "ring_bytes": "1MiB"} if way == "ring" else {}) as stager:
+        for number in range(RAGGED):
+            batch = Made([case])[number]
+            result = stager.to_device(batch)
+            if way == "to_host":
+                result = stager.to_host(result, copy=True).get()
+            compare([case], result, torch.device("cpu") if way == "to_host" else device, number)
+            compare([case], batch, None, number)
+            del result  # its place in the ring
+        assert stager.stats().passthrough_leaves == case.passthrough * RAGGED
+
+
+def check_workers(cases, method, device):
+    """Send batches of all cases of a library through workers."""
+    check_loader(cases, target(device), {"num_workers": 1, "multiprocessing_context": method})
+
+
+def check_loader(cases, device, options):
+    loader = ps.DataLoader(Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options)
+    count = 0
+    for number, result in enumerate(loader):
+        compare(cases, result, device, number)
+        count += 1
+    assert count == RAGGED
+    stats = loader.stats()
+    assert stats.passthrough_leaves == sum(case.passthrough for case in cases) * RAGGED
+    assert stats.fallback_batches == 0
+
+
+def compare(cases, result, device, number):
+    """Compare with what the library makes of such batches, on a device; None: with the batches as they are made."""
+    expected = [case.make(number) for case in cases]
+    if device is not None:
+        expected = [case.to(batch, device) for case, batch in zip(cases, expected, strict=True)]
+    index = torch.tensor(number, device=device)
+    for case, mine, theirs in zip(cases, result["batches"], expected, strict=True):
+        assert_alike(mine, theirs, case.make.__name__)
+    assert_alike(result["index"], index)
+
+
+def target(device):
+    """Return a device; where there is no such GPU the test is skipped, or fails where PINSTAGE_REQUIRE_GPU says so."""
+    if device == "cuda" and not torch.cuda.is_available():
+        (pytest.fail if int(os.environ.get("PINSTAGE_REQUIRE_GPU", "0")) else pytest.skip)("torch sees no CUDA device")
+    return torch.device(device, 0 if device == "cuda" else None)
+
+
+# -- alike, attribute by attribute -------------------------------------------------------------------------------------
+
+
+def assert_alike(mine, theirs, path="batch", met=None):
+    """Fail unless two things have the same types, values, devices and attributes all the way down."""
+    met = {} if met is None else met
+    if id(mine) in met:
+        assert met[id(mine)][1] is theirs, f"{path} refers to something else"
+        return
+    assert type(mine) is type(theirs), f"{path}: {type(mine)} instead of {type(theirs)}"
+    if isinstance(mine, weakref.ref):
+        assert_alike(mine(), theirs(), f"{path}()", met)
+    elif isinstance(mine, torch.Tensor):
+        met[id(mine)] = mine, theirs
+        assert_same_tensor(mine, theirs, path)
+        assert_same_attributes(vars(mine), vars(theirs), path, met)
+    elif isinstance(mine, np.ndarray):
+        assert mine.dtype == theirs.dtype
+        assert np.array_equal(mine, theirs), path
+    elif isinstance(mine, type | torch.Size | torch.device | torch.dtype | str | bytes | int | float | type(None)):
+        assert mine == theirs, f"{path}: {mine!r} instead of {theirs!r}"
+    else:
+        met[id(mine)] = mine, theirs
+        assert_same_contents(mine, theirs, path, met)
+
+
+def assert_same_tensor(mine, theirs, path):
+    for name in ("device", "dtype", "shape", "requires_grad", "is_leaf"):
+        assert getattr(mine, name) == getattr(theirs, name), f"{path}.{name}"
+    mine, theirs = (tensor.detach().as_subclass(torch.Tensor) for tensor in (mine, theirs))
+    assert mine.stride() == theirs.stride(), f"{path}.stride()"
+    assert torch.equal(mine, theirs), path
+
+
+def assert_same_contents(mine, theirs, path, met):
+    if isinstance(mine, dict):
+        assert list(mine) == list(theirs), f"{path}: keys {list(mine)} instead of {list(theirs)}"
+        for key in mine:
+            assert_alike(mine[key], theirs[key], f"{path}[{key!r}]", met)
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(theirs), path
+        for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            assert_alike(one, other, f"{path}[{number}]", met)
+    elif isinstance(mine, set | frozenset):
+        assert mine == theirs, path
+    assert_same_attributes(stored_attributes(mine), stored_attributes(theirs), path, met)
+
+
+def assert_same_attributes(mine, theirs, path, met):
+    names, others = (sorted(set(stored) - IGNORED) for stored in (mine, theirs))
+    assert names == others, f"{path}: attributes {names} instead of {others}"
+    for name in names:
+        assert_alike(mine[name], theirs[name], f"{path}.{name}", met)

@@ -1,0 +1,133 @@
+"""Accelerate's prepared loaders, staged by `pinstage.integrations.accelerate.prepare`."""
+
+import pytest
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from programs import both_ways, reports
+from torch.utils.data import DataLoader
+from visits import Visits, collate
+
+import pinstage as ps
+from pinstage.integrations.accelerate import prepare, skip_first_batches
+
+CASES = {
+    "plain": [],
+    "workers": ["--workers", "2"],
+    "dispatch_batches": ["--dispatch-batches"],
+    "split_batches": ["--split-batches"],
+    "uneven_batches": ["--uneven-batches", "--samples", "54"],
+    "even_batches": ["--samples", "50"],
+    "skip_first_batches": ["--skip", "5", "--workers", "1"],
+    "dispatch_and_skip": ["--dispatch-batches", "--skip", "3"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes saw, by case and way."""
+    return both_ways("train_accelerate", tmp_path_factory.mktemp("accelerate"), CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_to_accelerate_s_own_losses_and_weights_bit_for_bit(ranks, case):
+    for rank in ranks:
+        plain, ours = rank[f"{case} plain"], rank[f"{case} pinstage"]
+        for name in ("losses", "weights", "samples", "ends", "gathered"):
+            assert ours[name] == plain[name], name
+        assert len(ours["losses"]) >= 10
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_batch_is_staged_where_it_is_read(ranks, case):
+    batches = [rank[f"{case} pinstage"]["batches"] for rank in ranks]
+    if "dispatch" in case:  # by the main process, for both
+        assert batches == [15 * 2 if "skip" not in case else 15 * 2 - 3, 0]
+    else:
+        expected = [len(rank[f"{case} pinstage"]["losses"]) for rank in ranks]
+        assert batches == expected
+
+
+def test_the_program_trains_to_the_same_losses(tmp_path):
+    plain, ours = (
+        reports("train_accelerate.py", tmp_path / way, "--way", way, ranks=1)[0] for way in ("plain", "pinstage")
+    )
+    assert ours["losses"] == plain["losses"]
+    assert ours["batches"] == 2 * 15
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def made(samples=32, **options):
+    return DataLoader(Visits(samples), 4, collate_fn=collate, **options)
+
+
+def firsts(batches):
+    return [batch["index"].tolist()[0] for batch in batches]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_torch_s_loader_and_a_prepared_one_may_be_given(is_prepared):
+    accelerator = Accelerator(cpu=True)
+    loader = prepare(accelerator, accelerator.prepare(made()) if is_prepared else made(), max_bytes="8MiB")
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 8
+    assert firsts(loader) == firsts(loader) == list(range(0, 32, 4))
+    assert loader.stats().batches == 16
+    assert loader.stats().pool.max_bytes == 8 << 20
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_saved_in_the_middle_goes_on_with_the_right_sample(tmp_path, workers):
+    def staged():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        return accelerator, prepare(accelerator, made(num_workers=workers), max_bytes="8MiB")
+
+    accelerator, loader = staged()
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            accelerator.save_state(tmp_path)
+            break
+    accelerator, loader = staged()
+    accelerator.load_state(tmp_path)
+    assert firsts(loader) == [12, 16, 20, 24, 28]
+    assert loader.stats().batches == 5
+    assert firsts(loader) == list(range(0, 32, 4))
+
+
+def test_a_pool_may_be_shared():
+    accelerator = Accelerator(cpu=True)
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="16MiB") as pool:
+        one, other = (prepare(accelerator, made(), pool=pool) for _ in range(2))
+        assert firsts(one) == firsts(other)
+        assert pool.stats().hits + pool.stats().misses == 16
+
+
+def test_a_loader_and_its_rest_share_a_pool_and_are_not_taken_for_unused():
+    loader = prepare(Accelerator(cpu=True), made(num_workers=1), max_bytes="8MiB")
+    rest = skip_first_batches(loader, 3)
+    assert firsts(rest) == [12, 16, 20, 24, 28]
+    assert firsts(loader) == list(range(0, 32, 4))
+    assert rest.stats() == loader.stats()
+    assert loader.stats().batches == 13
+    again = skip_first_batches(loader, 7)  # in the middle of training: it has slabs of its own
+    assert firsts(again) == [28]
+    assert again.stats().batches == 1
+    assert firsts(skip_first_batches(again, 0)) == [28]
+
+
+@pytest.mark.parametrize("make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"])
+def test_skipping_batches_of_a_loader_that_is_not_staged_is_refused(make):
+    with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not of"):
+        skip_first_batches(make(), 2)

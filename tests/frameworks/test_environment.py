@@ -1,0 +1,31 @@
+"""What `make test-frameworks` installs is what `constraints.txt` pins, and nothing is left out."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+(SECTION,) = re.findall(r"^# frameworks\n(.*?)\n\n", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("pin", SECTION.splitlines())
+def test_a_framework_is_installed_in_its_pinned_version(pin):
+    name, _, version = pin.partition("==")
+    assert metadata.version(name) == version
+
+
+def test_torch_is_the_pinned_one():
+    assert f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_a_test_that_is_skipped_fails(tmp_path):
+    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "test_x.py").write_text("import pytest\ndef test_a(): pytest.skip('why')\ndef test_b(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout

@@ -1,0 +1,219 @@
+"""`Stager.prefetch` over what people train with trains as the plain loop does, and resumes where it was."""
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+import torchdata.nodes
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
+
+import pinstage as ps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def stager():
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        yield stager
+
+
+def test_tqdm_has_a_total(stager):
+    loader = DataLoader(list(range(8)), 2)
+    for bar in (tqdm(stager.prefetch(loader), disable=True), stager.prefetch(tqdm(loader, disable=True))):
+        assert len(bar) == 4
+        assert [batch.tolist() for batch in bar] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# -- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        yield from samples()
+
+
+def samples():
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(32, 3, generator=generator), torch.randn(32, 1, generator=generator))
+
+
+def train(wrap, *, epochs=2, dataset=samples, batch_size=4, skipped=0, **options):
+    """Train with accumulation over three batches; return the weights after each step, and what was gathered."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, dataloader_config=DataLoaderConfiguration(**options)
+    )
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(dataset(), batch_size, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if skipped:
+        loader = skip_first_batches(loader, skipped)
+    steps, gathered = [], []
+    for _ in range(epochs):
+        for inputs, targets in wrap(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    steps.append([parameter.detach().clone() for parameter in model.parameters()])
+                optimizer.zero_grad()
+            gathered.append((accelerator.gather_for_metrics(targets), accelerator.gradient_state.end_of_dataloader))
+        assert accelerator.gradient_state.active_dataloader is None
+    return steps, gathered
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 20])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dispatch_batches": True},
+        {"dispatch_batches": True, "dataset": Streamed},
+        {"split_batches": True},
+        {"even_batches": False},
+        {"use_stateful_dataloader": True},
+        {"use_seedable_sampler": True},
+        {"skipped": 3},
+        {"batch_size": 5},
+    ],
+    ids=str,
+)
+def test_a_prepared_loader_trains_as_in_the_plain_loop(stager, options, depth):
+    steps, gathered = train(lambda loader: loader, **options)
+    found_steps, found_gathered = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
+    assert len(steps) == (4 if "skipped" in options else 6)
+    assert all(map(torch.equal, itertools.chain(*found_steps), itertools.chain(*steps)))
+    assert len(found_steps) == len(steps)
+    for (ours, end), (theirs, expected_end) in zip(found_gathered, gathered, strict=True):
+        assert torch.equal(ours, theirs)
+        assert end == expected_end
+
+
+def test_validation_in_the_middle_of_an_epoch_does_not_end_it(stager):
+    accelerator = Accelerator(cpu=True)
+    training, validation = accelerator.prepare(DataLoader(samples(), 8), DataLoader(samples(), 16))
+    seen = []
+    for _ in stager.prefetch(training):
+        for _ in stager.prefetch(validation):
+            assert accelerator.gradient_state.active_dataloader is validation
+        for _ in stager.prefetch(validation):
+            break  # Accelerate takes it for the active one from then on
+        validation.end()
+        assert accelerator.gradient_state.active_dataloader is training
+        seen.append(accelerator.gradient_state.end_of_dataloader)
+    assert seen == [False, False, False, True]
+
+
+@pytest.mark.parametrize("wrap", [tqdm, enumerate, lambda loader: (batch for batch in loader), iter])
+def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(stager, wrap):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(samples(), 4))
+    with pytest.raises(ps.errors.StagingError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
+        list(stager.prefetch(wrap(loader)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_a_prepared_stateful_loader_goes_on_with_the_next_batch(stager, workers):
+    def prepared():
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        return Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=workers))
+
+    batches = stager.prefetch(prepared())
+    for number, _ in enumerate(batches, 1):
+        if number == 3:
+            state = batches.state_dict()
+            break
+    resumed = prepared()
+    resumed.load_state_dict(state)
+    assert [batch.tolist()[0] for batch in stager.prefetch(resumed)] == [12, 16, 20, 24, 28]
+
+
+# -- torchdata ---------------------------------------------------------------------------------------------------------
+
+
+def stateful():
+    return StatefulDataLoader(list(range(32)), batch_size=4, num_workers=2)
+
+
+def nodes():
+    numbers = torchdata.nodes.SamplerWrapper(range(32))
+    batches = torchdata.nodes.Mapper(torchdata.nodes.Batcher(numbers, 4), torch.tensor)
+    return torchdata.nodes.Loader(torchdata.nodes.Prefetcher(batches, 3))
+
+
+@pytest.mark.parametrize("make", [stateful, nodes])
+def test_a_state_after_three_batches_says_twelve_samples(stager, make):
+    batches = stager.prefetch(make())
+    for number, _ in enumerate(batches, 1):
+        if number == 3:
+            break
+    resumed = make()
+    resumed.load_state_dict(batches.state_dict())
+    assert next(iter(resumed)).tolist() == [12, 13, 14, 15]
+
+
+# -- mosaicml-streaming ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """The package. For its vision datasets, which have no part in this, it imports torchvision."""
+    import transformers  # noqa: F401 - it looks for torchvision, too
+
+    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["torchvision.datasets"].VisionDataset = object
+    modules["torchvision.transforms.functional"].to_tensor = None
+    with pytest.MonkeyPatch.context() as patched:
+        for name, module in modules.items():
+            patched.setitem(sys.modules, name, module)
+        import streaming
+    return streaming
+
+
+@pytest.fixture
+def written(streaming, tmp_path):
+    with streaming.MDSWriter(out=str(tmp_path), columns={"x": "int"}) as writer:
+        for number in range(32):
+            writer.write({"x": number})
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_a_streaming_loader_is_that_of_the_samples_that_were_yielded(stager, streaming, written, workers):
+    def make():
+        dataset = streaming.StreamingDataset(local=written, shuffle=False, batch_size=4)
+        return streaming.StreamingDataLoader(dataset, batch_size=4, num_workers=workers)
+
+    batches = stager.prefetch(make())
+    for number, batch in enumerate(batches):
+        assert batch["x"].tolist() == list(range(4 * number, 4 * number + 4))
+        assert batches.state_dict()["sample_in_epoch"] == 4 * number + 4
+        if number == 2:
+            break
+    state = batches.state_dict()
+    del batches
+    streaming.base.util.clean_stale_shared_memory()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [batch["x"].tolist()[0] for batch in stager.prefetch(resumed)] == [12, 16, 20, 24, 28]

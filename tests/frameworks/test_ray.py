@@ -1,0 +1,137 @@
+"""Ray Data and Ray Train on a real cluster of this machine, which the tests start and end."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import ray
+import torch
+import train_ray
+from programs import environment
+from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
+from train_ray import Nested
+
+import pinstage as ps
+from pinstage.integrations.ray import StageBatches
+
+pytestmark = pytest.mark.timeout(300)  # a cluster takes its time on two busy cpus
+WAYS = ["pinstage", "plain", "loader", "plain-loader"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        here = str(Path(__file__).parent)
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, environment()["PYTHONPATH"]]))
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else ray leaves a token in the home directory
+        with train_ray.cluster():
+            yield
+
+
+# -- Ray Train ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, tmp_path_factory):
+    """What each of two workers reported, by way."""
+    out = tmp_path_factory.mktemp("ray")
+    train_ray.fit(WAYS, 2, "8MiB", out)
+    return {way: [json.loads((out / way / f"rank{rank}.json").read_text()) for rank in range(2)] for way in WAYS}
+
+
+@pytest.mark.parametrize(("ours", "plain"), [("pinstage", "plain"), ("loader", "plain-loader")])
+def test_two_workers_of_a_trainer_train_to_ray_s_own_losses_bit_for_bit(trained, ours, plain):
+    for rank in range(2):
+        assert trained[ours][rank]["losses"] == trained[plain][rank]["losses"]
+        assert trained[ours][rank]["samples"] == trained[plain][rank]["samples"]
+        assert len(trained[ours][rank]["losses"]) == trained[ours][rank]["batches"] == 16
+    assert trained[ours][0]["losses"] != trained[ours][1]["losses"]
+
+
+# -- Ray Data ----------------------------------------------------------------------------------------------------------
+
+
+@ray.remote
+class Reader:
+    """Reads its shard in a process of its own."""
+
+    def read(self, stage, shard, passes=1):
+        found = []
+        for _ in range(passes):
+            for batch in stage.iter_torch_batches(shard, batch_size=4, collate_fn=Nested()):
+                assert isinstance(batch["measured"]["signal"], torch.Tensor)
+                found += batch["index"].tolist()
+        return os.getpid(), found, stage.stats().batches, stage.stats().pool.max_bytes
+
+
+def test_a_dataset_that_is_split_is_staged_by_two_processes(cluster):
+    shards = ray.data.from_items(train_ray.rows(32), override_num_blocks=4).streaming_split(2, equal=True)
+    stage = StageBatches(max_bytes="4MiB")
+    readers = [Reader.remote() for _ in shards]
+    pending = [reader.read.remote(stage, shard, 2) for reader, shard in zip(readers, shards, strict=True)]
+    (one, first, *counted), (other, second, *too) = ray.get(pending)
+    assert len({one, other, os.getpid()}) == 3
+    assert sorted(first + second) == sorted(2 * list(range(32)))
+    assert counted == too == [8, 4 << 20]
+
+
+@pytest.fixture(scope="module")
+def dataset(cluster):
+    return ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
+
+
+def test_without_a_collate_function_each_column_is_a_tensor_as_with_ray(dataset):
+    stage = StageBatches("cpu")
+    plain = list(dataset.iterator().iter_torch_batches(batch_size=8))
+    ours = list(stage.iter_torch_batches(dataset.iterator(), batch_size=8))
+    assert [len(batch["id"]) for batch in ours] == [8, 8, 4]
+    for one, other in zip(ours, plain, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+    assert stage.stats().batches == 3
+    assert stage.stats().copies == 3
+
+
+class OfArrow(ArrowBatchCollateFn):
+    def __call__(self, batch):
+        assert isinstance(batch, pa.Table)
+        return [torch.tensor(batch["id"].to_pylist()), {"ragged": [torch.ones(i) for i in range(3)]}]
+
+
+class OfPandas(PandasBatchCollateFn):
+    def __call__(self, batch):
+        return [torch.tensor(batch["id"].to_list()), {"ragged": [torch.ones(i) for i in range(3)]}]
+
+
+@pytest.mark.parametrize("collate", [OfArrow(), OfPandas()], ids=["arrow", "pandas"])
+def test_a_collate_function_has_the_format_of_its_class_and_may_return_any_structure(dataset, collate):
+    stage = StageBatches("cpu")
+    for number, batch in enumerate(stage.iter_torch_batches(dataset, batch_size=10, collate_fn=collate)):
+        assert batch[0].tolist() == list(range(10 * number, 10 * number + 10))
+        assert [len(part) for part in batch[1]["ragged"]] == [0, 1, 2]
+    assert stage.stats().batches == 2
+
+
+def test_a_plain_function_is_refused_with_the_classes_to_use(dataset):
+    with pytest.raises(TypeError, match="make it a NumpyBatchCollateFn, ArrowBatchCollateFn or"):
+        next(StageBatches("cpu").iter_torch_batches(dataset, collate_fn=lambda batch: batch))
+
+
+def test_a_loop_that_is_left_early_gives_every_slab_back(dataset):
+    stage = StageBatches("cpu", max_bytes="1MiB")
+    for batch in stage.iter_torch_batches(dataset, batch_size=2, prefetch_batches=3):
+        assert batch["id"].tolist() == [0, 1]
+        break
+    assert len(list(stage.iter_torch_batches(dataset, batch_size=2))) == 10
+    assert stage.stats().pool.leased_slabs == 0
+
+
+def test_what_is_pickled_makes_a_stager_of_its_own():
+    stage = StageBatches("cpu", max_bytes="1MiB")
+    assert isinstance(stage.stager, ps.Stager)
+    again = pickle.loads(pickle.dumps(stage))
+    assert again.stager is not stage.stager
+    assert again.stager.pool.max_bytes == 1 << 20

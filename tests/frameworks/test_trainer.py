@@ -1,0 +1,99 @@
+"""transformers' Trainer with `StageInputs` before its class."""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from programs import both_ways, reports
+from train_transformers import Returns, StagingTrainer, read_options, train
+from transformers import Trainer, TrainingArguments
+from visits import Visits, collate
+
+import pinstage as ps
+from pinstage.integrations.trainer import StageInputs
+
+SAME = ("losses", "samples", "weights", "evaluated")
+EVALUATED = 24 // 4
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def run(folder, way, *words, **further):
+    return train(read_options(["--way", way, "--folder", str(folder), *words]), **further)
+
+
+def test_two_processes_train_to_the_trainer_s_own_losses_and_weights_bit_for_bit(tmp_path):
+    for rank in both_ways("train_transformers", tmp_path, {"plain": ["--folder", str(tmp_path / "kept")]}):
+        ours, plain = rank["plain pinstage"], rank["plain plain"]
+        assert all(ours[name] == plain[name] for name in SAME)
+        assert len(ours["losses"]) == 2 * 8
+        assert len(ours["weights"]) == 2 * 3
+        assert ours["batches"] == 2 * (8 + EVALUATED // 2)
+        assert ours["passed"] == 0
+
+
+def test_the_program_stages_every_batch(tmp_path):
+    (found,) = reports("train_transformers.py", tmp_path / "out", "--folder", tmp_path, ranks=1)
+    assert found["batches"] == len(found["losses"]) + 2 * EVALUATED == 2 * (15 + EVALUATED)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_batch_of_training_and_evaluation_is_staged(tmp_path, workers):
+    plain, ours = (run(tmp_path / way, way, "--workers", workers) for way in ("plain", "pinstage"))
+    assert all(ours[name] == plain[name] for name in SAME)
+    assert ours["batches"] == 2 * (15 + EVALUATED)
+    assert ours["passed"] == 0
+    assert len(ours["weights"]) == 2 * 5
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_right_sample_and_is_staged(tmp_path):
+    whole = run(tmp_path, "plain")
+    rest = run(tmp_path / "rest", "pinstage", "--resume", str(tmp_path / "checkpoint-2"))
+    assert rest["samples"] == whole["samples"][2 * 3 :]
+    assert rest["losses"] == whole["losses"][2 * 3 :]
+    assert rest["weights"] == whole["weights"][2:]
+    assert rest["batches"] == 30 - 6 + 2 * EVALUATED
+
+
+@pytest.mark.parametrize(
+    "config", [{"split_batches": True}, {"use_seedable_sampler": False}, {"even_batches": False}], ids=str
+)
+def test_the_options_of_the_accelerator_hold(tmp_path, config):
+    plain, ours = (run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage"))
+    assert all(ours[name] == plain[name] for name in SAME)
+    assert ours["batches"] == 2 * (15 + EVALUATED)
+
+
+def test_what_accelerate_dispatches_trains_the_same(tmp_path):
+    config = {"dispatch_batches": True}
+    plain, ours = (run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage"))
+    assert all(ours[name] == plain[name] for name in SAME)
+
+
+def test_predictions_are_staged_and_the_cap_is_the_class_s(tmp_path):
+    class Mine(StageInputs, Trainer):
+        max_bytes = "3MiB"
+
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
+    trainer = Mine(Returns(), settings, data_collator=collate)
+    predicted = trainer.predict(Visits(20))
+    assert predicted.label_ids.shape == (20,)
+    assert trainer.stager.stats().batches == 3  # 8 in a batch
+    assert trainer.stager.pool.max_bytes == 3 << 20
+
+
+def test_a_stager_may_be_given(tmp_path):
+    settings = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False, save_strategy="no", max_steps=2
+    )
+    trainer = StagingTrainer(Returns(), settings, data_collator=collate, train_dataset=Visits(32))
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        trainer.stager = stager
+        trainer.train()
+        assert stager.stats().batches == 2
+    assert not torch.cuda.is_initialized()

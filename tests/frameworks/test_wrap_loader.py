@@ -1,0 +1,288 @@
+"""`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and say so where they cannot."""
+
+import gc
+import time
+
+import lightning
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from monai.data import DataLoader as MonaiLoader
+from monai.data import ThreadDataLoader
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import pinstage as ps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def samples(count=32):
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator))
+
+
+# -- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def train(wrap, workers, **options):
+    """Train with accumulation over three batches; return the weights after each step, and the prepared loader."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, dataloader_config=DataLoaderConfiguration(**options)
+    )
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(samples(), 4, shuffle=True, generator=generator, num_workers=workers)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = wrap(loader)
+    steps = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    steps += [parameter.detach().clone() for parameter in model.parameters()]
+                optimizer.zero_grad()
+    assert len(steps) == 6 * 2  # three steps an epoch, of two parameters
+    return steps, loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dispatch_batches": True},
+        {"split_batches": True},
+        {"use_stateful_dataloader": True},
+        {"use_seedable_sampler": True},
+    ],
+    ids=str,
+)
+def test_a_wrapped_prepared_loader_trains_as_the_prepared_one(options, workers):
+    expected, _ = train(lambda loader: loader, workers, **options)
+    found, loader = train(lambda loader: ps.wrap_loader(loader, max_bytes="1MiB"), workers, **options)
+    assert all(map(torch.equal, found, expected))
+    assert loader.stats().batches == 16
+
+
+def test_a_prepared_loader_stays_the_one_that_the_accelerator_knows():
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(DataLoader(samples(), 4))
+    assert ps.wrap_loader(prepared) is prepared
+    assert accelerator._dataloaders == [prepared]
+    with pytest.raises(TypeError, match="once"):
+        ps.wrap_loader(prepared)
+
+
+def test_a_state_of_a_wrapped_prepared_loader_goes_on_with_the_next_batch():
+    def prepared():
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=1))
+        return ps.wrap_loader(loader)
+
+    loader = prepared()
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            state = loader.state_dict()
+            break
+    resumed = prepared()
+    resumed.load_state_dict(state)
+    assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
+
+
+def wait_until(holds, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ps.DataLoader(samples(), 4, device="cpu"),
+        lambda: ps.wrap_loader(StatefulDataLoader(samples(), 4), device="cpu"),
+    ],
+    ids=["DataLoader", "wrapped"],
+)
+def test_a_loader_that_accelerate_takes_apart_says_so_and_what_to_write(make):
+    with pytest.warns(RuntimeWarning, match=r"pinstage staged no batch .*ps\.wrap_loader\(acc") as told:
+        prepared = Accelerator(cpu=True).prepare(make())
+        assert len(list(prepared)) == 8
+        gc.collect()
+        wait_until(lambda: told)
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, loader=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.loader = loader
+        self.seen = []
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        self.seen += inputs[:, 0].tolist()
+        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
+
+    def predict_step(self, batch):
+        self.seen += batch[0][:, 0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FromAHook(Model):
+    def train_dataloader(self):
+        return self.loader()
+
+
+def trainer(**options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "barebones": False, "accelerator": "cpu"}
+    return lightning.Trainer(max_epochs=2, **quiet | options)
+
+
+def staging(workers=0, shuffle=False):
+    return ps.DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle, device="cpu")
+
+
+def wrapped(workers=0, shuffle=False):
+    return ps.wrap_loader(DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu")
+
+
+def wrapped_stateful(workers=0, shuffle=False):
+    return ps.wrap_loader(StatefulDataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu")
+
+
+MAKERS = [staging, wrapped, wrapped_stateful]
+ALL = sorted(samples().tensors[0][:, 0].tolist() * 2)
+
+
+@pytest.fixture
+def distributed():
+    """A trainer of one process that is told to be distributed: Lightning makes loaders anew, with its own sampler."""
+    yield trainer(strategy="ddp", devices=1)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("from_hook", [False, True])
+def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, recwarn, distributed):
+    loader, run = make(workers), distributed
+    if from_hook:
+        run.fit(model := FromAHook(lambda: make(workers)))
+    else:
+        run.fit(model := Model(), loader)
+        assert loader.stats().batches == 16  # those of the loader that the user has
+    assert isinstance(run.train_dataloader.sampler, torch.utils.data.DistributedSampler)
+    assert run.train_dataloader is not loader
+    assert run.train_dataloader.stats().batches == 16
+    assert sorted(model.seen) == ALL
+    del loader, run, model
+    gc.collect()
+    time.sleep(0.1)  # the reaper's thread would warn
+    assert [str(warning.message) for warning in recwarn if "pinstage" in str(warning.message)] == []
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_loader_that_lightning_overfits_and_predicts_with_stages(make):
+    loader = make(shuffle=True)
+    run = trainer(overfit_batches=3)
+    run.fit(model := Model(), loader)
+    first = samples().tensors[0][:12, 0].tolist()
+    assert model.seen == first * 2
+    assert loader.stats().batches == run.train_dataloader.stats().batches == 6
+    loader = make()
+    model = Model()
+    trainer().predict(model, loader)
+    assert sorted(model.seen * 2) == ALL
+    assert loader.stats().batches == 8
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_given_pool_serves_the_loader_that_is_made_anew(make, distributed):
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="1MiB") as pool:
+        plain = DataLoader(samples(), 4, num_workers=1)
+        loader = ps.DataLoader(samples(), 4, num_workers=1, pool=pool, device="cpu")
+        loader = loader if make is staging else ps.wrap_loader(plain, pool=pool, device="cpu")
+        distributed.fit(Model(), loader)
+        assert loader.stats().batches == 16
+        assert loader.stats().pool == pool.stats()
+        assert pool.stats().misses > 0
+        del loader, plain
+        gc.collect()
+
+
+# -- other loaders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cls", [MonaiLoader, ThreadDataLoader])
+def test_loaders_of_monai_stage(cls, workers):
+    images = [{"image": torch.full((1, 4, 4), float(number)), "name": str(number)} for number in range(10)]
+    loader = ps.wrap_loader(cls(images, batch_size=2, num_workers=workers), device="cpu")
+    for _ in range(2):
+        assert [batch["image"][:, 0, 0, 0].tolist() for batch in loader] == [[n, n + 1] for n in range(0, 10, 2)]
+    assert loader.stats().batches == 10
+
+
+@pytest.fixture(scope="module")
+def geometric():
+    """The package; torch warns while it is imported."""
+    with pytest.warns(DeprecationWarning):
+        import torch_geometric.loader
+    return torch_geometric
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_of_pyg_stages(geometric, workers):
+    loader = ps.wrap_loader(geometric.loader.DataLoader(samples(), 4, num_workers=workers), device="cpu")
+    expected = list(DataLoader(samples(), 4))
+    for (inputs, targets), (expected_inputs, expected_targets) in zip(loader, expected, strict=True):
+        assert torch.equal(inputs, expected_inputs)
+        assert torch.equal(targets, expected_targets)
+    assert loader.stats().batches == 8
+
+
+class Ignoring(DataLoader):
+    """Reads its dataset by itself."""
+
+    def __iter__(self):
+        return iter([torch.ones(1)])
+
+
+class IgnoringWithAGenerator(DataLoader):
+    def __iter__(self):
+        yield torch.ones(1)
+
+
+@pytest.mark.parametrize("cls", [Ignoring, IgnoringWithAGenerator])
+def test_a_loader_that_cannot_be_wrapped_so_says_so_once(cls):
+    loader = ps.wrap_loader(cls([1]), device="cpu")
+    with pytest.warns(RuntimeWarning, match=r"pinstage staged no batch .*its class does not get its iterator") as told:
+        for _ in range(2):
+            assert len(list(loader)) == 1
+    assert len(told) == 1

@@ -1,0 +1,290 @@
+"""`Stager.prefetch` stands for its source: again, with a length, attributes and a state."""
+
+import copy
+import gc
+import itertools
+import weakref
+
+import loader_data as data
+import pytest
+import torch
+import torchdata.nodes
+from loader_data import same
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import pinstage as ps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+]
+
+
+@pytest.fixture
+def stager():
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        yield stager
+
+
+def loader(size=12, batch_size=2, **options):
+    return torch.utils.data.DataLoader(data.Mapped(data.scalar, size), batch_size, **options)
+
+
+def numbers(batches):
+    return [int(batch[0]) for batch in batches]
+
+
+def test_a_second_pass_yields_every_batch_again(stager):
+    batches = stager.prefetch(loader(), depth=3)
+    for _ in range(3):
+        assert numbers(batches) == [0, 2, 4, 6, 8, 10]
+    assert stager.stats().batches == 18
+
+
+def test_a_pass_after_one_that_was_left_begins_at_the_start(stager):
+    batches = stager.prefetch(loader())
+    assert numbers(itertools.islice(batches, 2)) == [0, 2]
+    assert numbers(batches) == [0, 2, 4, 6, 8, 10]
+
+
+def test_two_passes_at_once_do_not_meet(stager):
+    batches = stager.prefetch(loader())
+    assert numbers(map(torch.add, batches, batches)) == [0, 4, 8, 12, 16, 20]
+
+
+def test_an_iterator_is_read_once(stager):
+    batches = stager.prefetch(iter(loader()))
+    assert numbers(batches) == [0, 2, 4, 6, 8, 10]
+    assert numbers(batches) == []
+
+
+def test_the_source_is_not_read_before_the_first_batch_is_asked_for(stager):
+    read = []
+    iterator = iter(stager.prefetch(map(read.append, [1, 2, 3])))
+    assert read == []
+    next(iterator)
+    assert read == [1, 2, 3]
+
+
+def test_a_pass_begins_when_it_is_asked_for(stager):
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(stager.prefetch(3))
+
+
+def test_the_length_is_the_sources(stager):
+    batches = stager.prefetch(loader(11))
+    assert len(batches) == len(list(batches)) == 6
+    assert batches
+    assert not stager.prefetch([])
+
+
+@pytest.mark.parametrize("source", [map(abs, [1]), loader(batch_size=None, sampler=map(abs, [1]))])
+def test_without_a_length_the_error_names_the_source(stager, source):
+    batches = stager.prefetch(source)
+    with pytest.raises(TypeError, match=f"the source of the prefetcher has no length: {type(source).__name__}"):
+        len(batches)
+
+
+def test_a_source_without_a_length_counts_as_something(stager):
+    assert stager.prefetch(map(abs, [1]))
+
+
+def test_other_attributes_are_the_sources(stager):
+    source = loader()
+    batches = stager.prefetch(source)
+    assert batches.dataset is source.dataset
+    assert batches.batch_size == 2
+    assert not hasattr(batches, "state_dict")
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'epoch'"):
+        batches.epoch  # noqa: B018
+
+
+def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(stager):
+    class Source(list):
+        def __copy__(self):
+            raise AssertionError
+
+    batches = copy.copy(stager.prefetch(Source([torch.ones(1)])))
+    assert isinstance(batches, ps.Prefetcher)
+    assert len(list(batches)) == 1
+    with pytest.raises(TypeError, match="a stager cannot be copied"):
+        copy.deepcopy(batches)
+
+
+def test_a_batch_that_the_loop_dropped_is_kept_by_nobody(stager):
+    iterator = iter(stager.prefetch(loader()))
+    batch = next(iterator)
+    gone = weakref.ref(batch)
+    del batch
+    assert gone() is None
+    del iterator
+    gc.collect()
+    assert stager.stats().pool.leased_slabs == 0
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+class Counting(data.Streamed):
+    """Changes its state, which it hands out, in place."""
+
+    def __init__(self, size=24):
+        super().__init__(data.scalar, size)
+        self.state = {"position": [0]}
+
+    def __iter__(self):
+        position = self.state["position"]
+        while position[0] < self.size:
+            position[0] += 1
+            yield self.sample(position[0] - 1)
+        position[0] = 0
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = copy.deepcopy(state)
+
+
+def nodes():
+    sampler = torchdata.nodes.SamplerWrapper(torch.utils.data.SequentialSampler(range(24)))
+    mapped = torchdata.nodes.ParallelMapper(sampler, torch.tensor, num_workers=2, method="thread")
+    batched = torchdata.nodes.Mapper(torchdata.nodes.Batcher(mapped, 4), torch.stack)
+    return torchdata.nodes.Loader(torchdata.nodes.Prefetcher(batched, 2))
+
+
+def in_workers(**options):
+    options = {"batch_size": 4, "generator": torch.Generator().manual_seed(1)} | options
+    return StatefulDataLoader(data.Mapped(data.scalar, 24), **options)
+
+
+SOURCES = {
+    "inline": in_workers,
+    "shuffled": lambda: in_workers(shuffle=True),
+    "workers": lambda: in_workers(num_workers=2),
+    "persistent": lambda: in_workers(num_workers=2, persistent_workers=True),
+    "some snapshots": lambda: in_workers(num_workers=2, snapshot_every_n_steps=3),
+    "iterable": lambda: StatefulDataLoader(Counting(), 4),
+    "nodes": nodes,
+    "ours": lambda: ps.wrap_loader(in_workers(num_workers=1), device="cpu"),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request):
+    return SOURCES[request.param]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 10])
+def test_a_state_is_that_of_the_batches_that_were_yielded(stager, source, depth):
+    plain, ahead = source(), stager.prefetch(source(), depth=depth)
+    for _ in range(2):
+        assert same(ahead.state_dict(), plain.state_dict())
+        for ours, theirs in zip(ahead, plain, strict=True):
+            assert same(ours, theirs)
+            assert same(ahead.state_dict(), plain.state_dict())
+        assert same(ahead.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("taken", [1, 3, 5])
+def test_a_state_of_a_loop_that_was_left_goes_on_with_the_next_batch(stager, source, taken):
+    expected = list(source())
+    batches = stager.prefetch(source(), depth=2)
+    for number, _ in enumerate(batches, 1):
+        if number == taken:
+            break
+    state = batches.state_dict()
+    for again in (source(), stager.prefetch(source(), depth=2)):
+        again.load_state_dict(copy.deepcopy(state))
+        assert same(list(again), expected[taken:])
+
+
+def test_a_state_may_be_loaded_into_a_prefetcher_that_was_used(stager, source):
+    batches = stager.prefetch(source(), depth=2)
+    expected = []
+    for number, batch in enumerate(batches):
+        expected.append(batch)
+        if number == 1:
+            state = batches.state_dict()
+    batches.load_state_dict(copy.deepcopy(state))
+    assert same(list(batches), expected[2:])
+
+
+def test_an_older_pass_does_not_change_the_state(stager):
+    batches = stager.prefetch(in_workers())
+    older, newer = iter(batches), iter(batches)
+    next(newer)
+    state = batches.state_dict()
+    next(older)
+    assert batches.state_dict() == state
+
+
+def test_a_state_that_was_given_is_the_callers(stager):
+    batches = stager.prefetch(StatefulDataLoader(Counting(), 4))
+    next(iter(batches))
+    state = batches.state_dict()
+    expected = copy.deepcopy(state)
+    state.clear()
+    assert batches.state_dict() == expected
+
+
+class Stateless(list):
+    def state_dict(self):
+        raise RuntimeError("no state today")
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_a_state_that_cannot_be_told_is_an_error_when_it_is_asked_for(stager):
+    batches = stager.prefetch(Stateless([torch.ones(1)] * 3))
+    for _ in batches:
+        with pytest.raises(RuntimeError, match="no state today"):
+            batches.state_dict()
+
+
+def test_a_state_that_needs_arguments_is_the_sources_own(stager):
+    class Source(list):
+        def state_dict(self, samples, from_beginning):
+            return {"samples": samples, "from_beginning": from_beginning}
+
+        def load_state_dict(self, state):
+            self.clear()
+
+    batches = stager.prefetch(Source([torch.ones(1)] * 3))
+    next(iter(batches))
+    assert batches.state_dict(4, from_beginning=True) == {"samples": 4, "from_beginning": True}
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+class Prepared:
+    """As Accelerate's: reads one batch ahead, and says at the last one that it is the last one."""
+
+    gradient_state = "there is one"
+
+    def __init__(self, *batches):
+        self.batches = batches
+        self.ended = 0
+
+    def __iter__(self):
+        self.end_of_dataloader, self.remainder = False, -1
+        for number, batch in enumerate(self.batches, 1):
+            if number == len(self.batches):
+                self.end_of_dataloader, self.remainder = True, 5
+            yield batch
+        self.ended += 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 7, 8, 20])
+def test_flags_of_a_source_are_those_of_the_batch_that_the_loop_has(stager, depth):
+    source = Prepared(*map(torch.tensor, range(8)))
+    for done in range(2):
+        seen = []
+        for batch in stager.prefetch(source, depth=depth):
+            assert source.ended == done
+            seen.append((int(batch), source.end_of_dataloader, source.remainder))
+        assert seen == [*((number, False, -1) for number in range(7)), (7, True, 5)]
+        assert source.ended == done + 1

@@ -1,0 +1,198 @@
+"""Classes that are taken apart wrongly, or not known: what is said of them. And dicts whose keys are tensors."""
+
+import collections
+
+import pytest
+import torch
+from loader_data import Mapped
+from strategies import assert_same
+
+import pinstage as ps
+from pinstage.errors import LayoutError
+
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
+def fresh():
+    class Box:
+        def __init__(self, value, note=None):
+            self.value = value
+            self.note = note
+
+    return Box
+
+
+# -- unknown classes ---------------------------------------------------------------------------------------------------
+
+
+def test_all_unknown_classes_of_a_batch_are_named_at_once_each_with_the_line_to_paste():
+    one, two, three, inner = (type(name, (fresh(),), {}) for name in ("One", "Two", "Three", "Inner"))
+    window = type("Window", (collections.deque,), {})
+    batch = {
+        "a": [one(torch.ones(1)), one(torch.ones(1))],
+        "b": two({"deep": [inner(torch.ones(1))]}),
+        "c": three("no tensor"),
+        "d": window([torch.ones(1)]),
+    }
+    with pytest.raises(LayoutError) as caught:
+        ps.Layout.of(batch)
+    first, *lines = str(caught.value).splitlines()
+    assert caught.value.path == "['a'][0]"
+    assert first.startswith("batch['a'][0] holds tensors and is no known container: ")
+    assert "pinstage.register_node(One)" in first
+    assert [line.split("  #")[0].strip() for line in lines] == [
+        "pinstage.register_node(Two)",
+        "pinstage.register_node(Inner)",
+        "pinstage.register_node(Window, flatten, unflatten)",
+    ]
+    assert "batch['b'].value['deep'][0]" in lines[1]
+    for cls in (one, two, inner):
+        ps.register_node(cls)
+    ps.register_node(window, lambda found: (list(found), None), lambda _, children: window(children))
+    assert len(ps.Layout.of(batch).slots) == 4
+
+
+def test_an_unknown_class_that_refers_to_itself_is_named_once():
+    cls = fresh()
+    box = cls(torch.ones(1))
+    box.note = {"back": box}
+    with pytest.raises(LayoutError, match="register_node") as caught:
+        ps.Layout.of([box])
+    assert "\n" not in str(caught.value)
+
+
+# -- what flatten returns ----------------------------------------------------------------------------------------------
+
+WRONG = {
+    "children alone": (lambda box: [box.value], "flatten returned a list of 1; return (children, metadata)"),
+    "one child": (
+        lambda box: (box.value, None),
+        "flatten returned a Tensor as children; return ((child, ...), metadata)",
+    ),
+    "nothing": (lambda box: None, "flatten returned a NoneType; return (children, metadata)"),
+    "four": (lambda box: ((), 1, 2, 3), "flatten returned a tuple of 4; return (children, metadata)"),
+    "too few entries": (lambda box: ((box.value,), None, ()), "flatten returned 1 children and 0 path entries"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_flatten_is_an_error_with_class_and_path(kind):
+    cls = fresh()
+    flatten, text = WRONG[kind]
+    ps.register_node(cls, flatten, lambda metadata, children: cls(*children))
+    for _ in range(2):
+        with pytest.raises(LayoutError) as caught:
+            ps.Layout.of({"a": torch.ones(1), "b": [cls(torch.ones(2))]})
+        assert caught.value.path == "['b'][0]"
+        assert str(caught.value).startswith("batch['b'][0] cannot be taken apart: ")
+        assert cls.__qualname__ in str(caught.value)
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("metadata", [lambda box: None, lambda box: (box.note,)], ids=["none", "a tuple"])
+def test_torchs_order_of_children_and_metadata_is_an_error_that_says_so(metadata):
+    cls = fresh()
+    ps.register_node(
+        cls, lambda box: ((box.value,), metadata(box)), lambda children, context: cls(children[0], *(context or ()))
+    )
+    with pytest.raises(
+        LayoutError, match=r"unflatten takes \(children, metadata\), the order of torch's pytree"
+    ) as caught:
+        ps.Layout.of([cls(torch.ones(1), "note")])
+    assert caught.value.path == "[0]"
+
+
+def test_the_other_order_is_an_error_of_the_protocol_too():
+    class Speaking:
+        def __init__(self, value):
+            self.value = value
+
+        def tree_flatten(self):
+            return [self.value], "name"
+
+        @classmethod
+        def tree_unflatten(cls, children, metadata):
+            return cls(*children)
+
+    # "name" has four letters: as children they are too many.
+    with pytest.raises(LayoutError, match=r"Speaking: unflatten takes \(children, metadata\)"):
+        ps.Layout.of(Speaking(torch.ones(1)))
+
+
+def test_the_functions_are_tried_once_for_each_class_and_not_for_each_batch():
+    cls, calls = fresh(), []
+
+    def unflatten(metadata, children):
+        calls.append(metadata)
+        return cls(*children, metadata)
+
+    ps.register_node(cls, lambda box: ((box.value,), box.note), unflatten)
+    for count in range(1, 5):
+        ps.Layout.of([cls(torch.ones(1), count)])
+    assert calls == [1]
+
+
+# -- keys that are tensors ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["fresh", "ring"])
+def stager(request):
+    with ps.Stager("cpu", max_bytes="1MiB", ring=3 if request.param == "ring" else None) as stager:
+        yield stager
+
+
+def stepped():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_the_state_of_an_optimizer_is_staged_under_its_own_parameters(stager):
+    state = stepped().state
+    for _ in range(2):
+        for way in (stager.to_device, lambda tree: stager.to_host(tree, copy=True).get()):
+            staged = way({"state": state, "more": [torch.ones(1)]})["state"]
+            assert type(staged) is collections.defaultdict
+            assert staged.default_factory is state.default_factory
+            assert all(one is other for one, other in zip(staged, state, strict=True))
+            for parameter in state:
+                assert_same(dict(state[parameter]), staged[parameter], "cpu")
+            del staged
+    assert stager.stats().passthrough_leaves == 0
+
+
+def test_dicts_with_tensors_as_keys_nest(stager):
+    keys = [torch.ones(2), torch.ones(3), torch.ones(2)]
+    tree = {keys[0]: {keys[1]: torch.zeros(1), keys[2]: [torch.ones(4)]}, keys[1]: (torch.ones(2), "text")}
+    staged = stager.to_device([tree, {"b": 1, "a": tree}])
+    for found in (staged[0], staged[1]["a"]):
+        assert list(map(id, found)) == [id(keys[0]), id(keys[1])]
+        assert list(map(id, found[keys[0]])) == [id(keys[1]), id(keys[2])]
+        assert found[keys[0]][keys[2]][0].tolist() == [1] * 4
+        assert found[keys[1]][1] == "text"
+
+
+def test_an_object_below_a_tensor_key_that_nobody_knows_has_a_path():
+    box = fresh()
+    with pytest.raises(LayoutError) as caught:
+        ps.Layout.of({"s": {torch.ones(2): {"x": box(torch.ones(1))}, torch.ones(3): 1}})
+    assert caught.value.path == "['s'][<key 0>]['x']"
+
+
+def with_tensor_keys(index):
+    return {torch.full((2,), index): torch.full((2,), index), torch.ones(3): index}
+
+
+def whole(batch):
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dicts_with_tensors_as_keys_come_out_of_a_loader(workers):
+    options = {"collate_fn": whole, "num_workers": workers}
+    loader = ps.DataLoader(Mapped(with_tensor_keys, 4), None, device="cpu", max_bytes="1MiB", **options)
+    for index, batch in enumerate(loader):
+        (key, value), (_, number) = batch.items()
+        assert (key.tolist(), value.tolist(), number) == ([index] * 2, [index] * 2, index)

@@ -1,0 +1,135 @@
+"""What stays on the host: `Keep` in a batch, and ``Stager(keep=...)``."""
+
+import pytest
+import torch
+from loader_data import Mapped
+
+import pinstage as ps
+from pinstage.errors import LayoutError
+
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
+class Untouchable:
+    """Cannot be compared, hashed, or looked into."""
+
+    __hash__ = None
+
+    def __init__(self):
+        object.__setattr__(self, "tensor", torch.ones(3))
+
+    def __eq__(self, other):
+        raise AssertionError("it was compared")
+
+    def __getattribute__(self, name):
+        if name == "__dict__":
+            raise AssertionError("it was searched")
+        return super().__getattribute__(name)
+
+
+@pytest.fixture(params=["fresh", "ring"])
+def stager(request):
+    with ps.Stager("cpu", max_bytes="1MiB", ring=3 if request.param == "ring" else None) as stager:
+        yield stager
+
+
+@pytest.mark.parametrize("thing", [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None], ids=repr)
+def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
+    for _ in range(3):
+        staged = stager.to_device({"x": torch.ones(2), "kept": ps.Keep(thing), "in a list": [ps.Keep(thing)]})
+        assert staged["kept"] is staged["in a list"][0] is thing
+        fetched = stager.to_host({"x": staged["x"], "kept": ps.Keep(thing)}).get()
+        assert fetched["kept"] is thing
+    stats = stager.stats()
+    assert (stats.packed_leaves, stats.passthrough_leaves) == (3, 0)
+
+
+def test_kept_things_may_be_all_there_is(stager):
+    thing = torch.ones(3)
+    assert stager.to_device(ps.Keep(thing)) is thing
+    assert stager.stats().copies == 0
+
+
+def test_a_tensor_that_is_kept_in_one_place_is_staged_in_another(stager):
+    lengths = torch.tensor([3, 2])
+    staged = stager.to_device({"device": lengths, "host": ps.Keep(lengths)})
+    assert staged["host"] is lengths
+    assert staged["device"] is not lengths
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 1), staged["host"], batch_first=True)
+    assert packed.batch_sizes.tolist() == [2, 2, 1]
+
+
+def test_a_layout_says_nothing_of_what_is_kept():
+    one, other = ({"x": torch.ones(2), "kept": ps.Keep(thing)} for thing in (Untouchable(), "text"))
+    assert ps.Layout.of(one) == ps.Layout.of(other)
+    assert ps.Layout.of(one).others(one) == [one["kept"].obj]
+
+
+def kept(index):
+    return {"x": torch.full((2,), index), "lengths": ps.Keep(torch.tensor([index])), "odd": ps.Keep({"s": {index}})}
+
+
+def whole(batch):
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_kept_comes_out_of_a_loader_too(workers):
+    loader = ps.DataLoader(Mapped(kept, 5), None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
+    for index, batch in enumerate(loader):
+        assert (batch["lengths"].tolist(), batch["odd"]) == ([index], {"s": {index}})
+        assert batch["x"].tolist() == [index, index]
+    assert loader.stats().passthrough_leaves == 0
+
+
+# -- Stager(keep=...) --------------------------------------------------------------------------------------------------
+
+
+def batch(count=2):
+    return {"x": torch.ones(3), "lengths": [torch.ones(1) for _ in range(count)], "odd": Untouchable(), "lengthsy": 1}
+
+
+def assert_kept(keep):
+    with ps.Stager("cpu", max_bytes="1MiB", keep=keep) as stager:
+        for count in (2, 2, 3, 1, 0):
+            original = batch(count)
+            staged = stager.to_device(original)
+            assert staged["odd"] is original["odd"]
+            assert all(one is other for one, other in zip(staged["lengths"], original["lengths"], strict=True))
+            assert staged["x"] is not original["x"]
+        assert stager.stats().packed_leaves == 5
+
+
+def test_leaves_at_a_path_and_below_it_stay():
+    assert_kept(["['lengths']", "['odd']"])
+
+
+def test_leaves_stay_by_a_function_of_path_and_leaf():
+    assert_kept(lambda path, leaf: path.startswith("['lengths'][") or isinstance(leaf, Untouchable))
+
+
+def test_one_path_may_be_given_alone():
+    says = r"keep=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
+    with ps.Stager("cpu", max_bytes="1MiB", keep="['a'].b") as stager, pytest.raises(LayoutError, match=says) as caught:
+        stager.to_device({"a": torch.ones(1)})
+    assert caught.value.path == "['a'].b"
+
+
+def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
+    with ps.Stager("cpu", max_bytes="1MiB", keep=["['a']"]) as stager:
+        kept = torch.ones(1)
+        assert stager.to_device({"a": kept})["a"] is kept
+        assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
+
+
+@pytest.mark.parametrize("keep", [3, [3]])
+def test_what_is_neither_a_path_nor_a_function_is_refused(keep):
+    with pytest.raises(TypeError, match=r"keep takes paths or a function of path and leaf: .*; a path is"):
+        ps.Stager("cpu", keep=keep)
+
+
+def test_an_error_of_the_function_is_the_callers_and_no_slab_is_lost():
+    with ps.Stager("cpu", max_bytes="1MiB", keep=lambda path, leaf: 1 / 0) as stager:
+        with pytest.raises(ZeroDivisionError):
+            stager.to_device([torch.ones(1)])
+        assert stager.pool.stats().leased_slabs == 0
