@@ -314,18 +314,18 @@ class QueuedShuttle:
     def stream(self):
         return (0, 0, 0)
 
-    def is_default(self, stream):  # noqa: ARG002
+    def is_default(self, stream):
         return True
 
     def is_capturing(self):
         return False
 
     def leave(self, there, here, after):
-        return self._queued(self._out, weakref.ref(there), here.data_ptr(), here.numel(), after, leaves=True)
+        return self._queued(self._out, there, here, after, leaves=True)
 
     def fetch(self, here, after):
         there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)
-        event = self._queued(self._back, weakref.ref(there), here.data_ptr(), here.numel(), after, leaves=False)
+        event = self._queued(self._back, there, here, after, leaves=False)
         return Arrival(there, event, (0, 0, 0))
 
     def hand_over(self, arrival):
@@ -347,15 +347,15 @@ class QueuedShuttle:
                 while queue:
                     queue.pop(0).run()
 
-    def _queued(self, queue, reference, address, nbytes, after, *, leaves):
+    def _queued(self, queue, there, here, after, *, leaves):
+        memory = weakref.ref(there.untyped_storage())  # of the tensor the collector would forget too soon
+        ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
+
         def copy():
-            there = reference()
-            if there is None:
+            if memory() is None:
                 self.lost += 1
-            elif leaves:
-                ctypes.memmove(address, there.data_ptr(), nbytes)
             else:
-                ctypes.memmove(there.data_ptr(), address, nbytes)
+                ctypes.memmove(*(reversed(ends) if leaves else ends), nbytes)
 
         with self._lock:
             event = _QueuedCopy(self, queue, after, copy)

@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(params=["at once", "late"])
 def shuttle(request, monkeypatch):
-    """Run a test twice: with copies that are done when the call returns, and with such as run when they are waited for."""
+    """Run a test twice: with copies that are done at once, and with such as are done when they are waited for."""
     if request.param == "at once":
         yield None
         return
@@ -464,11 +464,11 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
 
     class Watch(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, tensor):  # noqa: ARG004
+        def forward(ctx, tensor):
             return tensor.view_as(tensor)
 
         @staticmethod
-        def backward(ctx, gradient):  # noqa: ARG004
+        def backward(ctx, gradient):
             nonlocal most
             most = max(most, sum(reference() is not None for reference in arrived))
             return gradient
@@ -538,7 +538,7 @@ def test_a_tensor_saved_before_and_after_a_change_is_sent_twice(pool):
             first = (x * h).sum()
             h.add_(1)
             second = (x * h).sum()
-    assert offload.stats().copies == 3  # x once
+    assert offload.stats().copies == 2
     assert torch.equal(torch.autograd.grad(second, x)[0], h)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(first, x)
@@ -577,23 +577,11 @@ def test_a_graph_in_a_cycle_of_garbage_gives_its_slabs_back_without_a_warning(po
     class Ring:
         pass
 
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            ctx.save_for_backward(tensor)
-            ctx.ring = Ring()
-            ctx.ring.ring = ctx
-            return tensor * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.saved_tensors[0]
-
     x = torch.randn(40, 40, requires_grad=True)
     with save_on_cpu(pool, min_bytes=KIB) as offload:
-        y = Keep.apply(x.sin()).sin()
+        y = x.sin().sin()
     ring = Ring()
-    ring.parts = ring, y, offload
+    ring.parts = ring, y, offload, offload._saving.pack(x.exp())  # autograd hides what it keeps from the collector
     del ring, y, offload
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -603,10 +591,13 @@ def test_a_graph_in_a_cycle_of_garbage_gives_its_slabs_back_without_a_warning(po
 
 def test_an_exception_in_forward_leaves_nothing_behind(pool, shuttle):
     x = torch.randn(40, 40, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), save_on_cpu(pool, min_bytes=KIB):
-        y = x.exp().sin()
-        raise ZeroDivisionError
-    del y
+
+    def forward():
+        with save_on_cpu(pool, min_bytes=KIB):
+            return x.exp().sin() / (1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        forward()
     assert_idle(pool, shuttle)
     offload_is_over = x.exp()
     offload_is_over.sum().backward()
@@ -681,7 +672,7 @@ def test_a_block_may_be_entered_inside_itself(pool):
     with offload, offload:
         y = x.exp().sin()
     y.sum().backward()
-    assert offload.stats().copies == 2
+    assert (offload.stats().copies, offload.stats().shared) == (1, 1)
 
 
 def test_threads_share_one_object(pool, background):
@@ -712,15 +703,14 @@ def test_threads_may_go_back_through_one_graph_at_once(pool, background):
         loss = output_of(model, x).square().sum()
     start = threading.Barrier(4)
 
-    def back():
+    def back(loss):
         start.wait(20)
         return [torch.autograd.grad(loss, [*model.parameters(), x], retain_graph=True) for _ in range(5)]
 
-    futures = [background(back) for _ in range(4)]
-    for future in futures:
+    for future in [background(back, loss) for _ in range(4)]:
         for found in future.result(60):
             assert_equal(found, expected)
-    del loss, futures, future, found
+    del loss, future, found
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -728,7 +718,7 @@ def test_threads_may_go_back_through_one_graph_at_once(pool, background):
 
 @pytest.mark.parametrize("wrong", [{"min_bytes": -1}, {"min_bytes": "a lot"}, {"device_bytes": -1}])
 def test_sizes_have_to_be_sizes(pool, wrong):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="size|negative|a lot"):
         save_on_cpu(pool, **wrong)
 
 

@@ -49,7 +49,9 @@ class OffloadedState:
         copies done while backward goes on, call it before, on a stream of your own, and let the current one wait for
         that stream before the step.
         """
-        found = [(state, key, self._away[id(value)][1]) for state, key, value in self._values() if id(value) in self._away]
+        found = [
+            (state, key, self._away[id(value)][1]) for state, key, value in self._values() if id(value) in self._away
+        ]
         arrived = []
         for state, key, away in found:
             shuttle = shuttle_for(away.device)
@@ -75,9 +77,8 @@ class OffloadedState:
             if lease is None:
                 self._stayed_bytes += value.nbytes
                 continue
-            begin = value.storage_offset() * value.itemsize
-            source = bytes_of(value.untyped_storage(), begin, begin + value.nbytes)
-            away = Away(shuttle_for(value.device), source, begin, lease)
+            source = bytes_of(value.untyped_storage(), 0, value.nbytes)
+            away = Away(shuttle_for(value.device), source, 0, lease)
             placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             self._away[id(placeholder)] = placeholder, away
             state[key] = placeholder
@@ -101,20 +102,21 @@ class OffloadedState:
         optimizer = self._optimizer()
         for state in [] if optimizer is None else list(optimizer.state.values()):
             if isinstance(state, dict):
-                yield from ((state, key, value) for key, value in list(state.items()) if isinstance(value, torch.Tensor))
+                yield from (
+                    (state, key, value) for key, value in list(state.items()) if isinstance(value, torch.Tensor)
+                )
 
     def _own_values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
         """Yield those that can leave: plain, large enough, each with memory that nothing else of the optimizer has."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        found = list(self._values())
         users: dict[int, int] = {}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for tensor in [*(value for _, _, value in found), *parameters, *(p.grad for p in parameters)]:
+        for tensor in _tensors_in([list(optimizer.state.values()), parameters, [p.grad for p in parameters]]):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
                 address = tensor.untyped_storage().data_ptr()
                 users[address] = users.get(address, 0) + 1
-        for state, key, value in found:
+        for state, key, value in list(self._values()):
             if (
                 type(value) is torch.Tensor
                 and value.device.type in self._devices
@@ -125,6 +127,14 @@ class OffloadedState:
                 and users[value.untyped_storage().data_ptr()] == 1
             ):
                 yield state, key, value
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_in(part)
 
 
 def optimizer_state(
