@@ -281,6 +281,9 @@ class _QueuedCopy:
     def synchronize(self):
         self._shuttle.run(self)
 
+    def wait(self, stream):
+        raise AssertionError("the shuttle waits for its events")
+
     def run(self):
         if self._after is not None:
             self._shuttle.run(self._after)
@@ -292,8 +295,8 @@ class _QueuedCopy:
 class QueuedShuttle:
     """Plain memory, with copies that are done late: when somebody's stream waits for them, or others have queued up.
 
-    What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs and
-    that is gone when it runs is counted in `lost`.
+    What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
+    and that is gone when it runs is counted in `lost`.
     """
 
     device = torch.device("cpu")

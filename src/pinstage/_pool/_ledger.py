@@ -154,6 +154,25 @@ class Ledger:
             return self._start(victims, capacity=capacity, count=1, nbytes=nbytes, account=account)
         return None
 
+    def serve_in_flight(self, account: Account, nbytes: int) -> tuple[Lease, Event] | None:
+        """Lend a slab that its owner has given back, while its event is not done yet, along with that event.
+
+        Not while anybody waits: then it is for whose turn it is.
+        """
+        if self.inbox.line:
+            return None
+        limit = reuse_limit(nbytes, size_class(nbytes, self._granularity))
+        for slab in self._pending:  # the one given back first comes first
+            event = slab.event
+            if slab.account is account and event is not None and nbytes <= slab.capacity <= limit:
+                del self._pending[slab]
+                account.busy_bytes -= slab.capacity
+                self._hits += 1
+                lease = self._lend(slab, account, nbytes)
+                slab.event = event  # should nobody release the lease
+                return lease, event
+        return None
+
     def _refuse_frozen(self, account: Account, nbytes: int) -> PoolFrozenError | None:
         """Return the error of a request that no slab of the frozen pool will ever serve; None if one will."""
         largest = self.accounts.largest(account, self._held.bytes)

@@ -15,7 +15,7 @@ from ._accounts import Account
 from ._jobs import Job
 from ._lease import Lease
 from ._ledger import Ledger
-from ._slab import Waiter
+from ._slab import Event, Waiter
 from ._stats import PoolStats
 from ._waiting import Line
 
@@ -112,6 +112,33 @@ class SlabPool:
                 found = ledger.serve(account, nbytes, list(line) if line else ())
                 ledger.end()
             return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
+
+    def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Event] | None:
+        """Lease a slab that its owner has released and that is in flight. Does not block.
+
+        For one whose work is ordered by streams, and runs ahead of them: the slab may be written when the event is
+        done, so let the stream that writes it wait for that. The host need not wait, and the pool need not grow.
+
+        Args:
+            nbytes: bytes needed, at least 1.
+            owner: whose slab, and whose lease.
+
+        Returns:
+            The lease, and the event that its last one was released after; None where no slab of the owner's that is in
+            flight would do, or somebody waits for one.
+
+        Raises:
+            PoolClosedError: the pool is closed.
+            ForkedPoolError: called in a forked child.
+        """
+        ledger = self._ledger
+        self._check_entry()
+        with ledger.lock:
+            self._check_open()
+            ledger.begin()
+            found = ledger.serve_in_flight(ledger.accounts[owner], nbytes)
+            ledger.end()
+        return found
 
     def share(self, owner: str, *, at_least: int | str = 0, at_most: int | str | None = None) -> None:
         """Guarantee a part of the cap to an owner, and bound what it may hold. Does not block, and allocates nothing.

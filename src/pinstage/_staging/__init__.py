@@ -11,7 +11,7 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import Target, target_for
+from ._device import Events, Target, target_for
 from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
@@ -21,6 +21,7 @@ from ._transfer import Transfer, copy_event_of, send_packed
 __all__ = [
     "Arrival",
     "check_depth",
+    "Events",
     "HostTransfer",
     "Kept",
     "RunAhead",

@@ -9,7 +9,7 @@ import torch
 
 from .._pool import Event, Lease, SlabPool
 from .._reaper import reaper
-from .._staging import Arrival, Kept, Shuttle
+from .._staging import Arrival, Events, Kept, Shuttle
 from ..errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
 
 OWNER = "offload"
@@ -21,14 +21,26 @@ _leases: dict[int, Lease] = {}
 death before `Away` could release it."""
 
 
-def lease_now(pool: SlabPool, nbytes: int) -> Lease | None:
-    """Lease a slab without waiting for one to come free; None where the pool has no room.
+def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Event | None] | None:
+    """Lease a slab without waiting for one to come free.
+
+    Slabs in flight are taken first: a host that runs ahead finds none idle, and the pool would grow with each step that
+    it is ahead.
+
+    Returns:
+        The lease, and what has to be waited for before the slab is written; None where the pool has no room.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
     """
+    found = pool.acquire_in_flight(nbytes, owner=OWNER)
+    if found is not None:
+        lease, after = found
+        if hasattr(after, "wait"):
+            return found
+        lease.release(after=after)  # a stream, where a copy had failed
     try:
-        return pool.acquire(nbytes, timeout=0)
+        return pool.acquire(nbytes, timeout=0, owner=OWNER), None
     except (AcquireTimeoutError, BudgetExceededError, PoolFrozenError):
         return None
 
@@ -49,6 +61,8 @@ class Away:
         source: uint8 ``[n]``, the bytes there.
         begin: where they begin in their storage.
         lease: of a slab for them, which is this object's from now on.
+        after: what has to be waited for before the slab is written.
+        dropped: told when this ends with an arrival, of `ahead_for` and its bytes.
 
     Attributes:
         ahead_for: the number of the saved tensor that it came back for before it was asked; 0 for none.
@@ -58,7 +72,6 @@ class Away:
         event: behind the last copy of the slab.
         stream: the stream that was current.
         seqs: numbers of the saved tensors that are in it.
-        dropped: told when it ends with an arrival, of `ahead_for` and its bytes.
     """
 
     __slots__ = (
@@ -82,6 +95,7 @@ class Away:
         source: torch.Tensor,
         begin: int,
         lease: Lease,
+        after: Event | None,
         dropped: deque[tuple[int, int]] | None = None,
     ) -> None:
         self.arrival: Arrival | None = None
@@ -94,10 +108,11 @@ class Away:
         self.dropped = dropped
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
-        self.event: Event | None = shuttle.all_leaving  # an interrupt may come before the next one
+        ends = [event for event in (after, shuttle.all_leaving) if event is not None]
+        self.event: Event | None = Events(ends) if ends else None  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
-        self.event = shuttle.leave(source, self.here, None)
+        self.event = shuttle.leave(source, self.here, after)
         if self.event is not None:
             self.source = source
 

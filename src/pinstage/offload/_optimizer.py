@@ -25,9 +25,9 @@ class OffloadedState:
         self._away: dict[int, tuple[torch.Tensor, Away]] = {}  # by what stands in its place
         self._stayed_bytes = 0
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.bring()),
+            optimizer.register_step_pre_hook(lambda *_: self._arrive()),
             optimizer.register_step_post_hook(lambda *_: self.leave()),
-            optimizer.register_state_dict_pre_hook(lambda _: self.bring()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._arrive()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
         self.leave()
@@ -43,26 +43,25 @@ class OffloadedState:
         return self._stayed_bytes
 
     def bring(self) -> None:
-        """Bring the state back to the device.
+        """Begin to bring the state back, behind what the current stream was given so far. Does not block.
 
-        Does not block; the current stream waits for the copies. A step and `Optimizer.state_dict` call this. To have the
-        copies done while backward goes on, call it before, on a stream of your own, and let the current one wait for
-        that stream before the step.
+        A step does it by itself. Called before backward, it lets the state travel meanwhile; then the device has to
+        have room for the state and for backward.
         """
-        found = [
-            (state, key, self._away[id(value)][1]) for state, key, value in self._values() if id(value) in self._away
-        ]
-        arrived = []
-        for state, key, away in found:
-            shuttle = shuttle_for(away.device)
-            arrived.append((state, key, away, away.fetch(shuttle)))
-        for state, key, away, arrival in arrived:
-            shuttle_for(away.device).hand_over(arrival)
-            placeholder = state[key]
-            away.arrival = None
-            state[key] = view_of(
-                arrival.there.untyped_storage(), 0, placeholder.dtype, placeholder.shape, placeholder.stride()
-            )
+        for _, away in self._away.values():
+            if away.arrival is None:
+                away.fetch(shuttle_for(away.device))
+
+    def _arrive(self) -> None:
+        """Put the state where it belongs, for the current stream."""
+        self.bring()
+        for state, key, value in self._values():
+            if id(value) in self._away:
+                away = self._away[id(value)][1]
+                arrival, away.arrival = away.arrival, None
+                assert arrival is not None
+                shuttle_for(away.device).hand_over(arrival)
+                state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
         self._away.clear()
 
     def leave(self) -> None:
@@ -73,12 +72,12 @@ class OffloadedState:
         """
         self._stayed_bytes = 0
         for state, key, value in list(self._own_values()):
-            lease = lease_now(self._pool, value.nbytes)
-            if lease is None:
+            leased = lease_now(self._pool, value.nbytes)
+            if leased is None:
                 self._stayed_bytes += value.nbytes
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
-            away = Away(shuttle_for(value.device), source, 0, lease)
+            away = Away(shuttle_for(value.device), source, 0, *leased)
             placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             self._away[id(placeholder)] = placeholder, away
             state[key] = placeholder
@@ -87,7 +86,7 @@ class OffloadedState:
 
     def close(self) -> None:
         """Bring the state back and leave it there. May be called again."""
-        self.bring()
+        self._arrive()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -153,8 +152,8 @@ def optimizer_state(
 
     Between steps ``optimizer.state`` has tensors of device ``"meta"`` in these places, so that what reads them fails
     rather than read old content. With each step the tensors are new ones: what keeps one of the optimizer's own does
-    not see later steps. Tensors of less than `min_bytes` stay on the device, and so do subclasses (``DTensor``), tensors
-    that share memory, and what the pool has no room for.
+    not see later steps. Tensors of less than `min_bytes` stay on the device, and so do subclasses (``DTensor``),
+    tensors that share memory, and what the pool has no room for.
 
     Args:
         optimizer: of any kind; its state has to be in ``optimizer.state[parameter]``, as that of all of torch's is.

@@ -70,12 +70,12 @@ class Saving:
             if found is not None:
                 return found
             begin, end = extent_of(tensor)
-            lease = lease_now(self._pool, end - begin)
-            if lease is None:
+            leased = lease_now(self._pool, end - begin)
+            if leased is None:
                 self.counters.stayed_at_cap += 1
                 self.counters.stayed_at_cap_bytes += end - begin
                 return Stayed(tensor)
-            return trail.send(tensor, begin, end, lease)
+            return trail.send(tensor, begin, end, *leased)
 
     def unpack(self, packed: Saved | Stayed) -> torch.Tensor:
         """Give back a tensor that autograd saved."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._pool import Lease
+from .._pool import Event, Lease
 from .._staging import Arrival, Shuttle
 from .._torch import Changes, version_of
 from ._away import Away, bytes_of, keep_until, range_of, view_of
@@ -112,12 +112,12 @@ class Trail:
             self._counters.shared += 1
             return self._save(tensor, away)
 
-    def send(self, tensor: torch.Tensor, begin: int, end: int, lease: Lease) -> Saved:
+    def send(self, tensor: torch.Tensor, begin: int, end: int, lease: Lease, after: Event | None) -> Saved:
         """Save a tensor by sending a part of its storage to the host."""
         storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
-            away = Away(self.shuttle, bytes_of(storage, begin, end), begin, lease, self.dropped)
+            away = Away(self.shuttle, bytes_of(storage, begin, end), begin, lease, after, self.dropped)
             self._counters.copies += 1
             self._counters.copied_bytes += away.nbytes
             self._known[storage.data_ptr()] = weakref.ref(storage), version_of(tensor), weakref.ref(away)
