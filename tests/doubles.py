@@ -297,13 +297,17 @@ class QueuedShuttle:
 
     What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
     and that is gone when it runs is counted in `lost`.
+
+    Args:
+        out: copies to the host that queue up before the oldest is done.
+        back: copies from there.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, lag):
+    def __init__(self, out, back):
         self.lost = 0
-        self._lag = lag
+        self._lags = out, back
         self._out, self._back = [], []
         self._lock = threading.RLock()
         self.all_leaving = self
@@ -363,6 +367,6 @@ class QueuedShuttle:
         with self._lock:
             event = _QueuedCopy(self, queue, after, copy)
             queue.append(event)
-            while len(queue) > self._lag:
+            while len(queue) > self._lags[queue is self._back]:
                 queue.pop(0).run()
         return event

@@ -27,7 +27,7 @@ def shuttle(request, monkeypatch):
     if request.param == "at once":
         yield None
         return
-    late = QueuedShuttle(lag=6)
+    late = QueuedShuttle(6, 6)
     monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
     monkeypatch.setattr("pinstage.offload._optimizer.shuttle_for", lambda _: late)
     yield late
@@ -482,7 +482,7 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
 
 
 def test_no_memory_of_the_device_is_kept_beyond_what_may_be_leaving(make_pool, monkeypatch):
-    late = QueuedShuttle(lag=1000)
+    late = QueuedShuttle(1000, 1000)
     monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
     pool = make_pool(4 << 20)
     x = torch.randn(40, 40, requires_grad=True)
@@ -514,7 +514,12 @@ def test_a_warm_step_allocates_nothing_of_the_pool(pool, shuttle):
 
 
 def test_a_host_that_runs_ahead_takes_slabs_that_are_in_flight(make_pool, monkeypatch):
-    late = QueuedShuttle(lag=1000)
+    late = QueuedShuttle(1000, 1000)
+    waited_for = []
+    leave = late.leave
+    monkeypatch.setattr(
+        late, "leave", lambda there, here, after: (waited_for.append(after), leave(there, here, after))[1]
+    )
     monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
     pool = make_pool(1 << 20)
     model, x = make("mlp")
@@ -525,6 +530,9 @@ def test_a_host_that_runs_ahead_takes_slabs_that_are_in_flight(make_pool, monkey
     copies = offload.stats().copies
     assert pool.stats().misses <= copies // 4
     assert pool.stats().peak_leased_slabs <= copies // 4
+    assert pool.stats().in_flight_slabs > 0
+    assert not any(waited_for[: copies // 4])
+    assert all(waited_for[copies // 4 :]), "a slab was written before its last copy was done"
     late.run_all()
     assert late.lost == 0
     wait_until(lambda: pool.stats().in_flight_slabs == 0)
@@ -587,6 +595,26 @@ def test_a_graph_that_is_dropped_gives_its_slabs_back_without_the_collector(pool
         assert_idle(pool, shuttle)
     finally:
         gc.enable()
+
+
+def test_what_came_back_for_a_graph_that_is_dropped_is_kept_until_its_copy_is_done(make_pool, monkeypatch):
+    late = QueuedShuttle(0, 1000)
+    monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
+    pool = make_pool(1 << 20)
+    x, other = (torch.randn(40, 40, requires_grad=True) for _ in range(2))
+    offload = save_on_cpu(pool, min_bytes=KIB)
+    with offload:
+        dropped, kept = chain(other, 4), chain(x, 4)
+    kept.backward()
+    late.lost = 0
+    del dropped  # its tensors have set out, and nobody will wait for them
+    late.run_all()
+    assert late.lost == 0
+    wait_until(lambda: pool.stats().in_flight_slabs == 0)
+    with offload:
+        kept = chain(x, 8)
+    kept.backward()
+    assert_idle(pool, late)
 
 
 def test_a_graph_in_a_cycle_of_garbage_gives_its_slabs_back_without_a_warning(pool, shuttle):
@@ -765,7 +793,7 @@ STEPS = {
     program=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 99), st.integers(0, 99)), min_size=1),
     device_bytes=st.sampled_from([0, 5000, 8000, 1 << 20]),
     cap=st.sampled_from([5000, 30000, 1 << 20]),
-    lag=st.sampled_from([None, 0, 1, 3, 100]),
+    lag=st.sampled_from([None, (0, 0), (1, 2), (3, 3), (100, 0), (0, 100), (100, 100)]),
     ending=st.sampled_from(["once", "twice", "parts", "dropped", "half dropped"]),
 )
 def test_any_graph_has_its_gradients_and_leaves_the_pool_empty(program, device_bytes, cap, lag, ending, monkeypatch):
@@ -790,7 +818,7 @@ def test_any_graph_has_its_gradients_and_leaves_the_pool_empty(program, device_b
 
     torch.manual_seed(0)
     x = torch.randn(30, 30, requires_grad=True)
-    late = None if lag is None else QueuedShuttle(lag)
+    late = None if lag is None else QueuedShuttle(*lag)
     with SlabPool(CountingMemory(), max_bytes=cap) as pool, monkeypatch.context() as patch:
         if late is not None:
             patch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)

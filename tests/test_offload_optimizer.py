@@ -26,12 +26,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(params=["at once", "late"])
+@pytest.fixture(params=[None, (6, 6), (1000, 0), (0, 1000)], ids=str)
 def shuttle(request, monkeypatch):
-    if request.param == "at once":
+    """Run a test with copies that are done at once, and with such as are late out, back, or both."""
+    if request.param is None:
         yield None
         return
-    late = QueuedShuttle(lag=6)
+    late = QueuedShuttle(*request.param)
     monkeypatch.setattr("pinstage.offload._optimizer.shuttle_for", lambda _: late)
     yield late
     late.run_all()
