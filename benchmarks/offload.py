@@ -4,7 +4,7 @@
 
 | case | what a sample is |
 |---|---|
-| `first step` | forward and backward of 12 blocks (LayerNorm, 4096 to 16384 to 4096), 8192 tokens, bf16, the first time |
+| `first step` | forward and backward of 12 blocks (LayerNorm, 4096, 16384, 4096), 8192 tokens, bf16, the first time |
 | `later steps` | the same, again and again |
 | `state out`, `state back` | an optimizer's state of 8 GB in 32 tensors, until all is on the host, or on the device |
 

@@ -68,7 +68,7 @@ def test_gradients_are_those_of_a_run_without_bit_for_bit(cuda_device, pool, dev
 
 
 def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
-    model, x = make(cuda_device)
+    model, x = make(cuda_device, blocks=3)
     expected = gradients(model, x)
     offload = save_on_cpu(pool, device_bytes="24MiB")
     gradients(model, x, offload)
@@ -76,7 +76,7 @@ def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
     shuttle = shuttle_for(cuda_device)
     with latch:
         latch.hold(shuttle._out)
-        found = [gradients(model, x, offload) for _ in range(3)]  # returns, or the test hangs
+        found = [gradients(model, x, offload) for _ in range(2)]  # returns, or the test hangs
         assert not latch._word.item()
         latch.open()
         for each in found:
@@ -84,14 +84,14 @@ def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
 
 
 def test_the_host_waits_for_no_copy_back(cuda_device, pool, latch: Latch):
-    model, x = make(cuda_device)
+    model, x = make(cuda_device, blocks=3)
     expected = gradients(model, x)
     offload = save_on_cpu(pool, device_bytes="24MiB")
     gradients(model, x, offload)
     torch.cuda.synchronize()
     with latch:
         latch.hold(shuttle_for(cuda_device)._back)
-        found = [gradients(model, x, offload) for _ in range(3)]
+        found = [gradients(model, x, offload) for _ in range(2)]
         latch.open()
         for each in found:
             assert_equal(each, expected)
@@ -107,14 +107,14 @@ def overwritten_too_early(pool, latch, device):
             return (x * 3).square()
 
     forward().backward(torch.ones_like(x))
-    torch.full((4 * MIB,), 7.0, device=device).fill_(8.0)
+    del [torch.empty_like(x).fill_(8.0) for _ in range(12)][:]  # the allocator has the memory, and the kernel is loaded
     x.grad = None
     torch.cuda.synchronize()
     ones = torch.ones_like(x)
     with latch:
         latch.hold(shuttle._out)
         y = forward()
-        trash = [torch.empty_like(x).fill_(8.0) for _ in range(4)]  # where x * 3 was, among others
+        trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]  # where x * 3 was, among others
         latch.open()
         torch.cuda.synchronize()
     y.backward(ones)
@@ -142,22 +142,22 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
         before = torch.cuda.memory_allocated()
         if context is None:
             y = x
-            for _ in range(20):
+            for _ in range(30):
                 y = y.sin()
         else:
             with context:
                 y = x
-                for _ in range(20):
+                for _ in range(30):
                     y = y.sin()
         y.sum().backward()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / (16 * MIB)
 
-    assert peak(None) >= 20
+    assert peak(None) >= 30
     offload = save_on_cpu(pool, device_bytes="32MiB")
     for _ in range(3):
-        # Leaving and come back ahead, two of each; x, which no operation made, until it has left; in use, gradients.
-        assert peak(offload) <= 2 + 2 + 1 + 5
+        # Leaving and come back ahead, two of each; those that backward found still there; what is in use; gradients.
+        assert peak(offload) <= 13
 
 
 def test_nothing_is_page_locked_after_the_first_step_however_far_the_host_runs_ahead(cuda_device, pool):
@@ -227,7 +227,7 @@ def test_tensors_stay_while_a_graph_is_captured(cuda_device, pool):
     assert offload.stats().copies == 0
 
 
-def test_cpu_tensors_stay_on_the_cpu(cuda_device, pool):  # noqa: ARG001
+def test_cpu_tensors_stay_on_the_cpu(cuda_device, pool):
     x = torch.randn(MIB, requires_grad=True)
     offload = save_on_cpu(pool)
     with offload:
@@ -237,7 +237,7 @@ def test_cpu_tensors_stay_on_the_cpu(cuda_device, pool):  # noqa: ARG001
 
 @pytest.mark.filterwarnings("ignore:.*")  # torch's own, of its compiler
 def test_compiled_blocks_give_the_gradients_of_compiled_blocks(cuda_device, pool):
-    model, x = make(cuda_device)
+    model, x = make(cuda_device, blocks=2)
     compiled = torch.nn.Sequential(*(torch.compile(block) for block in model))
     expected = gradients(compiled, x)
     offload = save_on_cpu(pool, device_bytes="48MiB")
