@@ -6,10 +6,14 @@ import ctypes
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from pinstage._memory import Block
+from pinstage._staging import Arrival
 from pinstage._staging._device import CpuTarget
 
 PATIENCE_SECONDS = 20
@@ -260,3 +264,109 @@ class Background(threading.Thread):
         """Return what the function returned, or raise what it raised, when the thread has ended."""
         self.join(3 * PATIENCE_SECONDS)
         return self._outcome.result(0)
+
+
+class _QueuedCopy:
+    """A copy of a `QueuedShuttle`, and the event behind it."""
+
+    def __init__(self, shuttle, queue, after, copy):
+        self._shuttle = shuttle
+        self._queue = queue
+        self._after = after
+        self._copy = copy
+
+    def query(self):
+        return self._copy is None
+
+    def synchronize(self):
+        self._shuttle.run(self)
+
+    def wait(self, stream):
+        raise AssertionError("the shuttle waits for its events")
+
+    def run(self):
+        if self._after is not None:
+            self._shuttle.run(self._after)
+        copy, self._copy, self._after = self._copy, None, None
+        if copy is not None:
+            copy()
+
+
+class QueuedShuttle:
+    """Plain memory, with copies that are done late: when somebody's stream waits for them, or others have queued up.
+
+    What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
+    and that is gone when it runs is counted in `lost`.
+
+    Args:
+        out: copies to the host that queue up before the oldest is done.
+        back: copies from there.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, out, back):
+        self.lost = 0
+        self._lags = out, back
+        self._out, self._back = [], []
+        self._lock = threading.RLock()
+        self.all_leaving = self
+
+    def query(self):
+        return not self._out
+
+    def synchronize(self):
+        self.run_all()
+
+    def stream(self):
+        return (0, 0, 0)
+
+    def is_default(self, stream):
+        return True
+
+    def is_capturing(self):
+        return False
+
+    def leave(self, there, here, after):
+        return self._queued(self._out, there, here, after, leaves=True)
+
+    def fetch(self, here, after):
+        there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)
+        event = self._queued(self._back, there, here, after, leaves=False)
+        return Arrival(there, event, (0, 0, 0))
+
+    def hand_over(self, arrival):
+        self.run(arrival.event)
+
+    def wait(self, event):
+        self.run(event)
+
+    def run(self, event):
+        """Do the copies of a queue, up to one."""
+        with self._lock:
+            queue = event._queue
+            while event in queue:
+                queue.pop(0).run()
+
+    def run_all(self):
+        with self._lock:
+            for queue in (self._out, self._back):
+                while queue:
+                    queue.pop(0).run()
+
+    def _queued(self, queue, there, here, after, *, leaves):
+        memory = weakref.ref(there.untyped_storage())  # of the tensor the collector would forget too soon
+        ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
+
+        def copy():
+            if memory() is None:
+                self.lost += 1
+            else:
+                ctypes.memmove(*(reversed(ends) if leaves else ends), nbytes)
+
+        with self._lock:
+            event = _QueuedCopy(self, queue, after, copy)
+            queue.append(event)
+            while len(queue) > self._lags[queue is self._back]:
+                queue.pop(0).run()
+        return event

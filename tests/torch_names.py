@@ -232,7 +232,7 @@ CASES = {
     "dtypes": Case(in_core(add_scalar=lambda real, *args: False), **NO_VIEWS),
     "flags": Case(in_core(flags=lambda real, tensor: (0, 0, 0))),
     "Tensor._base": Case(of_tensors("_base", None), **NO_VIEWS),
-    "Tensor._version": Case(of_tensors("_version", lambda _: 0), **NO_VIEWS),
+    "Tensor._version": Case(of_tensors("_version", lambda _: 0), **NO_VIEWS | {"doctor": "save_on_cpu, views"}),
     "views of a subclass": Case(
         cut_views(lambda view: view.as_subclass(type("Ours", (torch.Tensor,), {}))), **NO_VIEWS
     ),

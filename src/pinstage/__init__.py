@@ -71,6 +71,7 @@ _LATER = {
     "audit": ".inspect",
     "wrap_loader": "._loader",
     "inspect": ".inspect",
+    "offload": ".offload",
 }
 
 
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name], __name__)
-    found = globals()[name] = module if name == "inspect" else getattr(module, name)
+    found = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
     return found
 
 

@@ -65,6 +65,7 @@ def problems() -> list[Problem]:
         ),
         ("tensor subclasses", why_subclasses_cannot_be_read(), "tensors of other classes go by their own .to()"),
         ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
+        ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
@@ -278,6 +279,70 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
+
+
+@cache
+def why_changes_are_not_seen() -> str | None:
+    """Say why it cannot be told that a tensor was changed in place; None if it can."""
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            tensor = torch.zeros(4, device="cpu")
+            changes = Changes(tensor)
+            before = changes.are_there()
+            tensor[1:].add_(1)
+            if (before, changes.are_there()) == (False, True):
+                return None
+    except _WRONG as error:
+        return _in_this_torch(f"does not tell that a tensor was changed ({error!r})")
+    return _in_this_torch("does not tell that a tensor was changed")
+
+
+def check_changes_are_seen() -> None:
+    """Refuse to save tensors elsewhere where it cannot be told that they were changed meanwhile.
+
+    Raises:
+        StagingError: it cannot.
+    """
+    reason = why_changes_are_not_seen()
+    if reason is not None:
+        raise StagingError(
+            f"save_on_cpu is not possible here: {reason}; use torch.autograd.graph.save_on_cpu(pin_memory=True)"
+        )
+
+
+class Changes:
+    """Tells whether a tensor, or a view of the same memory, was changed in place since. Keeps no memory of it alive.
+
+    Autograd counts changes; a detached tensor has the counter of the one that it comes from, and still has it when it
+    is given other memory.
+
+    Args:
+        tensor: of now.
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version: int = tensor._version
+        self._counter = tensor.detach()
+        self._counter.data = _NO_MEMORY
+
+    def are_there(self) -> bool:
+        """Say whether it was changed."""
+        return self._counter._version != self._version
+
+
+_NO_MEMORY = torch.empty(0, device="cpu")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was changed in place, as autograd counts."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that another is a view of, as autograd knows it."""
+    return getattr(tensor, "_base", None)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:

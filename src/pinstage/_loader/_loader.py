@@ -116,7 +116,7 @@ class Staging:
         loader: Any = self
         slabs = self._slabs
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
-        server = SlabServer(slabs.shared(), [here for here, _ in pairs], slabs.target, slabs)
+        server = SlabServer(slabs.shared(), [here for here, _ in pairs], slabs.target, slabs, self._settings.owner)
         try:
             terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
             collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
@@ -177,6 +177,8 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             makes a pool of its own, with the same cap.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached; a batch for which there can be no slab travels through the worker queue, more slowly.
+        owner: for whom slabs are taken, in `PoolStats.owners`, and by which name a share of the pool binds the loader;
+            see `SlabPool.share`.
         depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. Without workers
             there are none ahead.
         **kwargs: as torch's.
@@ -199,17 +201,18 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         device: torch.device | str | int | None = None,
         pool: SlabPool | None = None,
         max_bytes: int | str = "auto",
+        owner: str = "loader",
         depth: int = 2,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, *args, **kwargs)
         # Attributes with the names of arguments: Lightning makes loaders anew from these.
-        self.device, self.pool, self.max_bytes, self.depth = checked(device, pool, max_bytes, depth)
+        self.device, self.pool, self.max_bytes, self.depth, self.owner = checked(device, pool, max_bytes, depth, owner)
         self._slabs  # noqa: B018 - made here, where the device may be reached for
 
     @property
     def _settings(self) -> Settings:
-        return Settings(self.device, self.pool, self.max_bytes, self.depth)
+        return Settings(self.device, self.pool, self.max_bytes, self.depth, self.owner)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"pool": None}
@@ -221,6 +224,7 @@ def wrap_loader(
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
     max_bytes: int | str = "auto",
+    owner: str = "loader",
     depth: int = 2,
 ) -> L:
     """Return a loader like another one, of a class made of that one's, that does what `DataLoader` does.
@@ -235,6 +239,7 @@ def wrap_loader(
         device: as for `DataLoader`; None is that of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
+        owner: as for `DataLoader`.
         depth: as for `DataLoader`.
 
     Raises:
@@ -245,7 +250,9 @@ def wrap_loader(
     inside = getattr(given, "base_dataloader", None)
     if isinstance(inside, torch.utils.data.DataLoader) and not issubclass(type(given), torch.utils.data.DataLoader):
         device = getattr(given, "device", None) if device is None else device
-        given.base_dataloader = wrap_loader(inside, device=device, pool=pool, max_bytes=max_bytes, depth=depth)
+        given.base_dataloader = wrap_loader(
+            inside, device=device, pool=pool, max_bytes=max_bytes, owner=owner, depth=depth
+        )
         return loader
     if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader, Staging):
         raise TypeError(
@@ -255,7 +262,7 @@ def wrap_loader(
     has_state = hasattr(loader, "load_state_dict") and hasattr(loader, "state_dict")
     if loader._iterator is not None and not has_state:
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
-    made = _wrapped(type(given), checked(device, pool, max_bytes, depth), vars(given) | {"_iterator": None})
+    made = _wrapped(type(given), checked(device, pool, max_bytes, depth, owner), vars(given) | {"_iterator": None})
     made._slabs  # noqa: B018 - made here, where the device may be reached for
     if loader._iterator is not None:  # it was asked for its state
         made.load_state_dict(given.state_dict())

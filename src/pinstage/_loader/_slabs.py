@@ -21,6 +21,7 @@ class Settings(NamedTuple):
     pool: SlabPool | None
     max_bytes: int | str
     depth: int
+    owner: str
 
     def without_pool(self) -> Settings:
         """Return those of a loader in another process, or of a copy, which has a pool of its own."""
@@ -28,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def checked(
-    device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
+    device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int, owner: str
 ) -> Settings:
     """Return settings that can be met.
 
@@ -45,7 +46,7 @@ def checked(
         )
     if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
         raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-    return Settings(target_for(device).device, pool, max_bytes if pool is None else pool.max_bytes, depth)
+    return Settings(target_for(device).device, pool, max_bytes if pool is None else pool.max_bytes, depth, owner)
 
 
 class Slabs:
@@ -85,5 +86,5 @@ class Slabs:
                 device = self.target.device
                 if self.pool is None:
                     self.pool = SlabPool(default_memory(device), max_bytes=self.settings.max_bytes)
-                self._stager = Stager(device, pool=self.pool)
+                self._stager = Stager(device, pool=self.pool, owner=self.settings.owner)
             return self._stager

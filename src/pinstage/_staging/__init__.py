@@ -11,23 +11,29 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import Target, target_for
+from ._device import Events, Target, target_for
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
-from ._stager import Stager, StagerStats
+from ._shuttle import Arrival, Shuttle, shuttle_for
+from ._stager import Kept, Stager, StagerStats
 from ._to_host import HostTransfer
 from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
+    "Arrival",
     "check_depth",
+    "Events",
     "HostTransfer",
+    "Kept",
     "Prefetcher",
     "RunAhead",
+    "Shuttle",
     "Stager",
     "StagerStats",
     "Target",
     "Transfer",
     "copy_event_of",
     "send_packed",
+    "shuttle_for",
     "target_for",
 ]

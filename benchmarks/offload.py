@@ -1,0 +1,359 @@
+"""Activations and optimizer state on the host: a training step with each way to have room on the device.
+
+    python benchmarks/offload.py --out benchmarks/results/offload.json
+
+| case | what a sample is |
+|---|---|
+| `first step` | forward and backward of 12 blocks (LayerNorm, 4096, 16384, 4096), 8192 tokens, bf16, the first time |
+| `later steps` | the same, again and again |
+| `state out`, `state back` | an optimizer's state of 8 GB in 32 tensors, until all is on the host, or on the device |
+
+`bus` is what the hardware gives: copies between page-locked buffers that are there already and the device, of the
+bytes that are saved, out and then back. The detail of a row has the peak of the device's memory and the page-locked
+bytes; for ours, how many slabs were allocated after the first step. Gradients are compared outside the timer, bit for
+bit, with those of a plain step in the same process.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import script
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from comparison import harness, record, table
+from comparison.harness import Outcome, Variant
+
+MIB, GIB = 1 << 20, 1 << 30
+FEWEST_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's sizes, or an optimizer's state, and which part of the time is meant."""
+
+    id: str
+    blocks: int = 0
+    tokens: int = 0
+    width: int = 0
+    tensors: int = 0
+    bytes_each: int = 0
+
+    @property
+    def saved(self) -> list[int]:
+        """Bytes of the tensors that a block saves, but for small ones."""
+        return [n * self.tokens * self.width * 2 for n in (1, 1, 4, 4)] * self.blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the bus: both ways, for a step."""
+        return 2 * sum(self.saved) + self.tensors * self.bytes_each
+
+
+STEPS = tuple(Case(name, 12, 8192, 4096) for name in ("first step", "later steps"))
+STATES = tuple(Case(name, tensors=32, bytes_each=256 * MIB) for name in ("state out", "state back"))
+SMOKE_STEPS = tuple(Case(case.id, 2, 64, 32) for case in STEPS)
+SMOKE_STATES = tuple(Case(case.id, tensors=3, bytes_each=4096) for case in STATES)
+
+
+class Block(torch.nn.Module):
+    """A transformer's block without its attention: what it saves is known to the byte."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.wide = torch.nn.Linear(width, 4 * width, bias=False)
+        self.back = torch.nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.back(torch.nn.functional.gelu(self.wide(self.norm(x))))
+        return y
+
+
+class Training:
+    """A model, its input, and the step that is timed."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        blocks = [Block(case.width) for _ in range(case.blocks)]
+        self.model = torch.nn.Sequential(*blocks).to(device, torch.bfloat16)
+        self.input = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the model."""
+        y: torch.Tensor = self.model(x)
+        return y
+
+    def recomputed(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the model so that backward computes each block again."""
+        for block in self.model:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def step(self, context: Any, forward: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Return the seconds of one step."""
+        x = self.input.clone().requires_grad_()
+        self.model.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        start = time.perf_counter()
+        with context:
+            y = forward(x)
+        y.float().mean().backward()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the last step's gradients."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that the device was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pinned_by_torch() -> int:
+    """Return the most bytes that torch had page-locked."""
+    stats = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
+    return int(stats.get("allocated_bytes.peak", stats.get("reserved_bytes.peak", 0)))
+
+
+# -- the ways of a step ------------------------------------------------------------------------------------------------
+
+Step = Callable[[], float]
+"""Runs a step and returns its seconds."""
+Said = Callable[[], str]
+"""Says what there is to say at the end."""
+
+
+@contextmanager
+def _kept(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
+    yield lambda: training.step(nullcontext(), training.forward), str
+
+
+@contextmanager
+def _recomputed(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
+    yield lambda: training.step(nullcontext(), training.recomputed), str
+
+
+@contextmanager
+def _torch(training: Training, case: Case, *, pin: bool) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
+    pinned = pin and training.device.type == "cuda"
+    yield (
+        lambda: training.step(save_on_cpu(pin_memory=pinned), training.forward),
+        lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB",
+    )
+
+
+@contextmanager
+def _bus(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:
+    on_cuda = training.device.type == "cuda"
+    buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda) for nbytes in case.saved]
+    tensors = [torch.zeros(nbytes, dtype=torch.uint8, device=training.device) for nbytes in case.saved[:4]]
+
+    def step() -> float:
+        synchronize(training.device)
+        start = time.perf_counter()
+        for number, buffer in enumerate(buffers):
+            buffer.copy_(tensors[number % 4], non_blocking=True)
+        for number, buffer in enumerate(buffers):
+            tensors[number % 4].copy_(buffer, non_blocking=True)
+        synchronize(training.device)
+        return time.perf_counter() - start
+
+    yield step, lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB"
+
+
+@contextmanager
+def _pinstage(
+    training: Training, case: Case, *, reserve: bool = False, device_bytes: int = GIB
+) -> Iterator[tuple[Step, Said]]:
+    import pinstage as ps
+
+    smallest = min(case.saved)
+    with ps.SlabPool(ps.default_memory(training.device), max_bytes="16GiB") as pool:
+        if reserve:
+            for nbytes in set(case.saved):
+                pool.reserve(nbytes, count=case.saved.count(nbytes))
+        offload = ps.offload.save_on_cpu(pool, min_bytes=min(MIB, smallest), device_bytes=device_bytes)
+        made = 0
+
+        def step() -> float:
+            nonlocal made
+            seconds = training.step(offload, training.forward)
+            made = made or pool.stats().held_slabs
+            return seconds
+
+        def said() -> str:
+            stats, counted = pool.stats(), offload.stats()
+            return (
+                f"page-locked {stats.peak_held_bytes / 1e9:.1f} GB, {stats.held_slabs - made} slabs after the first "
+                f"step; {counted.still_there} still there, {counted.ahead} ahead, {counted.late} late, "
+                f"{counted.stayed_at_cap} at the cap"
+            )
+
+        yield step, said
+
+
+WAYS = (
+    Variant("kept", _kept, "all activations stay on the device"),
+    Variant("recomputed", _recomputed, "`torch.utils.checkpoint` around each block"),
+    Variant("save_on_cpu", partial(_torch, pin=False), "torch's `save_on_cpu()`"),
+    Variant("save_on_cpu_pinned", partial(_torch, pin=True), "torch's `save_on_cpu(pin_memory=True)`"),
+    Variant("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
+    Variant("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
+    Variant("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
+            ours=True),
+    Variant("pinstage_4GiB", partial(_pinstage, device_bytes=4 * GIB), 'with `device_bytes="4GiB"`',
+            package="pinstage", ours=True),
+)  # fmt: skip
+
+
+class Steps:
+    """One variant's training, of which the cases show the first step and the later ones."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        self._variant = variant
+        self._args = args
+        self._later: list[float] = []
+        self._detail = ""
+        self._is_right = True
+
+    def measure(self, case: Case) -> Outcome:
+        """Train at the first case; return the samples of each."""
+        if case.id != "first step":
+            detail = self._detail if self._is_right else "other gradients than those of a plain step"
+            return {"status": "ok" if self._is_right else "incorrect", "detail": detail, "total": self._later}
+        device = torch.device(self._args.device)
+        training = Training(case, device)
+        with self._variant.setup(training, case) as (step, said):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            first = step()
+            began = time.perf_counter()
+            while len(self._later) < self._args.repeats:
+                if len(self._later) >= FEWEST_REPEATS and time.perf_counter() - began > self._args.seconds:
+                    break
+                self._later.append(step())
+            peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0
+            self._detail = "; ".join(filter(None, (f"device peak {peak:.1f} GiB", said())))
+            found = training.gradients()
+        training.step(nullcontext(), training.forward)
+        expected = training.gradients()
+        self._is_right = not found or all(map(torch.equal, found, expected))
+        return {"status": "ok", "detail": self._detail, "total": [first]}
+
+
+# -- an optimizer's state ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _state_bus(device: torch.device, case: Case) -> Iterator[dict[str, Callable[[], None]]]:
+    on_cuda = device.type == "cuda"
+    buffers = [torch.empty(case.bytes_each, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(case.tensors)]
+    tensors = [torch.zeros(case.bytes_each, dtype=torch.uint8, device=device) for _ in range(case.tensors)]
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    yield {"state out": partial(copy, buffers, tensors), "state back": partial(copy, tensors, buffers)}
+
+
+@contextmanager
+def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Callable[[], None]]]:
+    import pinstage as ps
+
+    parameters = [torch.nn.Parameter(torch.zeros(1, device=device)) for _ in range(case.tensors)]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9, lr=0.1)
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(case.bytes_each // 4, device=device)
+    with ps.SlabPool(ps.default_memory(device), max_bytes="16GiB") as pool:
+        offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes=min(MIB, case.bytes_each))
+        # `state_dict` brings the state back as a step does.
+        yield {"state out": offloaded.leave, "state back": lambda: optimizer.state_dict() and None}
+        offloaded.close()
+
+
+STATE_WAYS = (
+    Variant("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
+    Variant("state_pinstage", _state_pinstage, "`ps.offload.optimizer_state(...)`", package="pinstage", ours=True),
+)
+
+
+class States:
+    """One variant's state, which goes out and back in turn."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        self._variant = variant
+        self._args = args
+        self._total: dict[str, list[float]] = {}
+
+    def measure(self, case: Case) -> Outcome:
+        """Time both ways at the first case; return the samples of each."""
+        device = torch.device(self._args.device)
+        if not self._total:
+            with self._variant.setup(device, case) as ways:
+                for turn in range(2 + self._args.repeats):
+                    for name in ("state back", "state out"):
+                        synchronize(device)
+                        start = time.perf_counter()
+                        ways[name]()
+                        synchronize(device)
+                        if turn > 1:
+                            self._total.setdefault(name, []).append(time.perf_counter() - start)
+        return {"status": "ok", "detail": "", "total": self._total[case.id]}
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed or gave other gradients."""
+    parser = script.parser(__doc__, repeats=20, repeats_help="later steps for each variant, at most")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help=f"stop after so long, once {FEWEST_REPEATS} are done"
+    )
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    steps, states = (SMOKE_STEPS, SMOKE_STATES) if args.smoke else (STEPS, STATES)
+    if args.smoke:
+        args.repeats, args.seconds = FEWEST_REPEATS, 0.0
+    known = (*WAYS, *STATE_WAYS)
+    if args.child:
+        (variant,) = script.chosen(args.child, known)
+        harness.start_device(torch.device(args.device))
+        kind, cases = (Steps, steps) if variant in WAYS else (States, states)
+        harness.work(cases, kind(variant, args).measure, lambda: gc.collect() and None)  # type: ignore[arg-type]
+        return 0
+    variants = script.chosen(args.only, known)
+    further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
+    rows = []
+    for ways, cases in ((WAYS, steps), (STATE_WAYS, states)):
+        chosen = [variant for variant in variants if variant in ways]
+        rows += script.collect("offload", __file__, chosen, cases, args, further)
+    if torch.device(args.device).type == "cuda":
+        record.compare([row for row in rows if row.variant != "bus"])
+    for ways in (WAYS, STATE_WAYS):
+        ids = [variant.id for variant in ways]
+        table.grid("median ms", [row for row in rows if row.variant in ids], "median")
+        table.grid("GB/s", [row for row in rows if row.variant in ids], "gb_per_s")
+    for row in rows:
+        if row.detail and row.case == "later steps":
+            table.say(f"{row.variant}: {row.detail}")
+    return script.finish("offload", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

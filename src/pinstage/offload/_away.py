@@ -1,0 +1,177 @@
+"""A piece of a device's memory whose bytes have gone to the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from .._pool import Event, Lease, SlabPool
+from .._reaper import reaper
+from .._staging import Arrival, Events, Kept, Shuttle
+from ..errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
+
+OWNER = "offload"
+"""Under which the pool counts the slabs."""
+
+
+_leases: dict[int, Lease] = {}
+"""By `Away`, as long as it is there. Not its attribute: in a cycle of garbage the collector tells the pool of a lease's
+death before `Away` could release it."""
+
+
+def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Event | None] | None:
+    """Lease a slab without waiting for one to come free.
+
+    Slabs in flight are taken first: a host that runs ahead finds none idle, and the pool would grow with each step that
+    it is ahead.
+
+    Returns:
+        The lease, and what has to be waited for before the slab is written; None where the pool has no room.
+
+    Raises:
+        PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
+    """
+    found = pool.acquire_in_flight(nbytes, owner=OWNER)
+    if found is not None:
+        lease, after = found
+        if hasattr(after, "wait"):
+            return found
+        lease.release(after=after)  # a stream, where a copy had failed
+    try:
+        return pool.acquire(nbytes, timeout=0, owner=OWNER), None
+    except (AcquireTimeoutError, BudgetExceededError, PoolFrozenError):
+        return None
+
+
+def keep_until(event: Event | None, memory: torch.Tensor) -> None:
+    """Keep memory that a copy on a stream of ours reads or writes. One call of C, but for what it is given."""
+    if event is not None:
+        reaper.tasks.put(Kept(event, [memory]))
+
+
+class Away:
+    """Bytes of one storage on the host; on the device as well, while they leave or when they have come back.
+
+    Its end gives the slab back, behind the last copy. That may be in the garbage collector.
+
+    Args:
+        shuttle: of the device.
+        source: uint8 ``[n]``, the bytes there.
+        begin: where they begin in their storage.
+        lease: of a slab for them, which is this object's from now on.
+        after: what has to be waited for before the slab is written.
+        dropped: told when this ends with an arrival, of `ahead_for` and its bytes.
+
+    Attributes:
+        ahead_for: the number of the saved tensor that it came back for before it was asked; 0 for none.
+        source: the bytes on the device, until the copy is done or that memory's stream waits for it.
+        arrival: the bytes on the device again, while they are kept there.
+        device: that they come from.
+        event: behind the last copy of the slab.
+        stream: the stream that was current.
+        seqs: numbers of the saved tensors that are in it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "ahead_for",
+        "arrival",
+        "begin",
+        "device",
+        "dropped",
+        "event",
+        "here",
+        "nbytes",
+        "seqs",
+        "source",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        shuttle: Shuttle,
+        source: torch.Tensor,
+        begin: int,
+        lease: Lease,
+        after: Event | None,
+        dropped: deque[tuple[int, int]] | None = None,
+    ) -> None:
+        self.arrival: Arrival | None = None
+        self.ahead_for = 0
+        self.begin = begin
+        self.device = shuttle.device
+        self.nbytes = source.numel()
+        self.stream = shuttle.stream()
+        self.seqs: list[int] = []
+        self.dropped = dropped
+        self.source: torch.Tensor | None = None
+        self.here: torch.Tensor | None = None
+        ends = [event for event in (after, shuttle.all_leaving) if event is not None]
+        self.event: Event | None = Events(ends) if ends else None  # an interrupt may come before the next one
+        _leases[id(self)] = lease
+        self.here = lease.tensor()
+        self.event = shuttle.leave(source, self.here, after)
+        if self.event is not None:
+            self.source = source
+
+    def fetch(self, shuttle: Shuttle) -> Arrival:
+        """Start the copy back."""
+        assert self.here is not None
+        self.arrival = arrival = shuttle.fetch(self.here, self.event)
+        self.event = arrival.event
+        return arrival
+
+    def let_source_go(self, shuttle: Shuttle, *, at_once: bool) -> None:
+        """Order the current stream behind the copy, and keep the device's memory no longer than that takes.
+
+        Args:
+            shuttle: of the device.
+            at_once: whether the memory is the current stream's, so that it may be used again behind the wait.
+        """
+        source, self.source = self.source, None
+        if source is not None:
+            shuttle.wait(self.event)
+            if not at_once:
+                keep_until(self.event, source)
+
+    def __del__(self) -> None:
+        arrival, source = self.arrival, self.source
+        if source is not None:
+            keep_until(self.event, source)
+        if arrival is not None:
+            keep_until(arrival.event, arrival.there)
+            if self.dropped is not None:
+                self.dropped.append((self.ahead_for, self.nbytes))
+        self.here = None
+        lease = _leases.pop(id(self), None)
+        if lease is not None:
+            lease.release(after=self.event)
+
+
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's bytes begin in its storage, and where they end. It must not be empty."""
+    itemsize = tensor.itemsize
+    begin = int(tensor.storage_offset()) * itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (int(reach) + 1) * itemsize
+
+
+def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:
+    """Return a part of a storage as uint8 ``[n]``, which autograd knows nothing of."""
+    return view_of(storage, begin, torch.uint8, (end - begin,), (1,))
+
+
+def view_of(storage: torch.UntypedStorage, begin: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
+    """Return a tensor over a storage.
+
+    Args:
+        storage: of the device.
+        begin: the first byte.
+        dtype: of the tensor.
+        shape: its sizes.
+        stride: of each dimension, in elements.
+    """
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, begin // dtype.itemsize, shape, stride)

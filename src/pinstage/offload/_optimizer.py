@@ -1,0 +1,166 @@
+"""`optimizer_state`: what an optimizer remembers lies on the host between its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._pool import SlabPool
+from .._sizes import parse_bytes
+from .._staging import shuttle_for
+from ._away import Away, bytes_of, keep_until, lease_now, view_of
+
+
+class OffloadedState:
+    """An optimizer's state on the host between steps. Made by `optimizer_state`; `close` ends it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: SlabPool, min_bytes: int) -> None:
+        self._pool = pool
+        self._min_bytes = min_bytes
+        self._optimizer = weakref.ref(optimizer)
+        self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
+        self._away: dict[int, tuple[torch.Tensor, Away]] = {}  # by what stands in its place
+        self._stayed_bytes = 0
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._arrive()),
+            optimizer.register_step_post_hook(lambda *_: self.leave()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._arrive()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
+        ]
+        self.leave()
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that are on the host now."""
+        return sum(away.nbytes for _, away in self._away.values())
+
+    @property
+    def stayed_bytes(self) -> int:
+        """Bytes that stayed on the device when state left the last time, because the pool had no room."""
+        return self._stayed_bytes
+
+    def bring(self) -> None:
+        """Begin to bring the state back, behind what the current stream was given so far. Does not block.
+
+        A step does it by itself. Called before backward, it lets the state travel meanwhile; then the device has to
+        have room for the state and for backward.
+        """
+        for _, away in self._away.values():
+            if away.arrival is None:
+                away.fetch(shuttle_for(away.device))
+
+    def _arrive(self) -> None:
+        """Put the state where it belongs, for the current stream."""
+        self.bring()
+        for state, key, value in self._values():
+            if id(value) in self._away:
+                away = self._away[id(value)][1]
+                arrival, away.arrival = away.arrival, None
+                assert arrival is not None
+                shuttle_for(away.device).hand_over(arrival)
+                state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
+        self._away.clear()
+
+    def leave(self) -> None:
+        """Send the state to the host, behind what the current stream was given so far. Does not block.
+
+        The memory on the device is free when the copies are done. Each tensor's place is taken by one of device
+        ``"meta"``, which has a shape but no content.
+        """
+        self._stayed_bytes = 0
+        for state, key, value in list(self._own_values()):
+            leased = lease_now(self._pool, value.nbytes)
+            if leased is None:
+                self._stayed_bytes += value.nbytes
+                continue
+            source = bytes_of(value.untyped_storage(), 0, value.nbytes)
+            away = Away(shuttle_for(value.device), source, 0, *leased)
+            placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            self._away[id(placeholder)] = placeholder, away
+            state[key] = placeholder
+            keep_until(away.event, source)
+            away.source = None
+
+    def close(self) -> None:
+        """Bring the state back and leave it there. May be called again."""
+        self._arrive()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _loaded(self) -> None:
+        """Forget what is away: other state is in its place."""
+        self._away.clear()
+        self.leave()
+
+    def _values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
+        """Yield each tensor that the optimizer keeps for a parameter, with the dict and the key that it is under."""
+        optimizer = self._optimizer()
+        for state in [] if optimizer is None else list(optimizer.state.values()):
+            if isinstance(state, dict):
+                yield from (
+                    (state, key, value) for key, value in list(state.items()) if isinstance(value, torch.Tensor)
+                )
+
+    def _own_values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
+        """Yield those that can leave: plain, large enough, each with memory that nothing else of the optimizer has."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        users: dict[int, int] = {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for tensor in _tensors_in([list(optimizer.state.values()), parameters, [p.grad for p in parameters]]):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+                address = tensor.untyped_storage().data_ptr()
+                users[address] = users.get(address, 0) + 1
+        for state, key, value in list(self._values()):
+            if (
+                type(value) is torch.Tensor
+                and value.device.type in self._devices
+                and value.layout is torch.strided
+                and value.nbytes >= self._min_bytes
+                and value.untyped_storage().nbytes() == value.nbytes
+                and not value.requires_grad
+                and users[value.untyped_storage().data_ptr()] == 1
+            ):
+                yield state, key, value
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_in(part)
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: int | str = "1MiB"
+) -> OffloadedState:
+    """Keep an optimizer's state on the host between its steps, in slabs of a pool.
+
+    ::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        offloaded = ps.offload.optimizer_state(optimizer, pool)
+
+    State leaves after each step, while the next forward goes on, and comes back before the next one. Between steps the
+    device has room for activations in its place. Weights are bit-equal to those of a run without. ``state_dict`` and
+    ``load_state_dict`` work as before; the state is on the device after the first, until the next step has ended.
+
+    Between steps ``optimizer.state`` has tensors of device ``"meta"`` in these places, so that what reads them fails
+    rather than read old content. With each step the tensors are new ones: what keeps one of the optimizer's own does
+    not see later steps. Tensors of less than `min_bytes` stay on the device, and so do subclasses (``DTensor``),
+    tensors that share memory, and what the pool has no room for.
+
+    Args:
+        optimizer: of any kind; its state has to be in ``optimizer.state[parameter]``, as that of all of torch's is.
+        pool: where the slabs come from; as for `save_on_cpu`.
+        min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
+
+    Returns:
+        What says how much is away, brings it back, and ends this.
+    """
+    return OffloadedState(optimizer, pool, parse_bytes(min_bytes))

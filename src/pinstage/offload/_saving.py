@@ -1,0 +1,182 @@
+"""`save_on_cpu`: activations go to the host while forward goes on, and come back ahead of backward."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._pool import SlabPool
+from .._sizes import parse_bytes
+from .._staging import shuttle_for
+from .._steps import step
+from .._torch import base_of, check_changes_are_seen, version_of
+from ..errors import StagingError
+from ._away import lease_now, range_of
+from ._stats import OffloadStats
+from ._trail import Saved, Trail, changed, extent_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Stayed:
+    """What autograd keeps in the place of a tensor that stayed."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # the tensor itself would hold the graph that holds this
+        self._version = version_of(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        if version_of(self._tensor) != self._version:
+            raise changed(self._tensor.shape, self._tensor.dtype)
+        return self._tensor
+
+
+class Saving:
+    """What the hooks call. Autograd's graphs keep it alive, so it keeps none of them."""
+
+    def __init__(
+        self, pool: SlabPool, min_bytes: int, device_bytes: int, keep: Callable[[torch.Tensor], bool] | None
+    ) -> None:
+        self.counters = OffloadStats()
+        self._pool = pool
+        self._min_bytes = min_bytes
+        self._device_bytes = device_bytes
+        self._keep = keep
+        self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
+        self._trails: dict[torch.device, Trail] = {}
+        self._lock = threading.Lock()
+
+    def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
+        """Take a tensor that autograd saves."""
+        if self._stays(tensor):
+            self.counters.stayed += 1
+            return Stayed(tensor)
+        with step("offload"):
+            trail = self._trail(tensor.device)
+            if trail.shuttle.is_capturing():
+                self.counters.stayed += 1
+                return Stayed(tensor)
+            found = trail.find(tensor)
+            if found is not None:
+                return found
+            begin, end = extent_of(tensor)
+            leased = lease_now(self._pool, end - begin)
+            if leased is None:
+                self.counters.stayed_at_cap += 1
+                self.counters.stayed_at_cap_bytes += end - begin
+                return Stayed(tensor)
+            return trail.send(tensor, begin, end, *leased)
+
+    def unpack(self, packed: Saved | Stayed) -> torch.Tensor:
+        """Give back a tensor that autograd saved."""
+        with step("offload"):
+            return packed.unpack()
+
+    def begin_pass(self) -> None:
+        """Forget which memory was saved before: it may have other content by now that no counter tells of."""
+        for trail in list(self._trails.values()):
+            trail.forget_storages()
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.device.type not in self._devices:
+            return True  # a parameter, a subclass, or where there is no bus to the pool
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return True
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return True
+        begin, end = range_of(tensor)
+        if end - begin < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
+            return True
+        return self._keep is not None and bool(self._keep(tensor))
+
+    def _trail(self, device: torch.device) -> Trail:
+        trail = self._trails.get(device)
+        if trail is None:
+            with self._lock:
+                trail = self._trails.setdefault(device, Trail(shuttle_for(device), self._device_bytes, self.counters))
+        return trail
+
+
+class save_on_cpu:  # noqa: N801 - torch's name
+    """Save activations on the host, in slabs of a pool: in the place of ``torch.autograd.graph.save_on_cpu``.
+
+    ::
+
+        offload = ps.offload.save_on_cpu(pool)
+        for batch in loader:
+            with offload:
+                loss = model(batch)
+            loss.backward()
+
+    What operations in the block save for backward leaves on a stream of its own, while forward goes on. Backward finds
+    it on the device again, since those saved before come back while one is in use. Streams wait for events; the host
+    waits for nothing, but for the pool while that allocates. Gradients are bit-equal to those of a run without.
+
+    These stay on the device: parameters and views of them, tensors of less than `min_bytes`, those that `keep` names,
+    sparse tensors and other subclasses. What the pool has no room for stays as well, and is counted; nothing fails.
+    Tensors that share memory are copied once. A tensor that was changed in place after it had been saved is the
+    ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
+
+    May be entered again, in any thread, and nested; of nested blocks of saved-tensor hooks the innermost counts, as
+    always with torch. A function that `torch.compile` made may be called in the block; a block inside such a function
+    is refused by a graph break.
+
+    Args:
+        pool: where the slabs come from. Over page-locked memory, CUDA's tensors go there. Over pageable memory CPU
+            tensors go, too, by plain copies: for machines without a GPU.
+        min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
+        keep: says which others stay, called with each tensor. It must not change it.
+        device_bytes: memory of a device that copies may hold: so much of what is leaving, after which forward's stream
+            waits for the copies; and as much of what came back before it is asked for. Four times the largest tensor
+            keeps the bus busy.
+
+    Raises:
+        ValueError: a negative size.
+        StagingError: torch does not tell of changes in place.
+    """
+
+    def __init__(
+        self,
+        pool: SlabPool,
+        *,
+        min_bytes: int | str = "1MiB",
+        keep: Callable[[torch.Tensor], bool] | None = None,
+        device_bytes: int | str = "1GiB",
+    ) -> None:
+        check_changes_are_seen()
+        self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(device_bytes), keep)
+        self._hooks = saved_tensors_hooks(self._saving.pack, self._saving.unpack)
+        self._is_hidden = False  # from the compiler
+
+    def stats(self) -> OffloadStats:
+        """Return a snapshot of the counters."""
+        return replace(self._saving.counters)
+
+    def __enter__(self) -> save_on_cpu:
+        if torch.compiler.is_compiling():
+            raise StagingError(
+                "save_on_cpu cannot be entered in a function that torch.compile compiles: call the compiled function "
+                "inside the block"
+            )
+        if not self._is_hidden and "torch._dynamo" in sys.modules:  # else `disable` would import it: a second
+            hide: Callable[[Any], Any] = torch.compiler.disable
+            self._hooks = saved_tensors_hooks(hide(self._saving.pack), hide(self._saving.unpack))
+            self._is_hidden = True
+        self._saving.begin_pass()
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)

@@ -1,0 +1,280 @@
+"""What was saved on one device, in the order in which it was: where it is now, and what comes back next."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from typing import Any
+
+import torch
+
+from .._pool import Event, Lease
+from .._staging import Arrival, Shuttle
+from .._torch import Changes, version_of
+from ._away import Away, bytes_of, keep_until, range_of, view_of
+from ._stats import Counters
+
+ALIGNMENT = 512
+"""What is sent begins at a multiple of it in its storage, as the storage does in CUDA's memory, so that a tensor comes
+back aligned as it was: kernels choose their way by that, and sums depend on it."""
+
+WHOLE = 4
+"""A tensor with gaps takes its whole storage along if that is at most so many times as large: the others that lie in
+the gaps are saved as well, most times (queries, keys and values of one product), and travel with it."""
+
+
+class Saved:
+    """What autograd keeps in the place of a tensor that has gone. With the last of them the bytes go."""
+
+    __slots__ = ("__weakref__", "asked_in", "away", "begin", "changes", "dtype", "seq", "shape", "stride", "trail")
+
+    def __init__(self, trail: Trail, tensor: torch.Tensor, away: Away, seq: int) -> None:
+        self.trail = trail
+        self.away = away
+        self.seq = seq
+        self.asked_in = 0  # the pass
+        self.changes = Changes(tensor)
+        self.begin = range_of(tensor)[0]
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, for the current stream."""
+        if self.changes.are_there():
+            raise changed(self.shape, self.dtype)
+        return self.trail.bring(self)
+
+    def on(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
+        """Return the tensor over memory in which the storage's byte `begin` comes first."""
+        return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
+
+
+def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
+    """Return the error of a tensor that was changed after it was saved: autograd's own, with hooks or without."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"{dtype}, shape {tuple(shape)}, after save_on_cpu had saved it; change a clone() of it"
+    )
+
+
+class Trail:
+    """The saved tensors of one device, numbered as they were saved.
+
+    Backward asks for them from the last to the first, most times. So with each one that is asked for, those before it
+    set out, as far as `device_bytes` allows. Any other order is as right; it is slower.
+
+    May be used by several threads: autograd has one for each device, and the user's call it.
+
+    Args:
+        shuttle: of the device.
+        device_bytes: of the device that copies may hold: so much that is leaving, and as much that came back ahead.
+        counters: of what happens.
+
+    Attributes:
+        dropped: what came back and died before all had asked: `Away.ahead_for` and bytes; filled by finalisers.
+    """
+
+    def __init__(self, shuttle: Shuttle, device_bytes: int, counters: Counters) -> None:
+        self.shuttle = shuttle
+        self.dropped: deque[tuple[int, int]] = deque()
+        self._device_bytes = device_bytes
+        self._counters = counters
+        self._lock = threading.RLock()
+        self._known: dict[int, tuple[weakref.ref[Any], int, weakref.ref[Away]]] = {}  # by address
+        self._count = 0
+        self._seqs: list[int] = []  # ascending; what has died is taken out when it is met
+        self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
+        self._streams: set[tuple[int, int, int]] = set()
+        self._leaving: deque[tuple[weakref.ref[Away], int, bool]] = deque()  # with bytes, and whether made here
+        self._leaving_bytes = 0
+        self._ahead: dict[int, weakref.ref[Away]] = {}  # came back, and nobody has asked yet
+        self._ahead_bytes = 0  # of these, and of those that are asked for again
+        self._top = self._next = 0  # what was saved from `_next` to `_top` was looked at; the next lies below
+        self._pass = 1
+
+    # -- away
+
+    def find(self, tensor: torch.Tensor) -> Saved | None:
+        """Save a tensor whose bytes have gone before, with another tensor of the same storage, unchanged since."""
+        storage = tensor.untyped_storage()
+        with self._lock:
+            known = self._known.get(storage.data_ptr())
+            if known is None:
+                return None
+            whose, version, reference = known
+            away = reference()
+            if away is None or whose() is not storage or version != version_of(tensor):
+                return None
+            begin, end = range_of(tensor)
+            if not away.begin <= begin < end <= away.begin + away.nbytes:
+                return None
+            self._counters.shared += 1
+            return self._save(tensor, away)
+
+    def send(self, tensor: torch.Tensor, begin: int, end: int, lease: Lease, after: Event | None) -> Saved:
+        """Save a tensor by sending a part of its storage to the host."""
+        storage = tensor.untyped_storage()
+        with self._lock:
+            self._settle()
+            away = Away(self.shuttle, bytes_of(storage, begin, end), begin, lease, after, self.dropped)
+            self._counters.copies += 1
+            self._counters.copied_bytes += away.nbytes
+            self._known[storage.data_ptr()] = weakref.ref(storage), version_of(tensor), weakref.ref(away)
+            self._streams.add(away.stream)
+            if away.source is not None:
+                self._leaving.append((weakref.ref(away), away.nbytes, tensor.grad_fn is not None))
+                self._leaving_bytes += away.nbytes
+                self._hold_back()
+            return self._save(tensor, away)
+
+    def forget_storages(self) -> None:
+        """Send what is saved from now on anew, so that nothing is taken for what it was in an earlier pass."""
+        self._known.clear()
+
+    def _save(self, tensor: torch.Tensor, away: Away) -> Saved:
+        self._count += 1
+        saved = Saved(self, tensor, away, self._count)
+        away.seqs.append(saved.seq)
+        while self._seqs and self._seqs[-1] not in self._alive:
+            self._seqs.pop()
+        self._seqs.append(saved.seq)
+        self._alive[saved.seq] = saved
+        return saved
+
+    def _settle(self) -> None:
+        """Let go of what has left, and take note of what finalisers told."""
+        while self.dropped:
+            seq, nbytes = self.dropped.popleft()
+            self._ahead.pop(seq, None)
+            self._ahead_bytes -= nbytes
+        while self._leaving:
+            away = self._leaving[0][0]()
+            if away is not None and away.source is not None:
+                if not away.event.query():  # type: ignore[union-attr]
+                    break
+                away.source = None
+            self._leaving_bytes -= self._leaving.popleft()[1]
+
+    def _hold_back(self) -> None:
+        """Let the current stream wait for copies until no more memory than allowed is leaving.
+
+        Behind that wait the memory may be used again, if it is this stream's. Nobody says which stream's it is. It is
+        taken for this one's where an operation of autograd made the tensor, and no stream but the default one was seen;
+        else it is kept until the copy is seen to be done.
+        """
+        while self._leaving_bytes > self._device_bytes and self._leaving:
+            reference, nbytes, is_made_here = self._leaving.popleft()
+            self._leaving_bytes -= nbytes
+            away = reference()
+            if away is not None:
+                is_alone = len(self._streams) == 1 and self.shuttle.is_default(away.stream)
+                away.let_source_go(self.shuttle, at_once=is_made_here and is_alone)
+
+    # -- back
+
+    def bring(self, saved: Saved) -> torch.Tensor:
+        """Return a saved tensor, for the current stream, and see that those before it set out."""
+        away, is_late = saved.away, False
+        with self._lock:
+            self._settle()
+            if saved.asked_in == self._pass:
+                self._pass += 1  # through a graph that was retained
+            saved.asked_in = self._pass
+            if away.source is not None:
+                self._counters.still_there += 1
+                tensor = saved.on(away.source, 0)
+            else:
+                is_late = away.arrival is None
+                arrival = away.arrival or self._fetch_now(saved)
+                self._counters.late += is_late
+                self._counters.ahead += not is_late
+                self.shuttle.hand_over(arrival)
+                tensor = saved.on(arrival.there, away.begin)
+                if away.ahead_for:
+                    del self._ahead[away.ahead_for]
+                    away.ahead_for = 0
+                if not self._is_asked_again(saved):
+                    away.arrival = None
+                    self._ahead_bytes -= away.nbytes
+            self._fetch_ahead(saved.seq, is_late=is_late)
+        return tensor
+
+    def _is_asked_again(self, saved: Saved) -> bool:
+        """Say whether to keep what came back: another that was saved before is in it, and there is room beside it."""
+        away = saved.away
+        return 2 * away.nbytes <= self._device_bytes and any(
+            seq < saved.seq and seq in self._alive for seq in away.seqs
+        )
+
+    def _fetch_now(self, saved: Saved) -> Arrival:
+        if saved.seq < self._next:
+            self._give_up(list(self._ahead))  # backward has passed them
+        try:
+            arrival = saved.away.fetch(self.shuttle)
+        except torch.OutOfMemoryError:
+            self._give_up(list(self._ahead))
+            arrival = saved.away.fetch(self.shuttle)
+        self._ahead_bytes += saved.away.nbytes
+        return arrival
+
+    def _fetch_ahead(self, seq: int, *, is_late: bool) -> None:
+        """Let those set out that were saved before one that was asked for just now."""
+        if not self._next <= seq <= self._top:
+            self._top = self._next = seq
+        position = bisect_left(self._seqs, self._next) - 1
+        while position >= 0:
+            saved = self._alive.get(self._seqs[position])
+            if saved is None:
+                del self._seqs[position]
+            else:
+                if saved.asked_in != self._pass and not self._see_it_come(saved, is_late=is_late):
+                    return
+                self._next = saved.seq
+            position -= 1
+
+    def _see_it_come(self, saved: Saved, *, is_late: bool) -> bool:
+        """Let a tensor set out, if it is not on the device; say whether there is room for it.
+
+        Where backward began anew elsewhere, so that one was late, those that lie farther ahead make room.
+        """
+        away = saved.away
+        if away.source is not None or away.arrival is not None:
+            return True
+        if is_late:
+            for seq in sorted(seq for seq in self._ahead if seq < saved.seq):
+                if self._ahead_bytes + away.nbytes <= self._device_bytes:
+                    break
+                self._give_up([seq])
+        if self._ahead_bytes + away.nbytes > self._device_bytes:
+            return False
+        try:
+            away.fetch(self.shuttle)
+        except torch.OutOfMemoryError:
+            return False  # when it is needed, there may be more
+        away.ahead_for = saved.seq
+        self._ahead[saved.seq] = weakref.ref(away)
+        self._ahead_bytes += away.nbytes
+        return True
+
+    def _give_up(self, seqs: list[int]) -> None:
+        """Let go of what came back and was not asked for."""
+        for seq in seqs:
+            away = self._ahead.pop(seq)()
+            if away is None or away.arrival is None:
+                continue  # its end is among the dropped
+            arrival, away.arrival, away.ahead_for = away.arrival, None, 0
+            self._ahead_bytes -= away.nbytes
+            if arrival.event is not None and arrival.stream == self.shuttle.stream():
+                self.shuttle.wait(arrival.event)  # behind the copy, its memory may be used again
+            else:
+                keep_until(arrival.event, arrival.there)
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return which bytes of a tensor's storage are to travel with it."""
+    begin, end = range_of(tensor)
+    whole = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.itemsize != end - begin and whole <= WHOLE * (end - begin):
+        return 0, whole
+    return begin // ALIGNMENT * ALIGNMENT, end

@@ -1,0 +1,76 @@
+"""A slab that is in flight may be leased again by its owner, who orders its work behind the event."""
+
+import pytest
+from doubles import ManualEvent, wait_until
+
+from pinstage.errors import AcquireTimeoutError, PoolClosedError
+
+
+def in_flight(pool, owner="offload", nbytes=100):
+    event = ManualEvent()
+    pool.acquire(nbytes, owner=owner).release(after=event)
+    return event
+
+
+def test_the_slab_comes_with_the_event_of_its_last_lease(pool):
+    first, second = in_flight(pool), in_flight(pool)
+    lease, event = pool.acquire_in_flight(100, owner="offload")
+    assert event is first
+    assert not first.query()
+    stats = pool.stats()
+    assert (stats.leased_bytes, stats.in_flight_bytes, stats.held_bytes) == (104, 104, 208)
+    after = ManualEvent()
+    lease.release(after=after)
+    assert pool.stats().in_flight_slabs == 2
+    for done in (first, second, after):
+        done.finish()
+    assert pool.stats().free_slabs == 2
+
+
+def test_a_slab_that_is_idle_or_too_large_or_another_owner_s_is_not_given(pool):
+    events = [in_flight(pool, "loader"), in_flight(pool, nbytes=400), in_flight(pool, nbytes=50)]
+    assert pool.acquire_in_flight(100, owner="offload") is None
+    for event in events:
+        event.finish()
+    assert pool.stats().free_slabs == 3
+    assert pool.acquire_in_flight(50, owner="offload") is None
+
+
+def test_a_lease_that_is_dropped_leaves_the_slab_behind_the_event(pool):
+    event = in_flight(pool)
+    pool.acquire_in_flight(100, owner="offload")
+    with pytest.warns(ResourceWarning, match="never released"):
+        stats = pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1)
+    event.finish()
+    assert pool.stats().free_slabs == 1
+
+
+def test_what_an_owner_has_is_counted_once(pool):
+    pool.share("offload", at_most=208)
+    event = in_flight(pool)
+    lease, _ = pool.acquire_in_flight(100, owner="offload")
+    other = pool.acquire(100, owner="offload")
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(100, owner="offload", timeout=0)
+    lease.release()
+    other.release()
+    event.finish()
+    pool.acquire(200, owner="offload").release()
+
+
+def test_while_somebody_waits_it_is_not_given(pool, background):
+    event = in_flight(pool, nbytes=900)
+    waiter = background(lambda: pool.acquire(900, owner="loader", timeout=20).release())
+    wait_until(lambda: pool.stats().waits == 1)
+    assert pool.acquire_in_flight(900, owner="offload") is None
+    event.finish()
+    waiter.result(20)
+
+
+def test_a_closed_pool_is_an_error(pool):
+    event = in_flight(pool)
+    event.finish()
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        pool.acquire_in_flight(100, owner="offload")
