@@ -11,21 +11,28 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import Target, target_for
+from ._device import Sources, Target, target_for
+from ._frames import clear_own_frames
 from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, StagerStats
-from ._to_host import HostTransfer
+from ._to_host import HostTransfer, Landing, duplicate_rest, landings, to_host
 from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
-    "check_depth",
     "HostTransfer",
+    "Landing",
     "RunAhead",
+    "Sources",
     "Stager",
     "StagerStats",
     "Target",
     "Transfer",
+    "check_depth",
+    "clear_own_frames",
     "copy_event_of",
+    "duplicate_rest",
+    "landings",
     "send_packed",
     "target_for",
+    "to_host",
 ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
-from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
+from .._layout import DTYPES, PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
@@ -141,6 +141,44 @@ class HostTransfer:
 
     def __repr__(self) -> str:
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
+
+
+class Landing(NamedTuple):
+    """Where a tensor lies in the host slab."""
+
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; dense."""
+
+
+def landings(transfer: HostTransfer) -> list[Any]:
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `get`."""
+    assert transfer._leaves is not None
+    found, start = list(transfer._leaves), 0
+    for table in transfer._tables:
+        for index, (offset, _, kind, code, ndim, shape, stride) in enumerate(table.entries()):
+            if kind in PACKED:
+                dtype = DTYPES[code]
+                assert dtype is not None
+                found[index] = Landing(start + offset, dtype, tuple(shape[:ndim]), tuple(stride[:ndim]))
+        start += table.nbytes
+    return found
+
+
+def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
+    """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
+
+    Args:
+        transfer: before `get`.
+        leaves: what it was made from, a list of tensors.
+    """
+    assert transfer._leaves is not None
+    for index, (left, leaf) in enumerate(zip(transfer._leaves, leaves, strict=True)):
+        if left is leaf:
+            transfer._leaves[index] = leaf.clone()
 
 
 def to_host(
