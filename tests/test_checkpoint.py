@@ -1,4 +1,4 @@
-"""`PoolStager`: what it stages is a copy of everything as it was, in one slab that comes back, beside torch's stager."""
+"""`PoolStager`: what it stages is a copy of everything as it was, in one slab, which comes back."""
 
 import copy
 import gc
@@ -242,9 +242,9 @@ def test_a_state_larger_than_the_cap_is_refused_before_anything_is_copied():
         assert stager.stage({"p0": state["p0"]}).result()["p0"].numel() == 100_000
 
 
-def written_by(thread_of_a_writer):
-    """Run something in a thread that ends, as the checkpointers' do."""
-    thread = threading.Thread(target=thread_of_a_writer)
+def written(staging, left):
+    """Take a state in a thread that ends, as the checkpointers' do, and leave it behind."""
+    thread = threading.Thread(target=lambda: left.append(staging.result()))
     thread.start()
     thread.join()
 
@@ -255,9 +255,7 @@ def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody
         state = {"p": torch.ones(100_000)}
         left = []
         for _ in range(2):  # two have room
-            staging = stager.stage(state)
-            written_by(lambda: left.append(staging.result()))  # noqa: B023 - it has ended by then
-            del staging
+            written(stager.stage(state), left)
         assert pool.stats().held_slabs == 2
         with pytest.raises(AcquireTimeoutError) as error:
             stager.stage(state)
