@@ -30,7 +30,7 @@ from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reus
 from ._lease import Lease
 from ._pool import SlabPool
 from ._slab import Event
-from ._stats import PoolStats
+from ._stats import OwnerStats, PoolStats
 
 __all__ = [
     "CLASSES_PER_DOUBLING",
@@ -38,6 +38,7 @@ __all__ = [
     "SMALL_SLAB_BYTES",
     "Event",
     "Lease",
+    "OwnerStats",
     "PoolStats",
     "SlabPool",
     "reuse_limit",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from .._memory import MemoryResource, as_called_here
 from .._reaper import reaper, running
+from ._accounts import Account
 from ._lease import Lease
 from ._slab import Inbox, Slab
 
@@ -27,11 +28,12 @@ class Job:
         memory: frees and allocates.
         inbox: is told when the victims are gone, and when all is done.
         slabs: all that the pool holds: what is freed leaves it, what is made enters it.
-        owner: is kept alive until the end.
+        keeper: is kept alive until the end.
         victims: idle slabs, out of the idle ones already.
         capacity: of the slabs to be made.
         count: how many.
         nbytes: what the lease shall be of that the first slab is made for; 0 if for none.
+        account: whose lease that is; None if for none.
 
     Attributes:
         promised: bytes of the cap that are kept for it beyond those of the victims; the ledger's.
@@ -48,14 +50,16 @@ class Job:
         memory: MemoryResource,
         inbox: Inbox,
         slabs: dict[Slab, None],
-        owner: object,
+        keeper: object,
         *,
         victims: Sequence[Slab] = (),
         capacity: int = 0,
         count: int = 0,
         nbytes: int = 0,
+        account: Account | None = None,
     ) -> None:
         self.victims = victims
+        self.account = account
         self.capacity = capacity
         self.count = count
         self.nbytes = nbytes
@@ -71,7 +75,7 @@ class Job:
         self._memory = memory
         self._inbox = inbox
         self._slabs = slabs
-        self._owner: object = owner
+        self._keeper: object = keeper
         self._surroundings = as_called_here()
 
     def start(self, jobs: dict[Job, None]) -> None:
@@ -136,7 +140,7 @@ class Job:
         self._inbox.notices.setdefault(self)
         self._end.release()
         self._inbox.ring()
-        self._owner = None
+        self._keeper = None
         del running[self]
 
     def _free(self, slab: Slab) -> None:
