@@ -3,12 +3,14 @@
 import copy
 import gc
 import threading
+import weakref
 from collections import OrderedDict
 
 import pytest
 import torch
 from checkpoint_states import adam_state, difference, digest
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import pinstage as ps
 from pinstage.checkpoint import PoolStager
@@ -234,7 +236,8 @@ def test_a_state_larger_than_the_cap_is_refused_before_anything_is_copied():
         stager = PoolStager(pool)
         state = {f"p{i}": torch.zeros(100_000) for i in range(10)}
         with pytest.raises(
-            BudgetExceededError, match=r"10 tensors of 3\.8. MiB on this rank, max_bytes 1\.00 MiB.*; raise"
+            BudgetExceededError,
+            match=r"this rank does not fit.*: 10 tensors; .* requested 3\.8. MiB.* raise max",
         ) as error:
             stager.stage(state)
         assert (error.value.requested_bytes >= 4_000_000, error.value.max_bytes) == (True, 1 << 20)
@@ -269,6 +272,29 @@ def test_what_a_stager_is_made_of_is_checked():
         PoolStager(pool, max_bytes="1MiB")
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
         PoolStager(max_bytes="1MiB", timeout=-1)
+
+
+def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
+    staged = stager.stage(adam_state()).result()
+    assert pool.stats().owners["checkpoint"].in_flight_bytes == pool.stats().in_flight_bytes > 0
+    del staged
+
+
+def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(pool):
+    hooks = len(_global_optimizer_pre_hooks)
+    stager = PoolStager(pool, hold="step")
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    assert difference(stager.stage(adam_state()).result(), adam_state()) is None
+    adam_state()  # takes a step
+    stager.wait_before_change()
+    stager.close()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    died = weakref.ref(stager)
+    del stager
+    gc.collect()
+    assert died() is None
+    with pytest.raises(ValueError, match="no such hold: 'never'; pass 'stream' or 'step'"):
+        PoolStager(pool, hold="never")
 
 
 def test_a_pool_of_the_stagers_own_can_be_mapped_by_a_writer_and_is_closed_with_it():

@@ -11,11 +11,11 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import Sources, Target, target_for
+from ._device import Sources, Target, target_for, wait_here
 from ._frames import clear_own_frames
 from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, StagerStats
-from ._to_host import HostTransfer, Landing, duplicate_rest, landings, to_host
+from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, landings, to_host
 from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "clear_own_frames",
     "copy_event_of",
     "duplicate_rest",
+    "event_of",
     "landings",
     "send_packed",
     "target_for",
     "to_host",
+    "wait_here",
 ]

@@ -168,6 +168,11 @@ def landings(transfer: HostTransfer) -> list[Any]:
     return found
 
 
+def event_of(transfer: HostTransfer) -> Event | None:
+    """Return what is done when all bytes are on the host; None where they are there already."""
+    return transfer._event
+
+
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
     """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
 
@@ -182,7 +187,13 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
 
 
 def to_host(
-    tree: Any, home: torch.device, acquire: Callable[[int], Lease], sources: Sources, *, copy: bool
+    tree: Any,
+    home: torch.device,
+    acquire: Callable[[int], Lease],
+    sources: Sources,
+    *,
+    copy: bool,
+    hold: bool = True,
 ) -> HostTransfer:
     """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
 
@@ -192,6 +203,7 @@ def to_host(
         acquire: leases a host slab of so many bytes.
         sources: the stager's.
         copy: whether the result shall be ordinary tensors.
+        hold: see `Source.fetch`.
     """
     while True:
         with step("walk"):
@@ -211,7 +223,7 @@ def to_host(
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
-            events, copies = _fetch(shares, leaves, host, sources)
+            events, copies = _fetch(shares, leaves, host, sources, hold)
             after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
             clear_own_frames(error)  # who keeps the error must not keep views of the slab
@@ -265,7 +277,9 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
     return found
 
 
-def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources) -> tuple[list[Event], int]:
+def _fetch(
+    shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
+) -> tuple[list[Event], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
     events: list[Event] = []
     copies = start = 0
@@ -284,7 +298,7 @@ def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: 
             pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
         if pieces:
             with step("copy"):
-                event = sources.of(device).fetch(pieces)
+                event = sources.of(device).fetch(pieces, hold=hold)
             if event is not None:
                 events.append(event)
             copies += len(pieces)

@@ -179,17 +179,16 @@ class Staging(Future[dict[str, Any]]):
 
     def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> threading.Thread:
         """Wait for the bytes, and make the state dict, in a thread of its own; return that."""
-        content = Content(snapshot.message, [], snapshot.kept)
         self._bringer = threading.Thread(
-            target=self._bring, args=(transfer, content, slab), name="pinstage-checkpoint", daemon=True
+            target=self._bring, args=(transfer, snapshot, slab), name="pinstage-checkpoint", daemon=True
         )
         self._bringer.start()
         return self._bringer
 
-    def _bring(self, transfer: HostTransfer, content: Content, slab: Slab | None) -> None:
+    def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> None:
         try:
-            content.places.extend(landings(transfer))
-            transfer.synchronize()
+            content = Content(snapshot.message, landings(transfer), snapshot.kept)
+            transfer.synchronize()  # until then the snapshot keeps the tensors, which copies may be reading
             staged = StagedState(content, slab)
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             clear_own_frames(error)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
-from .._pool import Lease, SlabPool
+from .._pool import Event, Lease, SlabPool
 from .._sizes import format_bytes
-from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, to_host
+from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
@@ -35,10 +37,9 @@ class PoolStager(AsyncStager):
         ...  # training goes on; parameters may be changed at once
         response.upload_completion.result()
 
-    `stage` copies no bytes itself: it starts the copies of what is on a GPU, on a stream of their own, behind the work
-    that the current stream was given before. What that stream is given afterwards comes behind them, so the optimizer
-    may step at once. CPU tensors are copied before it returns. Later saves of the same state find the slab of the
-    first, and page-lock nothing.
+    `stage` starts the copies of what is on a GPU, on a stream of their own, behind the work that the current stream was
+    given before, and returns. Tensors on the CPU are copied before it returns. Later saves of the same state find the
+    slab of the first, and page-lock nothing.
 
     What is staged is a copy of everything, as torch's ``DefaultStager`` makes one: tensors on the CPU with a storage
     each, those that are the same part of the same memory still as one; shards of DTensors and ShardedTensors in tensors
@@ -51,20 +52,32 @@ class PoolStager(AsyncStager):
         pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
             closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
+        hold: what waits for copies from a GPU, which read the tensors themselves. ``"stream"``: all that the current
+            stream is given after the call; the tensors may be changed at once, in any way. ``"step"``: the next step of
+            any optimizer of ``torch.optim``, so that forward and backward go on while the copies run. That is for
+            training that changes nothing else of the state that is as large as 1 MiB (smaller tensors are always copied
+            on the device, at the call); what does, an average of weights, say, calls `wait_before_change` first.
         timeout: seconds that a save waits at the most for the one before to be written, and for a slab. 0 does not
             wait; None waits for ever.
 
     Raises:
-        ValueError: both `pool` and `max_bytes`, or a negative `timeout`.
+        ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
     """
 
     def __init__(
-        self, pool: SlabPool | None = None, *, max_bytes: int | str | None = None, timeout: float | None = None
+        self,
+        pool: SlabPool | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        hold: Literal["stream", "step"] = "stream",
+        timeout: float | None = None,
     ) -> None:
         if pool is not None and max_bytes is not None:
             raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
+        if hold not in ("stream", "step"):
+            raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         self._owns_pool = pool is None
@@ -73,6 +86,9 @@ class PoolStager(AsyncStager):
         self._sources = Sources()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
+        self._hold = hold
+        self._copies: Event | None = None
+        self._hook = register_optimizer_step_pre_hook(_Hook(self)) if hold == "step" else None
 
     @property
     def pool(self) -> SlabPool:
@@ -103,8 +119,18 @@ class PoolStager(AsyncStager):
         transfer, slab = self._fetch(snapshot, timeout)
         self._save = Save(None if slab is None else slab.memory)
         staging = Staging(self._save)
+        if self._hold == "step":
+            self._copies = event_of(transfer)
         self._thread = staging.bring(transfer, snapshot, slab)
         return staging
+
+    def wait_before_change(self) -> None:
+        """Let the current stream of each device wait until the copies have read the tensors; the host does not wait.
+
+        For ``hold="step"``, where something other than an optimizer's step is about to change them.
+        """
+        copies, self._copies = self._copies, None
+        wait_here(copies)
 
     def synchronize_staging(self) -> None:
         """Wait until the bytes of the last state dict are on the host."""
@@ -113,6 +139,9 @@ class PoolStager(AsyncStager):
 
     def close(self) -> None:
         """Close the pool if the stager made it; what is still being written keeps its slab until then."""
+        if self._hook is not None:
+            self.wait_before_change()
+            self._hook.remove()
         if self._owns_pool:
             self._pool.close()
 
@@ -145,7 +174,7 @@ class PoolStager(AsyncStager):
             return lease
 
         try:
-            transfer = to_host(snapshot.tensors, _CPU, acquire, self._sources, copy=False)
+            transfer = to_host(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
             duplicate_rest(transfer, snapshot.tensors)
             return transfer, slab
         except BaseException as error:
@@ -155,11 +184,11 @@ class PoolStager(AsyncStager):
 
     def _acquire(self, nbytes: int, tensors: int, timeout: float | None) -> Lease:
         try:
-            return self._pool.acquire(nbytes, timeout=timeout)
+            return self._pool.acquire(nbytes, timeout=timeout, owner=_OWNER)
         except BudgetExceededError as error:
             raise BudgetExceededError(
-                f"the state does not fit the pool: {tensors} tensors of {format_bytes(nbytes)} on this rank, max_bytes "
-                f"{format_bytes(self._pool.max_bytes)}; raise max_bytes, or save parts of it one after the other",
+                f"the state of this rank does not fit the pool: {tensors} tensors; {error}, that is, save parts of the "
+                "state one after the other",
                 requested_bytes=nbytes,
                 held_bytes=error.held_bytes,
                 leased_bytes=error.leased_bytes,
@@ -184,3 +213,15 @@ class PoolStager(AsyncStager):
 
     def __repr__(self) -> str:
         return f"<PoolStager {self._pool!r}>"
+
+
+class _Hook:
+    """Lets the optimizers' steps wait for a stager, and does not keep it."""
+
+    def __init__(self, stager: PoolStager) -> None:
+        self._stager = weakref.ref(stager)
+
+    def __call__(self, *_: Any) -> None:
+        stager = self._stager()
+        if stager is not None:
+            stager.wait_before_change()
