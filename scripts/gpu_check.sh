@@ -159,10 +159,11 @@ pool_latency() { benchmark pool_latency 60; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 to_host() { benchmark to_host 180; }
+checkpoint() { benchmark checkpoint 600; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
-BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads)
+BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host checkpoint rounding_waste native_threads)
 
 bench() {
   local one
