@@ -239,8 +239,8 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed or saved other bytes."""
-    parser = script.parser(__doc__, repeats=5, repeats_help="saves and steps after the first save")
-    parser.set_defaults(rounds=2)
+    parser = script.parser(__doc__, repeats=3, repeats_help="saves and steps after the first save")
+    parser.set_defaults(rounds=1)
     args = parser.parse_args(argv)
     script.settle_device(args)
     nbytes = (LARGE * LARGE_ELEMENTS + SMALL * SMALL_ELEMENTS) * 4
