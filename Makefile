@@ -53,6 +53,7 @@ bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU 
 	$(BIN)/python benchmarks/loops.py --smoke
 	$(BIN)/python benchmarks/to_host.py --smoke
 	$(BIN)/python benchmarks/offload.py --smoke
+	$(BIN)/python benchmarks/checkpoint.py --smoke
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -160,12 +160,13 @@ pool_latency() { benchmark pool_latency 60; }
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 loops() { benchmark loops 150; }
 to_host() { benchmark to_host 180; }
+checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
 BENCHMARKS=(
-  staging staging_busy staging_plain memory_startup pool_latency loader loops to_host offload rounding_waste native_threads
+  staging staging_busy staging_plain memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste native_threads
 )
 
 bench() {

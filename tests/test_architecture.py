@@ -34,6 +34,7 @@ MAY_SEE = {
     "_staging": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_staging"},
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_staging"},
+    "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_staging"},
     "inspect": FACTS | {PUBLIC, "errors", "_torch", "_native", "_memory", "_tree", "_layout"},
     "integrations": {PUBLIC, "errors"},
     "_cli": {PUBLIC, "errors", "inspect"},

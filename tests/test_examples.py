@@ -186,3 +186,16 @@ def test_the_code_of_a_case_s_page_is_that_of_its_script(name):
         assert any(textwrap.indent(block, " " * depth) in script for depth in (0, 4, 8, 12)), block
     for diff in re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         assert all(line[1:].strip() in script for line in diff.splitlines())
+
+
+def test_the_checkpoint_example_saves_what_there_was_at_each_call(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "checkpoint.py"), "--device", "cpu", "--saves", "2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 of 2 checkpoints hold the values of their call")

@@ -51,7 +51,7 @@ class HeldSource(CpuSource):
         self.all_copies = self.event = ManualEvent()
         self.pieces = []
 
-    def fetch(self, pieces):
+    def fetch(self, pieces, *, hold=True):
         self.pieces += pieces
         for _, here, _ in pieces:
             here.fill_(0xEE)  # half-copied: not to be seen
@@ -348,7 +348,7 @@ def test_a_closed_or_frozen_pool_is_an_error(make_stager):
 
 
 def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
-    def fail(*pieces):
+    def fail(*pieces, **_):
         note = f"of {len(pieces)}"
         del pieces  # frames that are not pinstage's keep what they have
         raise RuntimeError("out of device memory", note)

@@ -618,6 +618,51 @@ is_profiling: Callable[[], bool] = (
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
+# -- sharded tensors ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _sharding() -> Any:
+    """Return torch's class of sharded tensors; None if it is not there, or not as it was."""
+    try:
+        module = importlib.import_module("torch.distributed._shard.sharded_tensor")
+        found = module.ShardedTensor, module.Shard, module.ShardMetadata
+    except _WRONG:
+        return None
+    has = ("local_shards", "metadata", "_init_from_local_shards_and_global_metadata")
+    return found if all(callable(getattr(found[0], name, None)) for name in has) else None
+
+
+def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Take a sharded tensor apart, for `make_sharded`; None if it is none."""
+    if "torch.distributed._shard" not in sys.modules:
+        return None
+    found = _sharding()
+    if found is None or not isinstance(tensor, found[0]):
+        return None
+    sharded: Any = tensor
+    return [(shard.tensor, shard.metadata) for shard in sharded.local_shards()], sharded.metadata()
+
+
+def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch.Tensor:
+    """Make a sharded tensor of shards that are on the CPU, in a process of the same rank.
+
+    Args:
+        shards: this rank's: each with the metadata that it had.
+        metadata: of the whole tensor; it is changed.
+    """
+    sharded_tensor, shard_of, metadata_of = _sharding()
+
+    def here(old: Any) -> Any:
+        rank = old.placement.rank()
+        return metadata_of(list(old.shard_offsets), list(old.shard_sizes), f"rank:{rank}/cpu")
+
+    metadata.shards_metadata = [here(shard) for shard in metadata.shards_metadata]
+    local = [shard_of(tensor, here(old)) for tensor, old in shards]
+    made: torch.Tensor = sharded_tensor._init_from_local_shards_and_global_metadata(local, metadata)
+    return made
+
+
 # -- page-locking by torch's loader ------------------------------------------------------------------------------------
 
 

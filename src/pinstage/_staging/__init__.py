@@ -11,29 +11,38 @@
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import Events, Target, target_for
+from ._device import Events, Sources, Target, target_for, wait_here
+from ._frames import clear_own_frames
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
-from ._to_host import HostTransfer
+from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, landings, to_host
 from ._transfer import Transfer, copy_event_of, send_packed
 
 __all__ = [
     "Arrival",
-    "check_depth",
     "Events",
     "HostTransfer",
     "Kept",
+    "Landing",
     "Prefetcher",
     "RunAhead",
     "Shuttle",
+    "Sources",
     "Stager",
     "StagerStats",
     "Target",
     "Transfer",
+    "check_depth",
+    "clear_own_frames",
     "copy_event_of",
+    "duplicate_rest",
+    "event_of",
+    "landings",
     "send_packed",
     "shuttle_for",
     "target_for",
+    "to_host",
+    "wait_here",
 ]

@@ -372,11 +372,13 @@ class Source(Protocol):
     all_copies: Event | None
     """Done when no copy is under way; None where a copy is done when the call returns."""
 
-    def fetch(self, pieces: Sequence[HostCopy]) -> Event | None:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Event | None:
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
-        What that stream is given afterwards comes after the copies that read the caller's own tensors, so these may be
-        changed or freed as if the copies had been work of that stream.
+        Args:
+            pieces: what is copied.
+            hold: whether what that stream is given afterwards comes after the copies that read the caller's own
+                tensors, so that these may be changed or freed as if the copies had been work of that stream.
 
         Returns:
             The event behind the copies; None where they are done when the call returns. If the call raises, what was
@@ -393,7 +395,7 @@ class CudaSource:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.all_copies: Event | None = self.stream
 
-    def fetch(self, pieces: Sequence[HostCopy]) -> Event:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Event:
         """See `Source`."""
         consumer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(consumer)
@@ -408,7 +410,7 @@ class CudaSource:
         except BaseException:
             self.stream.synchronize()
             raise
-        if not all(piece.owned for piece in pieces):
+        if hold and not all(piece.owned for piece in pieces):
             event.wait(consumer)
         return event
 
@@ -418,7 +420,7 @@ class CpuSource:
 
     all_copies: Event | None = None
 
-    def fetch(self, pieces: Sequence[HostCopy]) -> None:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> None:  # noqa: ARG002
         """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
         for there, here, _ in pieces:
             ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
@@ -452,13 +454,20 @@ class Events:
     """Several events as one: done when all are."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
+        self.parts = events
 
     def query(self) -> bool:
         """Say whether all are done, without waiting."""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self.parts)
 
     def synchronize(self) -> None:
         """Wait for all."""
-        for event in self._events:
+        for event in self.parts:
             event.synchronize()
+
+
+def wait_here(event: Event | None) -> None:
+    """Let the current stream of each device wait for its part of an event; the host does not."""
+    for part in event.parts if isinstance(event, Events) else [event]:
+        if isinstance(part, DeviceEvent):
+            part.wait(torch.cuda.current_stream(part.index))

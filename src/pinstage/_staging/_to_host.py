@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
-from .._layout import PACKED, IsContainer, RowKind, Table, cut, describe
+from .._layout import DTYPES, PACKED, IsContainer, RowKind, Table, cut, describe
 from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
@@ -145,8 +145,57 @@ class HostTransfer:
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
 
 
+class Landing(NamedTuple):
+    """Where a tensor lies in the host slab."""
+
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; dense."""
+
+
+def landings(transfer: HostTransfer) -> list[Any]:
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `get`."""
+    assert transfer._leaves is not None
+    found, start = list(transfer._leaves), 0
+    for table in transfer._tables:
+        for index, (offset, _, kind, code, ndim, shape, stride) in enumerate(table.entries()):
+            if kind in PACKED:
+                dtype = DTYPES[code]
+                assert dtype is not None
+                found[index] = Landing(start + offset, dtype, tuple(shape[:ndim]), tuple(stride[:ndim]))
+        start += table.nbytes
+    return found
+
+
+def event_of(transfer: HostTransfer) -> Event | None:
+    """Return what is done when all bytes are on the host; None where they are there already."""
+    return transfer._event
+
+
+def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
+    """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
+
+    Args:
+        transfer: before `get`.
+        leaves: what it was made from, a list of tensors.
+    """
+    assert transfer._leaves is not None
+    for index, (left, leaf) in enumerate(zip(transfer._leaves, leaves, strict=True)):
+        if left is leaf:
+            transfer._leaves[index] = leaf.clone()
+
+
 def to_host(
-    tree: Any, home: torch.device, acquire: Callable[[int], Lease], sources: Sources, *, copy: bool
+    tree: Any,
+    home: torch.device,
+    acquire: Callable[[int], Lease],
+    sources: Sources,
+    *,
+    copy: bool,
+    hold: bool = True,
 ) -> HostTransfer:
     """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
 
@@ -156,6 +205,7 @@ def to_host(
         acquire: leases a host slab of so many bytes.
         sources: the stager's.
         copy: return ordinary tensors.
+        hold: see `Source.fetch`.
     """
     while True:
         with step("walk"):
@@ -175,7 +225,7 @@ def to_host(
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
-            events, copies = _fetch(shares, leaves, host, sources)
+            events, copies = _fetch(shares, leaves, host, sources, hold)
             after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
             clear_own_frames(error)  # who keeps the error must not keep views of the slab
@@ -234,7 +284,9 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
     return found
 
 
-def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources) -> tuple[list[Event], int]:
+def _fetch(
+    shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
+) -> tuple[list[Event], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
     events: list[Event] = []
     copies = start = 0
@@ -253,7 +305,7 @@ def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: 
             pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
         if pieces:
             with step("copy"):
-                event = sources.of(device).fetch(pieces)
+                event = sources.of(device).fetch(pieces, hold=hold)
             if event is not None:
                 events.append(event)
             copies += len(pieces)

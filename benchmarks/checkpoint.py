@@ -1,0 +1,268 @@
+"""How long training stands still for an asynchronous checkpoint: by torch's stagers in their options, and `PoolStager`.
+
+    python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json
+
+The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB. Its saves are real `async_save`s, to a
+writer that writes nothing, but looks at the first and the last element of each tensor, which every save changes.
+
+| case | what a sample is |
+|---|---|
+| `first` | the first save of a process: until all is on the host (`median`), and until `async_save` returned (`main`) |
+| `later` | the same of those after it |
+| `step` | a step beside which a save begins: work of 0.25 s for the device, then a change of all tensors |
+
+In `step`, a stager that needs it is waited for before the change; `main` is until the call returned, and `none` saves
+nothing.
+
+`detail` says what was page-locked: by the pool, by torch's host allocator, and by how much resident memory grew.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import script
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from comparison import harness, record, table
+from comparison.harness import Outcome, Size, Variant
+
+MIB = 1 << 20
+LARGE, LARGE_ELEMENTS, SMALL, SMALL_ELEMENTS = 150, 50 * MIB // 4, 2000, 8
+STEP_SECONDS = 0.25
+
+
+class LooksOnly(StorageWriter):
+    """Writes nothing; says which tensors do not hold what they should."""
+
+    def __init__(self, saves: int) -> None:
+        self._saves = saves
+        self.wrong: list[str] = []
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[list[Any]]:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                flat = planner.resolve_data(item).detach().view(-1)
+                expected = float(int(item.index.fqn[1:]) + self._saves)
+                if {float(flat[0]), float(flat[-1])} != {expected}:
+                    self.wrong.append(item.index.fqn)
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """Do nothing."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        return True
+
+
+class Job:
+    """A state on a device, and saves of it."""
+
+    def __init__(self, device: torch.device, stager: Any, smoke: bool) -> None:
+        self.device, self.stager, self.saves = device, stager, 0
+        large, small = (4, 20) if smoke else (LARGE, SMALL)
+        elements = 1000 if smoke else LARGE_ELEMENTS
+        sizes = [elements] * large + [SMALL_ELEMENTS] * small
+        self.state = {f"p{i}": torch.full((n,), float(i), device=device) for i, n in enumerate(sizes)}
+        self._factor = torch.randn(64 if smoke else 8192, 64 if smoke else 8192, device=device)
+        self._rounds = 1
+        if device.type == "cuda" and not smoke:
+            self._work()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._work()
+            torch.cuda.synchronize()
+            self._rounds = max(1, round(STEP_SECONDS / (time.perf_counter() - start)))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state.values())
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _work(self) -> None:
+        for _ in range(self._rounds):
+            torch.mm(self._factor, self._factor)
+
+    def change(self) -> None:
+        torch._foreach_add_(list(self.state.values()), 1.0)
+        self.saves += 1
+
+    def save(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Begin a save; return what waits until it is staged, and what waits for its end and looks what it saw."""
+        writer = LooksOnly(self.saves)
+        response = dcp.async_save(self.state, storage_writer=writer, async_stager=self.stager, no_dist=True)
+        is_future = not hasattr(response, "staging_completion")
+        staged = (lambda: None) if is_future else response.staging_completion.result
+        upload = response if is_future else response.upload_completion
+
+        def end() -> None:
+            upload.result()
+            if writer.wrong:
+                raise AssertionError(f"{len(writer.wrong)} tensors with other values, {writer.wrong[0]} first")
+
+        return staged, end
+
+    def sample_save(self) -> tuple[float, float]:
+        """Return the seconds until all is staged, and until the call returned."""
+        self.synchronize()
+        start = time.perf_counter()
+        staged, end = self.save()
+        returned = time.perf_counter()
+        staged()
+        total = time.perf_counter()
+        end()
+        self.change()
+        return total - start, returned - start
+
+    def sample_step(self, allow_change: Callable[[Callable[[], None]], None]) -> tuple[float, float]:
+        """Return the seconds of a step beside which a save begins, and those until the save's call returned."""
+        self.synchronize()
+        start = time.perf_counter()
+        staged, end = self.save() if self.stager is not None else (lambda: None, lambda: None)
+        returned = time.perf_counter()
+        self._work()
+        allow_change(staged)
+        self.change()
+        self.synchronize()
+        total = time.perf_counter()
+        end()
+        return total - start, returned - start
+
+
+def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
+    """Make torch's stager; copies that do not block need pinned memory."""
+    return lambda: DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
+
+
+def _pool(hold: str) -> Any:
+    from pinstage.checkpoint import PoolStager
+
+    return PoolStager(max_bytes="12GiB", hold=hold)  # type: ignore[arg-type]
+
+
+def _torchs(name: str, pinned: bool, shared: bool, in_thread: bool) -> Variant:
+    about = f"`DefaultStager`, pinned={pinned}, shared={shared}, in a thread={in_thread}"
+    return Variant(name, _default(pinned, shared, in_thread), about, needs_cuda=pinned or in_thread)
+
+
+VARIANTS = (
+    Variant("none", lambda: None, "no save"),
+    Variant("blocking", BlockingAsyncStager, "`BlockingAsyncStager()`"),
+    Variant(
+        "blocking_cached",
+        lambda: BlockingAsyncStager(cache_staged_state_dict=True),
+        "`BlockingAsyncStager(cache_staged_state_dict=True)`",
+        needs_cuda=True,
+    ),
+    _torchs("default", False, False, False),
+    _torchs("default_shared", False, True, False),
+    _torchs("default_pinned", True, False, False),
+    _torchs("default_pinned_shared", True, True, False),
+    _torchs("default_thread", False, False, True),
+    _torchs("default_pinned_thread", True, False, True),
+    _torchs("default_pinned_shared_thread", True, True, True),
+    Variant("pinstage", partial(_pool, "stream"), "`PoolStager()`", package="pinstage", ours=True),
+    Variant("pinstage_step", partial(_pool, "step"), "`PoolStager(hold='step')`", package="pinstage", ours=True),
+)
+
+
+def resident() -> int:
+    """Return the bytes of this process that are resident."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def pinned_by(stager: Any, before: int) -> str:
+    """Say what was page-locked."""
+    pool = getattr(stager, "pool", None)
+    of_pool = f"{pool.stats().held_bytes / 1e9:.2f} GB by the pool, " if pool is not None else ""
+    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_initialized() else 0
+    grown = resident() - before
+    return f"{of_pool}{of_torch / 1e9:.2f} GB by torch's host allocator; {grown / 1e9:.2f} GB more resident"
+
+
+class Run:
+    """The cases of one variant, which share a stager."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        self._repeats = args.repeats
+        self._job = Job(torch.device(args.device), variant.setup(), args.smoke)
+        self._before = resident()
+        self._id = variant.id
+
+    def allow_change(self, staged: Callable[[], None]) -> None:
+        """Do what has to be done before the state may be changed."""
+        if self._id == "pinstage_step":
+            self._job.stager.wait_before_change()  # what an optimizer's step does by itself
+        elif self._id != "pinstage":
+            staged()
+
+    def measure(self, case: harness.Case) -> Outcome:
+        """Return the samples of a case."""
+        if self._job.stager is None and case.id != "step":
+            return {"status": "ok", "detail": "saves nothing", "total": [0.0], "main": [0.0]}
+        step = partial(self._job.sample_step, self.allow_change)
+        sample = step if case.id == "step" else self._job.sample_save
+        found = [sample() for _ in range(1 if case.id == "first" else self._repeats)]
+        total, main = ([pair[i] for pair in found] for i in range(2))
+        return {"status": "ok", "detail": pinned_by(self._job.stager, self._before), "total": total, "main": main}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed or saved other bytes."""
+    parser = script.parser(__doc__, repeats=3, repeats_help="saves and steps after the first save")
+    parser.set_defaults(rounds=1)
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    nbytes = (LARGE * LARGE_ELEMENTS + SMALL * SMALL_ELEMENTS) * 4
+    if args.smoke:
+        args.repeats, args.rounds, nbytes = 2, 1, (4 * 1000 + 20 * SMALL_ELEMENTS) * 4
+    cases = [Size(name, nbytes) for name in ("first", "later", "step")]
+    if args.child:
+        warnings.simplefilter("ignore")  # torch says in each save that there is no process group
+        (variant,) = script.chosen(args.child, VARIANTS)
+        harness.start_device(torch.device(args.device))
+        harness.work(cases, Run(variant, args).measure, lambda: None)
+        return 0
+    variants = script.chosen(args.only, VARIANTS)
+    rows = script.collect("checkpoint", __file__, variants, cases, args, ["--smoke"] if args.smoke else [])
+    record.compare([row for row in rows if row.variant != "none"])
+    table.grid("ms until async_save returned", rows, "main_median")
+    table.grid("ms until all is on the host (step: of the whole step)", rows, "median")
+    for row in rows:
+        if row.status == "ok":
+            print(f"{row.variant} {row.case}: {row.detail}")
+    return script.finish("checkpoint", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

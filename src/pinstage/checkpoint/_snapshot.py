@@ -1,0 +1,172 @@
+"""A state dict taken apart: its tensors, and everything else as it is now.
+
+Pickle walks it, in C: tensors are taken out, and what is left is a message, from which the structure is built anew
+around other tensors, in this process or in another one. What torch's stager does with each kind of object is done here,
+too: functions and classes stay what they are, ``__deepcopy__`` is asked where there is one, and all other objects are
+copied by what they give to pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch import make_sharded, parts_of_sharded
+
+_QUICK = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple, torch.Size, torch.dtype, torch.device})
+"""What pickle copies by itself; asked first, for it is most of what a state dict is made of."""
+
+_AS_THEY_ARE = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref, property),
+    *(DeviceMesh, ProcessGroup),
+)
+"""What is not copied: nobody changes it, or there can be only one."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+class Snapshot(NamedTuple):
+    """A state dict taken apart."""
+
+    message: bytes
+    """The structure, and all that is no tensor."""
+    tensors: list[torch.Tensor]
+    """Plain ones on any device; no two are the same part of the same memory."""
+    kept: list[Any]
+    """Objects that the message refers to: what is not copied, and copies that ``__deepcopy__`` made."""
+
+
+def take(state: Any) -> Snapshot:
+    """Take a state dict apart. Copies no bytes of tensors.
+
+    Raises:
+        Exception: an object can be copied by nobody; as ``copy.deepcopy`` and pickle raise.
+    """
+    buffer = io.BytesIO()
+    taker = _Taker(buffer)
+    with torch.no_grad():
+        taker.dump(state)
+    return Snapshot(buffer.getvalue(), taker.tensors, taker.kept)
+
+
+def rebuild(message: bytes, tensors: Sequence[torch.Tensor], kept: Sequence[Any]) -> Any:
+    """Return what was taken apart, around other tensors."""
+    with torch.no_grad():
+        return _Builder(io.BytesIO(message), tensors, kept).load()
+
+
+class _Taker(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self.kept: list[Any] = []
+        self._places: dict[Any, int] = {}
+        self._alive: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Say what stands for an object in the message: a tensor's place, or that of a kept object, inverted."""
+        kind = type(obj)
+        if kind in _QUICK:
+            return None
+        if isinstance(obj, torch.Tensor):
+            return self._stand_in(obj)
+        if isinstance(obj, _AS_THEY_ARE):
+            return self._keep(obj, lambda: obj)
+        if hasattr(kind, "__deepcopy__"):
+            return self._keep(obj, lambda: copy.deepcopy(obj))
+        return None
+
+    def _stand_in(self, tensor: torch.Tensor) -> int | None:
+        """Do that for a tensor; None if it has to be taken apart."""
+        kind = type(tensor)
+        if kind in _PLAIN and not tensor.__dict__:
+            return self._place(tensor)
+        if kind.__torch_dispatch__ is _NO_DISPATCH or _is_wrapper(tensor) or parts_of_sharded(tensor) is not None:
+            return None
+        return self._keep(tensor, lambda: copy.deepcopy(tensor.detach()).to("cpu"))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take apart a tensor that is more than its elements: shards, a wrapper, or one with attributes."""
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        sharded = parts_of_sharded(obj)
+        if sharded is not None:
+            return make_sharded, sharded
+        if not _is_wrapper(obj):
+            bare = obj.detach().as_subclass(torch.Tensor)
+            return _dress, (type(obj), bare), obj.__dict__ or None, None, None, _set_attributes
+        if hasattr(obj, "trigger_wait"):  # what a collective will bring, or has brought
+            return _same, (obj.trigger_wait(),)
+        wrapper: Any = obj.detach() if obj.requires_grad else obj
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: getattr(wrapper, name) for name in names}
+        return _wrap, (type(obj), inner, context, wrapper.size(), wrapper.stride())
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        """Return the place of a tensor; of one that is the same part of the same memory, if there was one."""
+        key: Any = id(tensor)
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            lazy = tensor.is_conj(), tensor.is_neg()
+            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = len(self.tensors)
+            plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+            self.tensors.append(tensor if plain else tensor.detach())
+            self._alive.append(tensor)
+        return found
+
+    def _keep(self, obj: Any, copied: Callable[[], Any]) -> int:
+        key = "kept", id(obj)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = ~len(self.kept)
+            self.kept.append(copied())
+            self._alive.append(obj)
+        return found
+
+
+class _Builder(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], kept: Sequence[Any]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+        self._kept = kept
+
+    def persistent_load(self, pid: int) -> Any:
+        """Return what stands at a place."""
+        return self._tensors[pid] if pid >= 0 else self._kept[~pid]
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a shell around others, by torch's protocol for these; a DTensor is."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _wrap(kind: Any, inner: dict[str, Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> Any:
+    return kind.__tensor_unflatten__(inner, context, size, stride)
+
+
+def _dress(kind: type[torch.Tensor], bare: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its own class; a parameter is an ordinary tensor, as in torch's stager."""
+    tensor = bare.detach()
+    return tensor if kind in _PLAIN else tensor.as_subclass(kind)
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    tensor.__dict__.update(attributes)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

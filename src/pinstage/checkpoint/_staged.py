@@ -1,0 +1,207 @@
+"""A staged state dict: one slab of the host, tensors over it, and its way to a writer in another process.
+
+Each tensor has a storage of its own that ends where it ends, or torch's writer would copy it once more. The slab goes
+back to the pool when the last of these storages has died, and what stands for it here::
+
+    trainer's process                               writer's process (if there is one)
+      slab <-- view <-- storages <-- tensors          descriptor, places, message
+                 ^                                      -> mapping <-- storages <-- tensors
+               StagedState, until the writer is done
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from multiprocessing.reduction import DupFd, ForkingPickler
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .._staging import HostTransfer, Landing, clear_own_frames, landings
+from ..errors import StagingError
+from ._snapshot import Snapshot, rebuild
+
+_LOOK_AGAIN_SECONDS = 0.1
+"""How often who waits for a save looks whether its thread has ended. That the slab came back is told at once."""
+
+Place = Landing | torch.Tensor
+"""Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
+
+
+class Content(NamedTuple):
+    """All of a staged state dict but the bytes in its slab."""
+
+    message: bytes
+    places: list[Place]
+    kept: list[Any]
+
+    def over(self, memory: Any) -> dict[str, Any]:
+        """Return the state dict, with tensors over memory that shows the slab's bytes; they keep it alive."""
+        tensors = [place if isinstance(place, torch.Tensor) else _over(memory, place) for place in self.places]
+        state: dict[str, Any] = rebuild(self.message, tensors, self.kept)
+        return state
+
+
+def _over(memory: Any, place: Landing) -> torch.Tensor:
+    count = math.prod(place.shape)
+    if not count:
+        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
+    flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)
+    return flat.as_strided(place.shape, place.stride)
+
+
+class Slab(NamedTuple):
+    """The bytes of a staged state dict."""
+
+    memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    """A view of the lease; it keeps the slab out of the pool."""
+    fd: int | None
+    """By which another process can map them; None if it cannot."""
+    nbytes: int
+
+
+class StagedState(dict[str, Any]):
+    """A state dict whose tensors are on the host; what `PoolStager.stage` promises.
+
+    An ordinary dict, but for one thing: sent to another process by ``multiprocessing``, it is a descriptor of the slab,
+    not its bytes. It is empty here afterwards, and keeps the slab until it dies.
+    """
+
+    def __init__(self, content: Content, slab: Slab | None) -> None:
+        state = content.over(None if slab is None else slab.memory)
+        super().__init__(state)
+        self.__dict__.update(getattr(state, "__dict__", {}))  # the `_metadata` of a module's state dict
+        self._content: Content | None = content
+        self._slab = slab
+
+    def let_go(self) -> None:
+        """Keep the slab no longer: the writer is done. Tensors that are still here do."""
+        self._content = self._slab = None
+
+
+def _reduce(staged: StagedState) -> tuple[Any, ...]:
+    content, slab = staged._content, staged._slab
+    if content is None:
+        raise StagingError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
+    staged.clear()
+    if slab is None:
+        return _arrive, (content, None, 0)
+    if slab.fd is None:
+        raise StagingError(
+            f"a writer in another process cannot map the pool's memory: {slab.nbytes} bytes; make the pool of "
+            "SlabPool(SharedMemory()), or save in a thread"
+        )
+    return _arrive, (content, DupFd(slab.fd), slab.nbytes)
+
+
+def _arrive(content: Content, handle: Any, nbytes: int) -> dict[str, Any]:
+    """Map the slab in the writer's process; it is unmapped when the last tensor dies. Touches no CUDA."""
+    if handle is None:
+        return content.over(None)
+    fd = handle.detach()
+    try:
+        memory = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    return content.over(memory)
+
+
+ForkingPickler.register(StagedState, _reduce)
+
+
+class Save:
+    """Watches over a staged state dict until nobody reads it any more; does not keep it.
+
+    Args:
+        memory: the view that keeps its slab; None if it has none.
+    """
+
+    def __init__(self, memory: np.ndarray[Any, Any] | None) -> None:
+        self._came_back: SimpleQueue[Any] = SimpleQueue()
+        # Told by one function of C that may be entered again: the collector may call it anywhere.
+        self._memory = None if memory is None else weakref.ref(memory, self._came_back.put)
+        self._writers: list[threading.Thread] = []
+        self._staged: weakref.ref[StagedState] | None = None
+
+    def is_over(self) -> bool:
+        """Say whether the slab is out of use."""
+        return self._memory is None or self._memory() is None
+
+    def is_taken(self, staged: StagedState, thread: threading.Thread) -> None:
+        """Note which thread writes it."""
+        self._staged = weakref.ref(staged)
+        self._writers.append(thread)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until the slab is out of use, or its writer has ended; say whether that was in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_over():
+            if self._writers and not any(thread.is_alive() for thread in self._writers):
+                self._let_go()
+                gc.collect()  # an error and its frames, which refer to one another
+                return True
+            left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            try:
+                self._came_back.get(timeout=min(left, _LOOK_AGAIN_SECONDS))
+            except Empty:
+                continue
+        return True
+
+    def _let_go(self) -> None:
+        """Take the slab from a save that has ended: an error may keep its frames, and these what another process read.
+
+        What is left then are tensors that somebody here refers to; the slab waits for them.
+        """
+        staged = None if self._staged is None else self._staged()
+        if staged is not None:
+            staged.let_go()
+
+
+class Staging(Future[dict[str, Any]]):
+    """A state dict on its way to the host, as the checkpointers wait for it."""
+
+    def __init__(self, save: Save) -> None:
+        super().__init__()
+        self._save = save
+        self._trainer = threading.current_thread()
+        self._bringer: threading.Thread | None = None
+
+    def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> threading.Thread:
+        """Wait for the bytes, and make the state dict, in a thread of its own; return that."""
+        self._bringer = threading.Thread(
+            target=self._bring, args=(transfer, snapshot, slab), name="pinstage-checkpoint", daemon=True
+        )
+        self._bringer.start()
+        return self._bringer
+
+    def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> None:
+        try:
+            content = Content(snapshot.message, landings(transfer), snapshot.kept)
+            transfer.synchronize()  # until then the snapshot keeps the tensors, which copies may be reading
+            staged = StagedState(content, slab)
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            clear_own_frames(error)
+            slab = None
+            self.set_exception(error)
+        else:
+            self.set_result(staged)
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait for it, and return it."""
+        staged = super().result(timeout)
+        thread = threading.current_thread()
+        if thread not in (self._trainer, self._bringer):  # these do not write: they pass on that it is there
+            assert isinstance(staged, StagedState)
+            self._save.is_taken(staged, thread)
+        return staged

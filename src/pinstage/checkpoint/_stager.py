@@ -1,0 +1,227 @@
+"""`PoolStager`: stages state dicts for asynchronous checkpoints."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._memory import SharedMemory
+from .._pool import Event, Lease, SlabPool
+from .._sizes import format_bytes
+from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
+from .._steps import step
+from ..errors import AcquireTimeoutError, BudgetExceededError
+from ._snapshot import Snapshot, take
+from ._staged import Save, Slab, Staging
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_CPU = torch.device("cpu")
+_OWNER = "checkpoint"
+
+
+class PoolStager(AsyncStager):
+    """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in a slab of a pool.
+
+    ::
+
+        stager = PoolStager(pool)
+        response = async_save(state_dict, checkpoint_id=path, async_stager=stager)
+        ...  # training goes on; parameters may be changed at once
+        response.upload_completion.result()
+
+    `stage` starts the copies of what is on a GPU, on a stream of their own, behind the work that the current stream was
+    given before, and returns. Tensors on the CPU are copied before it returns. Later saves of the same state find the
+    slab of the first, and page-lock nothing.
+
+    What is staged is a copy of everything, as torch's ``DefaultStager`` makes one: tensors on the CPU with a storage
+    each, those that are the same part of the same memory still as one; shards of DTensors and ShardedTensors in tensors
+    of these classes; other objects as ``copy.deepcopy`` copies them.
+
+    Works with the checkpointers in a thread and in a process. That in a process maps the slab, and copies nothing; the
+    pool's memory has to be `SharedMemory` for it, as that of the stager's own pool is.
+
+    Args:
+        pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
+            closes.
+        max_bytes: cap of the pool that is made; see `SlabPool`.
+        hold: what waits for copies from a GPU, which read the tensors themselves. ``"stream"``: all that the current
+            stream is given after the call; the tensors may be changed at once, in any way. ``"step"``: the next step of
+            any optimizer of ``torch.optim``, so that forward and backward go on while the copies run. That is for
+            training that changes nothing else of the state that is as large as 1 MiB (smaller tensors are always copied
+            on the device, at the call); what does, an average of weights, say, calls `wait_before_change` first.
+        timeout: seconds that a save waits at the most for the one before to be written, and for a slab. 0 does not
+            wait; None waits for ever.
+
+    Raises:
+        ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
+
+    Not for use by several threads at the same time.
+    """
+
+    def __init__(
+        self,
+        pool: SlabPool | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        hold: Literal["stream", "step"] = "stream",
+        timeout: float | None = None,
+    ) -> None:
+        if pool is not None and max_bytes is not None:
+            raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
+        if hold not in ("stream", "step"):
+            raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+        self._owns_pool = pool is None
+        self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
+        self._timeout = timeout
+        self._sources = Sources()
+        self._save: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._hold = hold
+        self._copies: Event | None = None
+        self._hook = register_optimizer_step_pre_hook(_Hook(self)) if hold == "step" else None
+
+    @property
+    def pool(self) -> SlabPool:
+        """Where slabs come from."""
+        return self._pool
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Start to stage a state dict; ``async_save`` calls this.
+
+        Blocks while the save before is being written, while the pool is at its cap, and while CPU tensors are copied;
+        not for copies from a GPU.
+
+        Args:
+            state_dict: tensors and other objects, in containers of any kind.
+
+        Returns:
+            What is done when all bytes are on the host: a dict with the same content, in tensors over the slab. The
+            slab goes back to the pool when they have died.
+
+        Raises:
+            BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
+            AcquireTimeoutError: the save before is still being written after `timeout` seconds, or no slab came free.
+            PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+        """
+        timeout = self._wait_for_last()
+        with step("describe"):
+            snapshot = take(state_dict)
+        transfer, slab = self._fetch(snapshot, timeout)
+        self._save = Save(None if slab is None else slab.memory)
+        staging = Staging(self._save)
+        if self._hold == "step":
+            self._copies = event_of(transfer)
+        self._thread = staging.bring(transfer, snapshot, slab)
+        return staging
+
+    def wait_before_change(self) -> None:
+        """Let the current stream of each device wait until the copies have read the tensors; the host does not wait.
+
+        For ``hold="step"``, where something other than an optimizer's step is about to change them.
+        """
+        copies, self._copies = self._copies, None
+        wait_here(copies)
+
+    def synchronize_staging(self) -> None:
+        """Wait until the bytes of the last state dict are on the host."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Close the pool if the stager made it; what is still being written keeps its slab until then."""
+        if self._hook is not None:
+            self.wait_before_change()
+            self._hook.remove()
+        if self._owns_pool:
+            self._pool.close()
+
+    def _wait_for_last(self) -> float | None:
+        """Wait for the save before; return how long to wait for a slab."""
+        last = self._save
+        if last is None or last.is_over():
+            return self._timeout
+        if not last.wait(self._timeout):
+            figures = self._pool.stats()
+            raise AcquireTimeoutError(
+                f"the last checkpoint is still being written after {self._timeout} s: in flight "
+                f"{format_bytes(figures.in_flight_bytes)} of max_bytes {format_bytes(figures.max_bytes)}; wait for its "
+                "upload_completion, save less often, or pass a longer timeout to PoolStager",
+                held_bytes=figures.held_bytes,
+                leased_bytes=figures.leased_bytes,
+                in_flight_bytes=figures.in_flight_bytes,
+                max_bytes=figures.max_bytes,
+            )
+        return self._timeout if last.is_over() else 0
+
+    def _fetch(self, snapshot: Snapshot, timeout: float | None) -> tuple[HostTransfer, Slab | None]:
+        """Start the copies."""
+        slab: Slab | None = None
+
+        def acquire(nbytes: int) -> Lease:
+            nonlocal slab
+            lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
+            slab = Slab(lease.numpy(), lease.fd, nbytes)
+            return lease
+
+        try:
+            transfer = to_host(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
+            duplicate_rest(transfer, snapshot.tensors)
+            return transfer, slab
+        except BaseException as error:
+            slab = None
+            clear_own_frames(error)
+            raise
+
+    def _acquire(self, nbytes: int, tensors: int, timeout: float | None) -> Lease:
+        try:
+            return self._pool.acquire(nbytes, timeout=timeout, owner=_OWNER)
+        except BudgetExceededError as error:
+            raise BudgetExceededError(
+                f"the state of this rank does not fit the pool: {tensors} tensors; {error}, that is, save parts of the "
+                "state one after the other",
+                requested_bytes=nbytes,
+                held_bytes=error.held_bytes,
+                leased_bytes=error.leased_bytes,
+                in_flight_bytes=error.in_flight_bytes,
+                max_bytes=error.max_bytes,
+            ) from None
+        except AcquireTimeoutError as error:
+            if self._save is not None and not self._save.is_over():
+                error.add_note(
+                    "the last checkpoint's writer has ended, but somebody refers to its tensors: drop the future of a "
+                    "save that failed, and pass a new planner to each save"
+                )
+            raise
+
+    def __enter__(self) -> PoolStager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PoolStager {self._pool!r}>"
+
+
+class _Hook:
+    """Lets the optimizers' steps wait for a stager, and does not keep it."""
+
+    def __init__(self, stager: PoolStager) -> None:
+        self._stager = weakref.ref(stager)
+
+    def __call__(self, *_: Any) -> None:
+        stager = self._stager()
+        if stager is not None:
+            stager.wait_before_change()

@@ -1,0 +1,94 @@
+"""Saves a model of FSDP2 with Adam by `PoolStager` while it trains on, and reads it back. Torchrun starts it.
+
+torchrun --nproc-per-node 2 fsdp_checkpoint.py FOLDER cuda
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_states import digest
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from pinstage.checkpoint import PoolStager
+
+WIDTH = 64
+
+
+class Job:
+    """A model in shards, and its optimizer."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.device = device
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(device)
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        self.model(torch.randn(8, WIDTH, device=self.device)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, object]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def main(folder: Path, device: torch.device) -> None:
+    job = Job(device, seed=0)
+    of_checkpoints = dist.new_group(backend="gloo")  # its thread must not come between training's collectives
+    with PoolStager(max_bytes="16MiB") as stager:
+        for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+            for number in range(3):
+                job.step()
+                state = job.state()
+                assert all(isinstance(value, DTensor) for value in state["model"].values())
+                at_the_call = digest(state)
+                path = folder / f"{kind.name}{number}"
+                saving = dcp.async_save(
+                    state,
+                    checkpoint_id=path,
+                    process_group=of_checkpoints,
+                    async_stager=stager,
+                    async_checkpointer_type=kind,
+                )
+                job.step()
+                assert digest(job.state()) != at_the_call
+                saving.upload_completion.result()
+                other = Job(device, seed=1)
+                other.step()
+                found = other.state()
+                dcp.load(found, checkpoint_id=path)
+                set_state_dict(
+                    other.model,
+                    other.optimizer,
+                    model_state_dict=found["model"],
+                    optim_state_dict=found["optimizer"],
+                )
+                assert digest(other.state()) == at_the_call, (kind, number)
+        assert stager.pool.stats().held_slabs == 1, stager.pool
+
+
+if __name__ == "__main__":
+    _folder, _kind = sys.argv[1:]
+    _on_gpu = _kind == "cuda"
+    _device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    if _on_gpu:
+        torch.cuda.set_device(_device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpu else "gloo")
+    try:
+        main(Path(_folder), _device)
+    finally:
+        dist.destroy_process_group()

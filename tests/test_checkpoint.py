@@ -1,0 +1,303 @@
+"""`PoolStager`: what it stages is a copy of everything as it was, in one slab, which comes back."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+from checkpoint_states import adam_state, difference, digest
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import pinstage as ps
+from pinstage.checkpoint import PoolStager
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+
+
+@pytest.fixture
+def pool():
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="64MiB") as pool:
+        yield pool
+
+
+@pytest.fixture
+def stager(pool):
+    with PoolStager(pool) as stager:
+        yield stager
+
+
+class Opaque:
+    """No container that anybody knows."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class CopiesItself:
+    """Says itself what its copy is."""
+
+    def __deepcopy__(self, memo):
+        return "a copy"
+
+
+def in_use(pool):
+    """Return the bytes of a pool that somebody has."""
+    gc.collect()
+    stats = pool.stats()
+    return stats.leased_bytes + stats.in_flight_bytes
+
+
+# -- what is staged ----------------------------------------------------------------------------------------------------
+
+
+def test_a_staged_state_is_what_torchs_stager_makes_of_it(stager):
+    state = adam_state()
+    expected = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+    assert difference(stager.stage(state).result(), expected) is None
+    assert difference(state, expected) is None
+
+
+def test_what_is_changed_after_the_call_is_not_in_it(stager):
+    state = adam_state()
+    before = digest(state)
+    staging = stager.stage(state)
+    for tensor in state["model"].values():
+        tensor.add_(1)
+    for values in state["optimizer"]["state"].values():
+        values["step"].add_(1)
+    state["epochs"].append(4)
+    assert digest(state) != before
+    assert digest(staging.result()) == before
+
+
+def test_the_metadata_of_a_modules_state_is_kept(stager):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model = stager.stage({"model": module.state_dict()}).result().pop("model")
+    assert type(model) is OrderedDict
+    assert model._metadata == module.state_dict()._metadata
+    del model
+    assert stager.stage(module.state_dict()).result()._metadata == module.state_dict()._metadata
+
+
+def test_a_tensor_that_comes_twice_is_one_tensor(stager, pool):
+    tensor = torch.randn(1000)
+    tied = torch.nn.Linear(500, 500, bias=False)
+    other = torch.nn.Linear(500, 500, bias=False)
+    other.weight = tied.weight
+    module = torch.nn.ModuleList([tied, other])
+    staged = stager.stage({"one": tensor, "again": [tensor], "module": module.state_dict()}).result()
+    assert staged["one"] is staged["again"][0]
+    weights = list(staged["module"].values())
+    assert weights[0].data_ptr() == weights[1].data_ptr() != tied.weight.data_ptr()
+    assert pool.stats().in_flight_bytes < 4 * (1000 + 2 * 500 * 500)
+
+
+def test_a_parameter_is_an_ordinary_tensor_as_in_torchs_stager(stager):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    staged = stager.stage({"p": parameter, "by": {parameter: 1}}).result()
+    assert type(staged["p"]) is torch.Tensor
+    assert not staged["p"].requires_grad
+    assert next(iter(staged["by"])) is staged["p"]
+
+
+def test_attributes_and_classes_of_tensors_are_kept(stager):
+    class Marked(torch.Tensor):
+        pass
+
+    tensor = torch.arange(4.0)
+    tensor.note = {"axes": [1, 2]}
+    marked = torch.arange(3.0).as_subclass(Marked)
+    staged = stager.stage({"noted": tensor, "again": tensor, "marked": marked, "bare": tensor[:2]}).result()
+    assert staged["noted"].note == tensor.note
+    assert staged["noted"].note is not tensor.note
+    assert staged["noted"] is staged["again"]
+    assert type(staged["marked"]) is Marked
+    assert torch.equal(staged["marked"], marked)
+
+
+def test_objects_are_copied_as_deepcopy_does(stager):
+    function = lambda: 3  # noqa: E731 - pickle could not copy it
+    held = torch.arange(3)
+    thing = Opaque(numbers=[1, 2], tensor=held, function=function, kind=Opaque, own=CopiesItself())
+    staged = stager.stage({"thing": thing, "again": thing, "own": thing.own}).result()
+    found = staged["thing"]
+    thing.numbers.append(3)
+    held.add_(1)
+    assert found.numbers == [1, 2]
+    assert found.tensor.tolist() == [0, 1, 2]
+    assert found.function is function
+    assert found.kind is Opaque
+    assert found.own == staged["own"] == copy.deepcopy(thing.own)
+    assert staged["again"] is found
+
+
+def test_an_object_that_nobody_can_copy_is_an_error_and_takes_no_slab(stager, pool):
+    with pytest.raises(TypeError, match="cannot pickle"):
+        stager.stage({"tensor": torch.ones(10), "lock": threading.Lock()})
+    assert in_use(pool) == 0
+
+
+ODD = {
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3.5),
+    "bool": torch.tensor([True, False]),
+    "bfloat16": torch.randn(7).bfloat16(),
+    "float8": torch.randn(9).to(torch.float8_e4m3fn),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+    "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+    "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "strided": torch.randn(8)[::2],
+    "expanded": torch.randn(3, 1).expand(3, 4),
+    "sparse": torch.randn(4, 4).relu().to_sparse(),
+    "large": torch.randn(600_000),
+    "requires grad": torch.ones(3, requires_grad=True),
+    "part of a graph": torch.ones(3, requires_grad=True) * 2,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_of_all_kinds_arrive_with_their_values_in_memory_of_their_own(stager, name):
+    tensor = ODD[name].clone() if not ODD[name].requires_grad and name not in ("strided", "expanded") else ODD[name]
+    staged = stager.stage({"tensor": tensor}).result()["tensor"]
+    assert (staged.dtype, staged.shape, staged.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    values = [(t.float() if t.dtype is torch.float8_e4m3fn else t).to_dense().detach() for t in (staged, tensor)]
+    assert torch.equal(*values)
+    assert not staged.requires_grad
+    if tensor.layout is torch.strided and tensor.numel():
+        assert staged.data_ptr() != tensor.data_ptr()
+
+
+def test_no_tensor_has_more_storage_than_it_needs_or_the_writer_would_copy_it(stager):
+    staged = stager.stage(adam_state()).result()
+    tensors = [*staged["model"].values(), *(t for s in staged["optimizer"]["state"].values() for t in s.values())]
+    assert {tensor.untyped_storage().nbytes() - tensor.nbytes for tensor in tensors} == {0}
+
+
+def test_a_state_without_tensors_needs_no_slab(stager, pool):
+    assert stager.stage({"epoch": 3}).result() == {"epoch": 3}
+    assert stager.stage({"epoch": 4}).result() == {"epoch": 4}
+    assert pool.stats().held_bytes == 0
+
+
+# -- the slab ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_slab_comes_back_when_the_state_dies(stager, pool):
+    staged = stager.stage(adam_state()).result()
+    stager.synchronize_staging()
+    assert in_use(pool) > 0
+    del staged
+    assert in_use(pool) == 0
+
+
+def test_after_the_first_save_nothing_is_allocated(stager, pool):
+    for step in range(5):
+        stager.stage(adam_state(seed=step)).result()
+        pool.freeze()
+
+
+def test_a_second_save_waits_until_the_first_is_written(stager, pool):
+    staged = stager.stage(adam_state()).result()
+    begins = threading.Event()
+    second = []
+
+    def save():
+        begins.set()
+        second.append(stager.stage(adam_state(seed=1)).result())
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert begins.wait(60)
+    thread.join(0.3)
+    assert thread.is_alive()
+    del staged
+    thread.join(60)
+    assert difference(second[0], adam_state(seed=1)) is None
+    assert pool.stats().held_slabs == 1
+
+
+def test_a_second_save_raises_if_that_is_wanted_and_the_first_goes_on(pool):
+    stager = PoolStager(pool, timeout=0)
+    staged = stager.stage(adam_state()).result()
+    with pytest.raises(AcquireTimeoutError, match=r"the last checkpoint is still being written.*upload_completion"):
+        stager.stage(adam_state(seed=1))
+    assert difference(staged, adam_state()) is None
+    del staged
+    assert difference(stager.stage(adam_state(seed=1)).result(), adam_state(seed=1)) is None
+
+
+def test_a_state_larger_than_the_cap_is_refused_before_anything_is_copied():
+    with ps.SlabPool(max_bytes="1MiB") as pool:
+        stager = PoolStager(pool)
+        state = {f"p{i}": torch.zeros(100_000) for i in range(10)}
+        with pytest.raises(
+            BudgetExceededError,
+            match=r"this rank does not fit.*: 10 tensors; .* requested 3\.8. MiB.* raise max",
+        ) as error:
+            stager.stage(state)
+        assert (error.value.requested_bytes >= 4_000_000, error.value.max_bytes) == (True, 1 << 20)
+        assert pool.stats().held_bytes == 0
+        assert stager.stage({"p0": state["p0"]}).result()["p0"].numel() == 100_000
+
+
+def written(staging, left):
+    """Take a state in a thread that ends, as the checkpointers' do, and leave it behind."""
+    thread = threading.Thread(target=lambda: left.append(staging.result()))
+    thread.start()
+    thread.join()
+
+
+def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody_waits_for_ever():
+    with ps.SlabPool(max_bytes="1MiB") as pool:
+        stager = PoolStager(pool)
+        state = {"p": torch.ones(100_000)}
+        left = []
+        for _ in range(2):  # two have room
+            written(stager.stage(state), left)
+        assert pool.stats().held_slabs == 2
+        with pytest.raises(AcquireTimeoutError) as error:
+            stager.stage(state)
+        assert "drop the future of a save that failed" in error.value.__notes__[0]
+        left.clear()
+        assert stager.stage(state).result()["p"].sum() == 100_000
+
+
+def test_what_a_stager_is_made_of_is_checked():
+    with ps.SlabPool(max_bytes="1MiB") as pool, pytest.raises(ValueError, match="pass pool or max_bytes, not both"):
+        PoolStager(pool, max_bytes="1MiB")
+    with pytest.raises(ValueError, match="timeout must not be negative: -1"):
+        PoolStager(max_bytes="1MiB", timeout=-1)
+
+
+def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
+    staged = stager.stage(adam_state()).result()
+    assert pool.stats().owners["checkpoint"].in_flight_bytes == pool.stats().in_flight_bytes > 0
+    del staged
+
+
+def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(pool):
+    hooks = len(_global_optimizer_pre_hooks)
+    stager = PoolStager(pool, hold="step")
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    assert difference(stager.stage(adam_state()).result(), adam_state()) is None
+    adam_state()  # takes a step
+    stager.wait_before_change()
+    stager.close()
+    assert len(_global_optimizer_pre_hooks) == hooks
+    died = weakref.ref(stager)
+    del stager
+    gc.collect()
+    assert died() is None
+    with pytest.raises(ValueError, match="no such hold: 'never'; pass 'stream' or 'step'"):
+        PoolStager(pool, hold="never")
+
+
+def test_a_pool_of_the_stagers_own_can_be_mapped_by_a_writer_and_is_closed_with_it():
+    with PoolStager(max_bytes="1MiB") as stager:
+        assert stager.pool.memory.is_shared
+    assert stager.pool.closed
