@@ -147,8 +147,7 @@ class Host(RuleBasedStateMachine):
     @rule()
     def lose_the_file(self):
         """Somebody removes it; those who wake up write themselves down anew, before anybody else comes."""
-        for file in _host_ledger._folder().glob("ledger-*"):
-            file.unlink()
+        _host_ledger._file().unlink(missing_ok=True)
         for process in self.living:
             process.look()
 

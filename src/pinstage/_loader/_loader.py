@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 
 from .._memory import cap_bytes
-from .._pool import SlabPool
+from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._staging import Target, check_depth, target_for
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
@@ -34,7 +34,7 @@ class IntoSlabs:
     _before: type[Any] = torch.utils.data.DataLoader
     device: torch.device
     depth: int
-    max_bytes: int | str
+    max_bytes: int | str | HostBudget
 
     def stats(self) -> LoaderStats:
         """Return what was done so far. Does not block."""
@@ -42,7 +42,11 @@ class IntoSlabs:
         return self._counters.snapshot(self.num_workers, None if pool is None else pool.stats())  # type: ignore[attr-defined]
 
     def _send_to(
-        self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
+        self,
+        device: torch.device | str | int | None,
+        pool: SlabPool | None,
+        max_bytes: int | str | HostBudget,
+        depth: int,
     ) -> None:
         self.depth = check_depth(depth)
         if pool is not None and max_bytes != "auto":
@@ -54,7 +58,7 @@ class IntoSlabs:
                 f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
                 "SlabPool(SharedMemory(device), max_bytes=...)"
             )
-        if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
+        if max_bytes != "auto" and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._target = target_for(device)
         self.device = self._target.device
@@ -197,7 +201,7 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         *args: Any,
         device: torch.device | str | int | None = None,
         pool: SlabPool | None = None,
-        max_bytes: int | str = "auto",
+        max_bytes: int | str | HostBudget = "auto",
         depth: int = 2,
         **kwargs: Any,
     ) -> None:
@@ -210,7 +214,7 @@ def collate_into_slab(
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
-    max_bytes: int | str = "auto",
+    max_bytes: int | str | HostBudget = "auto",
     depth: int = 2,
 ) -> L:
     """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.

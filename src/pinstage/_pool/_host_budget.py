@@ -17,13 +17,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, SupportsIndex
 
 from .._sizes import format_bytes, parse_bytes
 from ..errors import HostBudgetError
-from ._host_ledger import Bell, Entries, Row, ring, transaction
+from ._host_ledger import Bell, Entries, Row, exists, ring, transaction
 
 _NEWS, _LEND, _TELL = b"!", b"?", b"."
 """What a pool is woken with: something was given back; give back what is idle, and answer; say how you are."""
@@ -35,6 +35,10 @@ _TURN_SECONDS = 1.0
 """How long the pool that has waited longest keeps what comes free for itself: long enough for another one to end the
 step that it is in, so that small requests cannot starve a large one. After that, whatever fits may pass: two that wait
 for one another, the one with what the other needs, are in each other's way no longer than this."""
+
+LEND_SECONDS = 1.0
+"""How long a reservation waits for others to give back what is idle. A process that is not stopped needs milliseconds,
+and the time that its device takes."""
 
 _TOUCH_SECONDS = 3600.0
 """How often a pool that sleeps looks after its row and pipe: what tidies /tmp goes by age, of ten days and more."""
@@ -84,6 +88,8 @@ class HostBudget:
         Raises:
             HostBudgetError: the host's ledger cannot be used.
         """
+        if not exists():
+            return []
         with transaction() as entries:
             pipes = [entries.pipe(row.key) for row in entries.rows()]
         asked = time.time()
@@ -140,8 +146,27 @@ class HostShare:
     """Requests that had to wait."""
     wait_seconds: float = 0.0
     """Time spent waiting, summed over all requests."""
-    owners: dict[str, dict[str, Any]] | None = None
-    """Of each owner: the bytes that it has leased and in flight, and its waits."""
+    owners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each owner, what `PoolStats.owners` says."""
+
+
+class Alone:
+    """The share of a pool whose cap is its own."""
+
+    allowed = sys.maxsize
+    is_full = False
+
+    def serve(self, pool: Borrower, line: Waits) -> None:
+        """Do nothing."""
+
+    def take(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def give(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
+        """Do nothing."""
 
 
 class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns into waiting
@@ -162,9 +187,16 @@ class Borrower(Protocol):
         """Say whether a request waits."""
         ...
 
-    def account(self) -> dict[str, Any]:
+    def account(self, waits: int, wait_seconds: float) -> dict[str, Any]:
         """Say how the pool is, as plain data: fields of `HostShare`."""
         ...
+
+
+class Waits(Protocol):
+    """The line of those who wait."""
+
+    waits: int
+    seconds: float
 
 
 class Share:
@@ -189,6 +221,7 @@ class Share:
         self._budget = budget
         self._name = budget.name or ""
         self._pool: weakref.ref[Borrower] | None = None
+        self._line: Waits
         # All of the rest is read and written in transactions, of which a process has one at a time.
         self._held = 0
         self._written = 0  # in the row
@@ -202,13 +235,16 @@ class Share:
             self._bell, self._key, self._pipe = self._register(entries)
             entries.commit()
 
-    def serve(self, pool: Borrower) -> None:
-        """Say whose share it is. The pool is not kept alive."""
+    def serve(self, pool: Borrower, line: Waits) -> None:
+        """Say whose share it is, and begin to lend what is idle there to others. The pool is not kept alive."""
         self._pool = weakref.ref(pool)
-
-    def start(self) -> None:
-        """Begin to lend what is idle in the pool to others."""
+        self._line = line
         _thread.start_new_thread(self._listen, ())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the budget was taken when the pool asked last."""
+        return self.allowed < self._budget.max_bytes
 
     def take(self, nbytes: int) -> None:
         """Have so many bytes more, before they are allocated. Blocks for the time of a transaction, not for room.
@@ -305,7 +341,7 @@ class Share:
         pool = None if self._pool is None else self._pool()
         now = time.time()
         is_asked = _TELL in heard and now - self._told_at >= _TELL_SECONDS
-        told = pool.account() if pool is not None and is_asked else None
+        told = pool.account(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
         with transaction() as entries:
             others = self._others(entries)
             waiting = [(entries.pipe(row.key), _NEWS) for row in others if row.wanted]

@@ -173,9 +173,9 @@ def transaction() -> Iterator[Entries]:
     import sqlite3
 
     with _at_rest:
-        folder = _folder()
-        # After a crash of the machine all are dead, and the file may be broken, since it is never synced.
-        file = folder / f"ledger-1-{_host.text(Path('/proc/sys/kernel/random/boot_id')) or 'host'}.sqlite"
+        file = _file()
+        folder = file.parent
+        _check_folder(folder)
         _make(file)
         # Opened each time: a connection that is open in a fork is of no use in the child, nor in the parent.
         db = sqlite3.connect(file, timeout=_BUSY_SECONDS, isolation_level=None)
@@ -193,13 +193,25 @@ def transaction() -> Iterator[Entries]:
             db.close()  # rolls back what was not committed
 
 
-def _folder() -> Path:
-    """Return the folder of the ledger, which is nobody's but the user's.
+def exists() -> bool:
+    """Say whether there is a ledger."""
+    return _file().exists()
 
-    Not ``XDG_RUNTIME_DIR``: it is not set in every way to start a program, so that two of them would have two ledgers;
-    and it is removed when the user logs out, while programs go on.
+
+def _file() -> Path:
+    """Return the path of the ledger.
+
+    Not in ``XDG_RUNTIME_DIR``: that is not set in every way to start a program, so that two of them would have two
+    ledgers; and it is removed when the user logs out, while programs go on.
     """
     folder = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
+    # After a crash of the machine all are dead, and the file may be broken, since it is never synced.
+    boot = _host.text(Path("/proc/sys/kernel/random/boot_id")) or "host"
+    return folder / f"ledger-1-{boot}.sqlite"
+
+
+def _check_folder(folder: Path) -> None:
+    """See that the folder is there, and is nobody's but the user's."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -211,7 +223,6 @@ def _folder() -> Path:
     if not stat.S_ISDIR(found.st_mode):
         raise _unsafe(folder, "it is no folder, or a link to one")
     _check_owner(folder, found)
-    return folder
 
 
 def _make(file: Path) -> None:
