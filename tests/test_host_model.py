@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -22,7 +23,7 @@ class Process:
         self.reason = ""
         self.used = self.idle = self.wanted = 0
         self.share = Share(HostBudget(CAP, name="model"))
-        self.share._pool = weakref.ref(self)
+        self.share._pool, self.share._line = weakref.ref(self), SimpleNamespace(waits=0, seconds=0.0)
 
     @property
     def held(self):
@@ -38,7 +39,7 @@ class Process:
     def is_waited_for(self):
         return bool(self.wanted)
 
-    def account(self):
+    def account(self, waits, wait_seconds):
         return {"free_bytes": self.idle}
 
     def ask(self):

@@ -47,7 +47,8 @@ _ANSWER_SECONDS = 0.1
 """How long `HostBudget.shares` waits for pools to say how they are. It takes them a millisecond."""
 
 _TELL_SECONDS = 0.9
-"""How often a pool says how it is at the most, whoever asks: once for each picture of ``pinstage top``."""
+"""How often a pool that did not grow or shrink says how it is, whoever asks: once for each picture of ``pinstage top``.
+"""
 
 
 class HostBudget:
@@ -230,6 +231,7 @@ class Share:
         self._since = self._refused_at = 0.0
         self._asked: set[str] = set()  # pools, since `_asked_at`
         self._asked_at = self._told_at = 0.0
+        self._told_held = 0
         self._is_behind = False
         with transaction() as entries:
             self._bell, self._key, self._pipe = self._register(entries)
@@ -340,7 +342,8 @@ class Share:
         """Bring the row up to date; return whether it is gone, and whom to wake with what."""
         pool = None if self._pool is None else self._pool()
         now = time.time()
-        is_asked = _TELL in heard and now - self._told_at >= _TELL_SECONDS
+        is_old = now - self._told_at >= _TELL_SECONDS or self._told_held != self._held - sum(self._given)
+        is_asked = _TELL in heard and is_old
         told = pool.account(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
         with transaction() as entries:
             others = self._others(entries)
@@ -354,7 +357,7 @@ class Share:
             calls += self._look_for_room(entries, others, pool, now)
             if told is not None:
                 entries.tell(self._key, json.dumps({"at": now, **told}))
-                self._told_at = now
+                self._told_at, self._told_held = now, self._held
             self._write(entries, self._held, self._wanted)
             os.utime(self._pipe)
         return False, calls
