@@ -1,4 +1,4 @@
-"""Processes that share a `HostBudget`, for `test_host_budget.py`: ``python host_processes.py WHAT ARGUMENTS``.
+"""What processes do that share a `HostBudget`, for `test_host_budget.py`. They say things in JSON, a line for each.
 
 What each of them really holds stands in a file that all of them map: a number for each process, written before memory
 is taken and after it is freed. Whoever takes memory looks at the sum.
@@ -84,16 +84,15 @@ def say(**what):
     print(json.dumps(what), flush=True)
 
 
-def rank(mine, peak, budget, timeout):
-    """Peak twice, at other times than the other rank; ``budget`` is ``host``, or the cap of this rank alone."""
-    cap = ps.HostBudget(8 * MIB, name="ranks") if budget == "host" else budget
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=cap) as pool:
+def rank(mine, peak, max_bytes, timeout):
+    """Peak twice, at other times than the other rank."""
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=max_bytes) as pool:
         for turn in range(4):
-            if turn % 2 == int(mine):
-                leases = [pool.acquire(MIB, timeout=float(timeout)) for _ in range(int(peak))]
+            if turn % 2 == mine:
+                leases = [pool.acquire(MIB, timeout=timeout) for _ in range(peak)]
                 for number, lease in enumerate(leases):
                     lease.numpy()[:] = number
-                assert [int(lease.numpy()[-1]) for lease in leases] == list(range(int(peak)))
+                assert [int(lease.numpy()[-1]) for lease in leases] == list(range(peak))
                 for lease in leases:
                     lease.release()
             say(turn=turn)
@@ -129,11 +128,10 @@ def churn(truth, place, cap, max_bytes, seconds, seed):
     return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
 
 
-def crowd(folder, count, cap, seconds, budget):
+def crowd(folder, count, cap, seconds, max_bytes):
     """Let many processes churn, kill one now and then, and look at the sum all the time."""
-    cap, count, end = int(cap), int(count), time.monotonic() + float(seconds)
-    max_bytes = ps.HostBudget(cap, name="crowd") if budget == "host" else cap
-    truth = Truth.create(Path(folder) / "truth")
+    end = time.monotonic() + seconds
+    truth = Truth.create(folder / "truth")
     seeds = iter(range(10**6))
 
     def start(place):
@@ -141,7 +139,7 @@ def crowd(folder, count, cap, seconds, budget):
         pid = os.fork()
         if pid == 0:
             said = churn(truth, place, cap, max_bytes, end - time.monotonic(), seed)
-            (Path(folder) / f"{seed}.json").write_text(json.dumps(said))
+            (folder / f"{seed}.json").write_text(json.dumps(said))
             os._exit(0)
         return pid
 
@@ -158,7 +156,7 @@ def crowd(folder, count, cap, seconds, budget):
         peak, samples = max(peak, truth.held()), samples + 1
         time.sleep(0.002)
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    said = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
+    said = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     sums = {key: sum(each[key] for each in said) for key in said[0]}
     sums["excesses"] += excesses
     say(**sums, kills=kills, peak=peak, samples=samples, ended=ended)
@@ -167,13 +165,8 @@ def crowd(folder, count, cap, seconds, budget):
 def hold(nbytes, is_idle):
     """Hold memory, in use or idle, until the end of the input."""
     pool = ps.SlabPool(ps.PageableMemory(), max_bytes=ps.HostBudget(8 * MIB, name="held"))
-    lease = pool.acquire(int(nbytes), owner="eval")
-    if is_idle == "idle":
+    lease = pool.acquire(nbytes, owner="eval")
+    if is_idle:
         lease.release()
-    say(ready=os.getpid())
+    say(ready=True)
     sys.stdin.readline()
-
-
-if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
-    globals()[what](*arguments)

@@ -39,7 +39,7 @@ class Process:
     def is_waited_for(self):
         return bool(self.wanted)
 
-    def account(self, waits, wait_seconds):
+    def report(self, waits, wait_seconds):
         return {"free_bytes": self.idle}
 
     def ask(self):

@@ -370,7 +370,7 @@ def test_a_frozen_pool_lends_any_larger_slab(pool, memory):
 
 
 def test_a_frozen_pool_without_a_slab_as_large_raises_at_once_and_says_what_to_do(pool, memory):
-    pool.reserve(200)
+    pool.acquire(200).release()
     pool.freeze()
     before = pool.stats()
     with pytest.raises(PoolFrozenError, match=r"300 B, largest slab 208 B.*; reserve\(\) .* before freeze") as caught:

@@ -26,7 +26,7 @@ def check(pool, **expected):
 
 def test_a_new_pool_has_counted_nothing(pool):
     expected = dict.fromkeys((field.name for field in dataclasses.fields(PoolStats)), 0)
-    check(pool, **expected | {"max_bytes": 1000, "max_bytes_reason": "given: 1000"})
+    check(pool, **expected | {"max_bytes": 1000, "max_bytes_reason": "given: 1000", "owners": {}})
 
 
 def test_every_counter_follows_the_life_of_slabs(pool, background):
@@ -153,5 +153,9 @@ def test_a_snapshot_does_not_change(pool):
 
 def test_every_counter_is_an_integer_but_for_seconds_and_reason(pool):
     pool.acquire(100).release()
-    for name, value in dataclasses.asdict(pool.stats()).items():
+    figures = dataclasses.asdict(pool.stats())
+    owners = figures.pop("owners")
+    bound = owners["unnamed"].pop("at_most")
+    assert bound is None
+    for name, value in [*figures.items(), *owners["unnamed"].items()]:
         assert type(value) is {"wait_seconds": float, "max_bytes_reason": str}.get(name, int), name

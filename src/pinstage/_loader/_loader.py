@@ -35,6 +35,7 @@ class IntoSlabs:
     device: torch.device
     depth: int
     max_bytes: int | str | HostBudget
+    owner: str
 
     def stats(self) -> LoaderStats:
         """Return what was done so far. Does not block."""
@@ -46,9 +47,11 @@ class IntoSlabs:
         device: torch.device | str | int | None,
         pool: SlabPool | None,
         max_bytes: int | str | HostBudget,
+        owner: str,
         depth: int,
     ) -> None:
         self.depth = check_depth(depth)
+        self.owner = owner
         if pool is not None and max_bytes != "auto":
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
@@ -63,7 +66,7 @@ class IntoSlabs:
         self._target = target_for(device)
         self.device = self._target.device
         self.max_bytes = max_bytes if pool is None else pool.max_bytes
-        self._own_slabs = Slabs(self._target, max_bytes, pool)
+        self._own_slabs = Slabs(self._target, max_bytes, owner, pool)
         self._counters = Counters()
 
     # A copy makes these when it is used: one in a spawned worker, whose dataset has the loader, must not touch CUDA.
@@ -80,7 +83,7 @@ class IntoSlabs:
         """
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None or slabs.pid != os.getpid():
-            slabs = self._own_slabs = Slabs(self._target, self.max_bytes)
+            slabs = self._own_slabs = Slabs(self._target, self.max_bytes, self.owner)
             self._counters = Counters()
         return slabs
 
@@ -119,7 +122,7 @@ class IntoSlabs:
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
         loader: Any = self
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
-        server = SlabServer(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs)
+        server = SlabServer(self._slabs.shared(), [here for here, _ in pairs], self._target, self._slabs, self.owner)
         try:
             terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
             collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
@@ -180,6 +183,8 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
             makes a pool of its own, with the same cap.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached; a batch for which there can be no slab travels through the worker queue, more slowly.
+        owner: for whom slabs are taken, in `PoolStats.owners`, and by which name a share of the pool binds the loader;
+            see `SlabPool.share`.
         depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. Without workers
             there are none ahead.
         **kwargs: as torch's.
@@ -202,11 +207,12 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
         device: torch.device | str | int | None = None,
         pool: SlabPool | None = None,
         max_bytes: int | str | HostBudget = "auto",
+        owner: str = "loader",
         depth: int = 2,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, *args, **kwargs)
-        self._send_to(device, pool, max_bytes, depth)
+        self._send_to(device, pool, max_bytes, owner, depth)
 
 
 def collate_into_slab(
@@ -215,6 +221,7 @@ def collate_into_slab(
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
     max_bytes: int | str | HostBudget = "auto",
+    owner: str = "loader",
     depth: int = 2,
 ) -> L:
     """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.
@@ -228,6 +235,7 @@ def collate_into_slab(
         device: as for `DataLoader`.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
+        owner: as for `DataLoader`.
         depth: as for `DataLoader`.
 
     Returns:
@@ -248,7 +256,7 @@ def collate_into_slab(
     kept = found.__class__
     found.__class__ = _into_slabs(kept)
     try:
-        found._send_to(device, pool, max_bytes, depth)
+        found._send_to(device, pool, max_bytes, owner, depth)
     except BaseException:
         found.__class__ = kept
         raise

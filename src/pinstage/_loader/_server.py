@@ -94,12 +94,16 @@ class SlabServer:
         pool: over shared memory.
         channels: this side's ends, one for each worker; the server closes them.
         target: where slabs are copied to.
-        owner: keeps the pool open.
+        keeper: keeps the pool open.
+        owner: for whom slabs are taken from the pool.
     """
 
-    def __init__(self, pool: SlabPool, channels: Sequence[Connection], target: Target, owner: object) -> None:
+    def __init__(
+        self, pool: SlabPool, channels: Sequence[Connection], target: Target, keeper: object, owner: str
+    ) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], Known] = {}
+        self._keeper: object = keeper
         self._owner = owner
         self._target = target
         self._pool = pool
@@ -289,12 +293,11 @@ class SlabServer:
         size = rounded if rounded <= self._pool.max_bytes else nbytes
         supplied = {loan.worker for loan in self._loans.values()}
         if worker in supplied:
-            stats = self._pool.stats()
-            room = stats.max_bytes - stats.leased_bytes - stats.in_flight_bytes - size
+            room = self._pool.stats().owners[self._owner].available_bytes - size
             if room < size * len(set(self._open.values()) - supplied):
                 return None
         try:
-            return self._pool.acquire(size, timeout=0)
+            return self._pool.acquire(size, timeout=0, owner=self._owner)
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
             return None  # the worker makes do without
         except Exception as error:  # noqa: BLE001 - of the system: as above, but nobody would know why it is slow
@@ -359,11 +362,11 @@ class SlabServer:
         for channel in self._channels.values():
             channel.close()
         if self._leak:
-            LEAKED.append((self._owner, loans))
+            LEAKED.append((self._keeper, loans))
         else:
             for loan in loans.values():
                 loan.lease.release(after=events.get(loan.number))
-        self._owner = None
+        self._keeper = None
         self._gone.release()
 
 

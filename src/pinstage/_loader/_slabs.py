@@ -16,10 +16,13 @@ class Slabs:
     Args:
         target: where slabs are copied to.
         max_bytes: cap of the pool that is made when it is needed.
+        owner: for whom they are taken from the pool.
         pool: where they come from instead; it is not freed.
     """
 
-    def __init__(self, target: Target, max_bytes: int | str | HostBudget, pool: SlabPool | None = None) -> None:
+    def __init__(
+        self, target: Target, max_bytes: int | str | HostBudget, owner: str, pool: SlabPool | None = None
+    ) -> None:
         self.pid = os.getpid()
         """The process that they belong to: neither they nor the locks here are of use in a forked child."""
         self.pool = pool
@@ -27,6 +30,7 @@ class Slabs:
         """Held while an iterator is made: torch reads the loader then, which is changed for that time."""
         self._target = target
         self._max_bytes = max_bytes
+        self._owner = owner
         self._stager: Stager | None = None
         self._lock = threading.Lock()
 
@@ -46,5 +50,5 @@ class Slabs:
                 device = self._target.device
                 if self.pool is None:
                     self.pool = SlabPool(default_memory(device), max_bytes=self._max_bytes)
-                self._stager = Stager(device, pool=self.pool)
+                self._stager = Stager(device, pool=self.pool, owner=self._owner)
             return self._stager

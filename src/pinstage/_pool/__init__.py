@@ -31,7 +31,7 @@ from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
 from ._pool import SlabPool
 from ._slab import Event
-from ._stats import PoolStats
+from ._stats import OwnerStats, PoolStats
 
 __all__ = [
     "CLASSES_PER_DOUBLING",
@@ -41,6 +41,7 @@ __all__ = [
     "HostBudget",
     "HostShare",
     "Lease",
+    "OwnerStats",
     "PoolStats",
     "SlabPool",
     "reuse_limit",

@@ -148,7 +148,7 @@ class HostShare:
     wait_seconds: float = 0.0
     """Time spent waiting, summed over all requests."""
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each owner, what `PoolStats.owners` says."""
+    """Of each owner, the fields of `OwnerStats`."""
 
 
 class Alone:
@@ -188,7 +188,7 @@ class Borrower(Protocol):
         """Say whether a request waits."""
         ...
 
-    def account(self, waits: int, wait_seconds: float) -> dict[str, Any]:
+    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
         """Say how the pool is, as plain data: fields of `HostShare`."""
         ...
 
@@ -344,7 +344,7 @@ class Share:
         now = time.time()
         is_old = now - self._told_at >= _TELL_SECONDS or self._told_held != self._held - sum(self._given)
         is_asked = _TELL in heard and is_old
-        told = pool.account(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
+        told = pool.report(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
         with transaction() as entries:
             others = self._others(entries)
             waiting = [(entries.pipe(row.key), _NEWS) for row in others if row.wanted]
@@ -429,6 +429,7 @@ class Share:
 
 def _program() -> str:
     """Name this program for people: what was started, and its rank."""
-    name = Path(sys.argv[0] if sys.argv else "").name or "python"
+    path = Path(sys.argv[0] if sys.argv else "")
+    name = (path.parent if path.name == "__main__.py" else path).name or "python"
     rank = os.environ.get("RANK")
     return name if rank is None else f"{name} rank {rank}"

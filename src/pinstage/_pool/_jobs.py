@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from .._memory import MemoryResource, as_called_here
 from .._reaper import reaper, running
+from ._accounts import Account
 from ._host_budget import Alone, Share
 from ._lease import Lease
 from ._slab import Inbox, Slab
@@ -29,11 +30,12 @@ class Job:
         inbox: is told when the victims are gone, and when all is done.
         slabs: all that the pool holds: what is freed leaves it, what is made enters it.
         host: the pool's part of what the host has: asked before, and told after.
-        owner: is kept alive until the end.
+        keeper: is kept alive until the end.
         victims: idle slabs, out of the idle ones already.
         capacity: of the slabs to be made.
         count: how many.
         nbytes: what the lease shall be of that the first slab is made for; 0 if for none.
+        account: whose lease that is; None if for none.
 
     Attributes:
         promised: bytes of the cap that are kept for it beyond those of the victims; the ledger's.
@@ -51,14 +53,16 @@ class Job:
         inbox: Inbox,
         slabs: dict[Slab, None],
         host: Share | Alone,
-        owner: object,
+        keeper: object,
         *,
         victims: Sequence[Slab] = (),
         capacity: int = 0,
         count: int = 0,
         nbytes: int = 0,
+        account: Account | None = None,
     ) -> None:
         self.victims = victims
+        self.account = account
         self.capacity = capacity
         self.count = count
         self.nbytes = nbytes
@@ -76,7 +80,7 @@ class Job:
         self._slabs = slabs
         self._host = host
         self._taken = 0  # of the host, and not made yet
-        self._owner: object = owner
+        self._keeper: object = keeper
         self._surroundings = as_called_here()
 
     def start(self, jobs: dict[Job, None]) -> None:
@@ -145,7 +149,7 @@ class Job:
         self._inbox.notices.setdefault(self)
         self._end.release()
         self._inbox.ring()
-        self._owner = None
+        self._keeper = None
         del running[self]
 
     def _free(self, slab: Slab) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Owner(Protocol):
-    """Whose slab it is; leases and views keep it alive."""
+class Keeper(Protocol):
+    """What leases and views keep alive: it has the slab, and takes it back."""
 
     inbox: Inbox
     closed: bool
@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("life", "owner")})
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("keeper", "life")})
 
 
 class Lease:
@@ -52,10 +52,10 @@ class Lease:
     not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_notice", "_owner", "_slab")
+    __slots__ = ("__weakref__", "_capacity", "_exporter", "_keeper", "_nbytes", "_notice", "_slab")
 
-    def __init__(self, owner: Owner, slab: Slab, nbytes: int) -> None:
-        self._owner = owner
+    def __init__(self, keeper: Keeper, slab: Slab, nbytes: int) -> None:
+        self._keeper = keeper
         self._slab: Slab | None = slab
         self._nbytes = nbytes
         self._capacity = slab.capacity
@@ -167,8 +167,8 @@ class Lease:
             LeaseError: the lease was released before.
             ForkedPoolError: called in a forked child.
         """
-        owner = self._owner
-        if owner.is_forked:
+        keeper = self._keeper
+        if keeper.is_forked:
             raise _refusals.forked()
         # From here to the notice nothing is called but C, so neither another thread nor an interrupt comes between: of
         # two releases at once one finds no slab, and none is half done.
@@ -180,10 +180,10 @@ class Lease:
             slab.holder = None
         self._exporter = None
         slab.came_back(None)
-        if owner.inbox.bells:
-            owner.inbox.ring()
-        if owner.closed:
-            owner.tidy_later()
+        if keeper.inbox.line:
+            keeper.inbox.ring()
+        if keeper.closed:
+            keeper.tidy_later()
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
@@ -198,15 +198,15 @@ class Lease:
         )
 
     def _export(self, what: str) -> Any:
-        owner = self._owner
-        if owner.is_forked:  # page-locked pages may be missing in a child: reading them would end it
+        keeper = self._keeper
+        if keeper.is_forked:  # page-locked pages may be missing in a child: reading them would end it
             raise _refusals.forked()
         slab = self._slab
         if slab is None or slab.holder is not self._notice:
             self._refuse(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
-            exporter.owner = owner
+            exporter.keeper = keeper
             # Not the exporter: if a memoryview is part of a garbage cycle, the collector tells of its death before
             # finalisers have had their last use of it. An array is nothing that the collector knows.
             exporter.life = np.empty(0)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,14 @@ from .._reaper import reaper
 from .._torch import ownership
 from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
+from ._accounts import Account, Accounts, Request
 from ._classes import reuse_limit, size_class
 from ._host_budget import Alone, Share
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
 from ._slab import Event, IdleSlabs, Inbox, Meter, Slab
-from ._stats import PoolStats
+from ._stats import OwnerStats, PoolStats
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 """Of this process and its parents."""
@@ -56,7 +58,7 @@ class Ledger:
         lock: for all but the inbox. A thread that has it may come again, by a finaliser.
         is_entered: says whether this thread has it.
         inbox: what has come back, and who waits.
-        largest: the largest slab that the cap allows.
+        accounts: of the owners, with their shares.
         closed: whether the pool was closed. May be set without the lock.
         is_forked: whether this is the copy of a forked child, which must not use it.
         frozen: whether it must not allocate.
@@ -76,7 +78,7 @@ class Ledger:
         self._memory = memory
         self._host = host
         self._granularity = memory.granularity
-        self.largest = max_bytes // self._granularity * self._granularity
+        self.accounts = Accounts(max_bytes, self._granularity)
 
         self._slabs: dict[Slab, None] = {}  # all of them; jobs write it, too
         self._jobs: dict[Job, None] = {}  # those that are under way, or not settled
@@ -111,10 +113,13 @@ class Ledger:
 
     # -- decisions
 
-    def serve(self, nbytes: int) -> Lease | Job | PoolFrozenError | None:
+    def serve(
+        self, account: Account, nbytes: int, ahead: Sequence[Request] = ()
+    ) -> Lease | Job | PoolFrozenError | None:
         """Serve a request from what is there, or begin to grow, or return None: wait.
 
-        The cases, in this order:
+        What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
+        cases of shares and of turns. Within that, the cases are, in this order:
 
         1. an idle slab of which at most 12.5% would be waste, or, from 1 MiB on, of at most twice the class;
         2. the same, once those events have been asked that slabs in flight wait for;
@@ -123,32 +128,54 @@ class Ledger:
         5. idle slabs of other classes would make room: free them, least recently used first, and allocate;
         6. wait.
 
-        A frozen pool leaves out 3 and 5, and refuses at once where it has no slab as large.
+        A frozen pool leaves out 3 and 5, shares what it holds, and refuses at once where it has no slab that would do.
         """
-        capacity = min(size_class(nbytes, self._granularity), self.largest)
+        room = account.largest
+        if ahead or self.accounts.are_shared:
+            if self._pending:
+                self.ask_events()
+            room = self.accounts.room(account, ahead, self._whole())
+        capacity = size_class(nbytes, self._granularity)
+        if capacity > room:
+            capacity = room
         limit = reuse_limit(nbytes, capacity)
+        if limit > room:
+            limit = room
         slab = self._idle.take(nbytes, limit)
         if slab is None and self._pending and self.ask_events():
             slab = self._idle.take(nbytes, limit)
         if slab is None:
             shortfall = capacity - self._headroom()
-            if shortfall <= 0 and not self.frozen:
-                return self._start(capacity=capacity, count=1, nbytes=nbytes)
-            slab = self._idle.take(nbytes, self.largest)
+            if shortfall <= 0 and nbytes <= room and not self.frozen:
+                return self._start(capacity=capacity, count=1, nbytes=nbytes, account=account)
+            slab = self._idle.take(nbytes, room)
         if slab is not None:
             self._hits += 1
-            return self._lend(slab, nbytes)
+            return self._lend(slab, account, nbytes)
         if self.frozen:
-            if not any(size >= nbytes for size in self._slabs_by_capacity):
-                return _refusals.frozen(self.figures(), nbytes, max(self._slabs_by_capacity, default=0))
-        elif shortfall <= self._idle.bytes:
-            return self._start(self._idle.take_oldest(shortfall), capacity=capacity, count=1, nbytes=nbytes)
+            return self._refuse_frozen(account, nbytes)
+        if nbytes <= room and shortfall <= self._idle.bytes:
+            victims = self._idle.take_oldest(shortfall)
+            return self._start(victims, capacity=capacity, count=1, nbytes=nbytes, account=account)
         return None
+
+    def _refuse_frozen(self, account: Account, nbytes: int) -> PoolFrozenError | None:
+        """Return the error of a request that no slab of the frozen pool will ever serve; None if one will."""
+        largest = self.accounts.largest(account, self._held.bytes)
+        sizes = [size for size in self._slabs_by_capacity if size <= largest]
+        if any(size >= nbytes for size in sizes):
+            return None
+        return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+
+    def _whole(self) -> int:
+        """Return the bytes that the owners share."""
+        return self._held.bytes if self.frozen else self.max_bytes
 
     def reserve(self, nbytes: int, count: int) -> Job | PoolFrozenError | BudgetExceededError | None:
         """Begin to allocate the slabs that are missing for `count` leases at once; None if none is."""
         self.ask_events()
-        capacity = min(size_class(nbytes, self._granularity), self.largest)
+        largest = self.max_bytes // self._granularity * self._granularity
+        capacity = min(size_class(nbytes, self._granularity), largest)
         missing = max(0, count - self._idle.count(nbytes, reuse_limit(nbytes, capacity)))
         if not missing:
             return None
@@ -180,7 +207,15 @@ class Ledger:
     def _headroom(self) -> int:
         return min(self.max_bytes, self._host.allowed) - self._held.bytes - self._promised_bytes
 
-    def _start(self, victims: Sequence[Slab] = (), *, capacity: int = 0, count: int = 0, nbytes: int = 0) -> Job:
+    def _start(
+        self,
+        victims: Sequence[Slab] = (),
+        *,
+        capacity: int = 0,
+        count: int = 0,
+        nbytes: int = 0,
+        account: Account | None = None,
+    ) -> Job:
         """Begin slow work.
 
         Victims stay counted as held until they are freed, so that the cap holds at every moment; then their room is
@@ -196,15 +231,20 @@ class Ledger:
             capacity=capacity,
             count=count,
             nbytes=nbytes,
+            account=account,
         )
         self._promised_bytes += job.promised
+        if account is not None:
+            account.busy_bytes += capacity
         job.start(self._jobs)
         return job
 
     # -- from state to state
 
-    def _lend(self, slab: Slab, nbytes: int) -> Lease:
+    def _lend(self, slab: Slab, account: Account, nbytes: int) -> Lease:
         lease = Lease(self, slab, nbytes)
+        slab.account = account
+        account.busy_bytes += slab.capacity
         slab.requested = nbytes
         slab.event = slab.exporter = None
         slab.holder = lease._notice = weakref.ref(lease, slab.came_back)
@@ -259,17 +299,22 @@ class Ledger:
             return
         for slab in job.victims[job.gone :]:  # not reached, because of an error
             self._make_idle(slab)
+        if job.account is not None:
+            job.account.busy_bytes -= job.capacity
         for slab in job.made:
             self._adopt(slab)
-            if job.nbytes:
+            if job.account is not None:
                 self._misses += 1
-                job.lease = self._lend(slab, job.nbytes)
+                job.lease = self._lend(slab, job.account, job.nbytes)
             else:
                 self._make_idle(slab)
         del self._jobs[job]
         self.inbox.ring()
 
     def _make_idle(self, slab: Slab) -> None:
+        account, slab.account = slab.account, None
+        if account is not None:
+            account.busy_bytes -= slab.capacity
         slab.enter(self._free)
         self._idle.put(slab)
 
@@ -322,13 +367,17 @@ class Ledger:
                 if not slab.has_view():
                     self._pending[slab] = None
             else:
-                slab.state = self._free
+                slab.state, slab.account = self._free, None
                 if slab not in being_freed:
                     self._idle.put(slab)
         counted = [slab for slab in self._slabs if slab not in coming]
         for state in (self._leased, self._in_flight, self._free):
             state.recount([slab.capacity for slab in counted if slab.state is state])
         self._held.recount([slab.capacity for slab in counted])
+        growing = [(job.account, job.capacity) for job in self._jobs]
+        busy = [(slab.account, slab.capacity) for slab in counted]
+        for account in self.accounts.values():
+            account.busy_bytes = sum(size for whose, size in [*growing, *busy] if whose is account)
 
     # -- without the lock, but for `reap` and `snapshot`
 
@@ -365,9 +414,9 @@ class Ledger:
 
     def is_waited_for(self) -> bool:
         """Say whether a request waits."""
-        return bool(self.inbox.bells)
+        return bool(self.inbox.line)
 
-    def account(self, waits: int, wait_seconds: float) -> dict[str, Any]:
+    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
         """Say how the pool is, for those who watch this host."""
         with self.lock:
             self.begin()
@@ -380,6 +429,7 @@ class Ledger:
             "free_bytes": stats.free_bytes,
             "waits": waits,
             "wait_seconds": wait_seconds,
+            "owners": {name: asdict(owner) for name, owner in stats.owners.items()},
         }
 
     def figures(self) -> Figures:
@@ -403,4 +453,20 @@ class Ledger:
             wait_seconds=wait_seconds,
             trims=self._trims,
             recovered=self._recovered,
+            owners={account.name: self._of_owner(account) for account in self.accounts.values()},
+        )
+
+    def _of_owner(self, account: Account) -> OwnerStats:
+        slabs = [slab for slab in list(self._slabs) if slab.account is account]
+        leased = sum(slab.capacity for slab in slabs if slab.state is self._leased)
+        held = sum(slab.capacity for slab in slabs)
+        return OwnerStats(
+            held_bytes=held,
+            leased_bytes=leased,
+            in_flight_bytes=held - leased,
+            available_bytes=max(0, self.accounts.room(account, (), self._whole())),
+            at_least=account.at_least,
+            at_most=account.at_most,
+            waits=account.waits,
+            wait_seconds=account.wait_seconds,
         )

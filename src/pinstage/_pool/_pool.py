@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from .._memory import MemoryResource, cap_bytes, default_memory
@@ -11,10 +12,12 @@ from .._sizes import parse_bytes
 from .._steps import step
 from ..errors import UnreleasedLeaseWarning
 from . import _refusals
+from ._accounts import Account
 from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
 from ._jobs import Job
 from ._lease import Lease
 from ._ledger import Ledger
+from ._slab import Waiter
 from ._stats import PoolStats
 from ._waiting import Line
 
@@ -59,7 +62,7 @@ class SlabPool:
         self._memory: MemoryResource = default_memory() if memory is None else memory
         self._ledger = Ledger(self._memory, cap, reason, host)
         self._host = host
-        self._line = Line(self._ledger.inbox)
+        self._line = Line(self._ledger.inbox, self._ledger.accounts)
         self._host.serve(self._ledger, self._line)
 
     # -- the public verbs
@@ -84,19 +87,21 @@ class SlabPool:
         """Whether the pool was closed."""
         return self._ledger.closed
 
-    def acquire(self, nbytes: int | str, *, timeout: float | None = None) -> Lease:
+    def acquire(self, nbytes: int | str, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
         """Lease a slab of at least `nbytes`.
 
-        Blocks only at the cap, until another lease is released or an event is done, first come first served. It may
-        also take the time of an allocation when the pool grows, and of freeing when idle slabs have to make room (CUDA
-        waits for the device then); `reserve` beforehand avoids both.
+        Blocks only at the cap, or at the bound of the owner's share, until another lease is released or an event is
+        done; first come first served, but for what is guaranteed to an owner (see `share`). It may also take the time
+        of an allocation when the pool grows, and of freeing when idle slabs have to make room (CUDA waits for the
+        device then); `reserve` beforehand avoids both.
 
         Args:
             nbytes: bytes needed, at least 1; text such as ``"4MiB"`` is accepted.
             timeout: seconds to wait at the most; 0 does not wait, None waits for ever.
+            owner: for whom, in one word: counted in `PoolStats.owners`, and bound by the share of that name.
 
         Raises:
-            BudgetExceededError: more than `max_bytes`; it can never fit.
+            BudgetExceededError: more than `max_bytes`, or than shares leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab as large.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -113,12 +118,41 @@ class SlabPool:
             self._check_entry()
         with step("acquire"):
             with ledger.lock:
-                if ledger.closed or nbytes > ledger.largest:
-                    self._check_request(nbytes)
+                account = ledger.accounts[owner]
+                if ledger.closed or nbytes > account.largest:
+                    self._check_request(account, nbytes)
                 ledger.begin()
-                found = None if ledger.inbox.bells else ledger.serve(nbytes)
+                line = ledger.inbox.line
+                found = ledger.serve(account, nbytes, list(line) if line else ())
                 ledger.end()
-            return found if isinstance(found, Lease) else self._wait_or_grow(nbytes, found, timeout)
+            return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
+
+    def share(self, owner: str, *, at_least: int | str = 0, at_most: int | str | None = None) -> None:
+        """Guarantee a part of the cap to an owner, and bound what it may hold. Does not block, and allocates nothing.
+
+        Counted are the sizes of slabs that the owner has leased or that are in flight: up to 12.5% more than was asked
+        for. What is guaranteed and not used is kept free of others, so that the owner gets it at once, whoever else
+        waits. A request behind one that waits because of its own owner's bound is served before it.
+
+        A frozen pool shares what it holds, in slabs of the sizes that it has. Slabs beyond a new share stay with whom
+        they are until they are released. A second call for the same owner takes the place of the first.
+
+        Args:
+            owner: the name, as given to `acquire`.
+            at_least: bytes that no other owner may have; text such as ``"1GiB"`` is accepted.
+            at_most: bytes that it may have; None for no bound but the cap.
+
+        Raises:
+            ValueError: `at_least` is more than `at_most`, `at_most` is 0, or more than the cap would be guaranteed.
+            PoolClosedError: the pool is closed.
+            ForkedPoolError: called in a forked child.
+        """
+        least, most = parse_bytes(at_least), None if at_most is None else parse_bytes(at_most)
+        self._check_entry()
+        with self._ledger.lock:
+            self._check_open()
+            self._ledger.accounts.share(owner, least, most)
+        self._line.ring_all()
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -137,30 +171,34 @@ class SlabPool:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
         ledger = self._ledger
         self._check_entry()
-        error = self._reserve(nbytes, count)
+        error, is_asked_for = self._reserve(nbytes, count)
         deadline = time.monotonic() + LEND_SECONDS
-        while error is not None and self._host.is_full and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)  # others are giving back what is idle there
-            error = self._reserve(nbytes, count)
+        while is_asked_for and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            error, is_asked_for = self._reserve(nbytes, count)
         if error is not None:
             raise error
         if ledger.closed:
             self.trim()
 
-    def _reserve(self, nbytes: int, count: int) -> Exception | None:
+    def _reserve(self, nbytes: int, count: int) -> tuple[Exception | None, bool]:
+        """Return what is in the way, if anything, and whether other processes were asked to give that back."""
         ledger = self._ledger
         with ledger.lock:
-            self._check_request(nbytes)
+            is_full = self._host.is_full
+            self._check_open()
+            if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
+                raise _refusals.never_fits(ledger.figures(), nbytes)
             ledger.begin()
             found = ledger.reserve(nbytes, count)
             ledger.end()
         if not isinstance(found, Job):
-            return found
+            return found, found is not None and is_full
         try:
             self._wait_for(found)
         except HostIsFull:
-            return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count)
-        return None
+            return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count), True
+        return None, False
 
     def trim(self, to_bytes: int | str = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -233,16 +271,16 @@ class SlabPool:
 
     # -- waiting
 
-    def _wait_or_grow(self, nbytes: int, found: Job | Exception | None, timeout: float | None) -> Lease:
+    def _wait_or_grow(
+        self, account: Account, nbytes: int, found: Job | Exception | None, timeout: float | None
+    ) -> Lease:
         ledger = self._ledger
 
-        def attempt(my_turn: bool) -> Lease | Job | Exception | None:
+        def attempt(ahead: Sequence[Waiter]) -> Lease | Job | Exception | None:
             with ledger.lock:
-                self._check_open()
-                if not my_turn:
-                    return None
+                self._check_request(account, nbytes)
                 ledger.begin()
-                found = ledger.serve(nbytes)
+                found = ledger.serve(account, nbytes, ahead)
                 ledger.end()
             return found
 
@@ -253,7 +291,10 @@ class SlabPool:
         while not isinstance(served, Lease):
             if isinstance(served, Exception):
                 raise served
-            served = self._line.wait(attempt, timeout, timed_out) if served is None else self._wait_for_room(served)
+            if served is None:
+                served = self._line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
+            else:
+                served = self._wait_for_room(served)
         if ledger.closed:
             served.release()
             self.trim()
@@ -288,10 +329,12 @@ class SlabPool:
         if ledger.forgotten:
             self._warn_of_forgotten(stacklevel=4)
 
-    def _check_request(self, nbytes: int) -> None:
+    def _check_request(self, account: Account, nbytes: int) -> None:
         self._check_open()
-        if nbytes > self._ledger.largest:
-            raise _refusals.never_fits(self._ledger.figures(), nbytes)
+        if nbytes > account.largest:
+            raise _refusals.never_fits(
+                self._ledger.figures(), nbytes, account if self._ledger.accounts.are_shared else None
+            )
 
     def _check_open(self) -> None:
         if self._ledger.closed:

@@ -14,6 +14,7 @@ from ..errors import (
     PoolFrozenError,
     StagingError,
 )
+from ._accounts import Account
 
 
 class Figures(NamedTuple):
@@ -37,10 +38,15 @@ def closed(figures: Figures) -> PoolClosedError:
     return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
 
 
-def never_fits(figures: Figures, nbytes: int) -> BudgetExceededError:
-    """Return the error of a request that is larger than the cap."""
+def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
+    """Return the error of a request that is larger than the cap, or than shares leave to an owner."""
+    if account is not None:
+        shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
+        remedy = "raise max_bytes, change share(), or ask for less"
+    else:
+        shares, remedy = "", "raise max_bytes or ask for less"
     return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {figures}; raise max_bytes or ask for less",
+        f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
         **_numbers(figures, nbytes),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
@@ -10,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import threading
-
     from .._memory import Block
+    from ._accounts import Account
 
 
 class Event(Protocol):
@@ -76,6 +76,7 @@ class Slab:
         ptr: address of its first byte.
         capacity: its size in bytes.
         requested: what the holder of its lease asked for; 0 if it is not leased.
+        account: of the owner whose lease it has, or had last while it is in flight; None if it is idle.
         state: where it is counted; None until it is.
         holder: a weak reference to the lease; None if there is none, or it was released.
         exporter: a weak reference to what all views of the last lease keep alive; None if there was no view.
@@ -83,7 +84,18 @@ class Slab:
         came_back: puts the slab into the pool's inbox, whatever it is given.
     """
 
-    __slots__ = ("block", "came_back", "capacity", "event", "exporter", "holder", "ptr", "requested", "state")
+    __slots__ = (
+        "account",
+        "block",
+        "came_back",
+        "capacity",
+        "event",
+        "exporter",
+        "holder",
+        "ptr",
+        "requested",
+        "state",
+    )
 
     def __init__(self, block: Block, inbox: Inbox) -> None:
         self.block = block
@@ -91,6 +103,7 @@ class Slab:
         self.ptr = block.ptr
         self.capacity = block.nbytes
         self.requested = 0
+        self.account: Account | None = None
         self.state: Meter | None = None
         self.holder: weakref.ref[Any] | None = None
         self.exporter: weakref.ref[Any] | None = None
@@ -180,6 +193,30 @@ class IdleSlabs:
             self._capacities.remove(capacity)
 
 
+class Waiter:
+    """One who waits for a slab.
+
+    The bell is a lock, which is rung by releasing it: an interrupt may leave a `threading.Event` locked for ever, and a
+    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+
+    Attributes:
+        account: of the owner.
+        nbytes: wanted.
+        ring: lets the waiter look again. One call of C; raises RuntimeError if it was rung and not heard yet.
+        hear: waits until it is rung.
+    """
+
+    __slots__ = ("account", "hear", "nbytes", "ring")
+
+    def __init__(self, account: Account, nbytes: int) -> None:
+        bell = _thread.allocate_lock()
+        bell.acquire()
+        self.account = account
+        self.nbytes = nbytes
+        self.ring = bell.release
+        self.hear = bell.acquire
+
+
 class Inbox:
     """What has come back, and who waits for it. Written by releases and finalisers, which take no lock.
 
@@ -190,17 +227,16 @@ class Inbox:
     Attributes:
         notices: slabs to be looked at again, and slow work that got on, in the order in which they came. Whoever next
             has the pool's lock works them off.
-        bells: of those who wait for a slab, the one whose turn it is first. A bell is a lock that is rung by releasing
-            it.
+        line: who waits for a slab, the one who has waited longest first.
     """
 
     def __init__(self) -> None:
         self.notices: dict[Any, Any] = {}
-        self.bells: deque[threading.Lock] = deque()
+        self.line: deque[Waiter] = deque()
 
     def ring(self) -> None:
         """Let the first of those who wait look again."""
         try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
-            self.bells[0].release()
+            self.line[0].ring()
         except (IndexError, RuntimeError):
             pass  # nobody waits, or it was rung and not heard yet

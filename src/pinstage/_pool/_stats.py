@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerStats:
+    """What one owner of a pool's leases has. Idle slabs are nobody's."""
+
+    held_bytes: int
+    """Bytes of slabs that the owner keeps from others: leased, or in flight."""
+    leased_bytes: int
+    """Bytes of slabs in its hands."""
+    in_flight_bytes: int
+    """Bytes of slabs that it released whose event is not done or of which a view is alive."""
+    available_bytes: int
+    """What it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
+    at_least: int
+    """Bytes that are guaranteed to it, by `SlabPool.share`; 0 for none."""
+    at_most: int | None
+    """Bytes that it may hold, by `SlabPool.share`; None for no bound but the cap."""
+    waits: int
+    """Its requests that had to wait."""
+    wait_seconds: float
+    """Time that they waited, in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +89,8 @@ class PoolStats:
     """Idle slabs given back to the system."""
     recovered: int
     """Slabs taken back that an interrupt had taken from everybody."""
+    owners: Mapping[str, OwnerStats] = field(hash=False)
+    """Who holds what, by the name given to `SlabPool.acquire`."""
 
     @property
     def rounding_waste(self) -> float:

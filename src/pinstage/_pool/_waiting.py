@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._slab import Inbox
+from ._accounts import Accounts
+from ._slab import Inbox, Waiter
 
 _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
@@ -18,57 +19,73 @@ view that dies wake nobody (finalisers do no more than one call of C), so it loo
 class Line:
     """Waiters, first come first served.
 
-    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked for ever, and a
-    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+    Each looks for itself, with those before it in mind. What comes back wakes the first; where there are shares, which
+    may let another one pass, each who finds nothing wakes the next.
 
     Args:
-        inbox: has the bells.
+        inbox: has the line.
+        accounts: say whether there are shares.
 
     Attributes:
         waits: how many waited.
         seconds: that they waited in all.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, accounts: Accounts) -> None:
         self.waits = 0
         self.seconds = 0.0
-        self._bells = inbox.bells
         self._inbox = inbox
+        self._accounts = accounts
 
     def ring_all(self) -> None:
         """Let all look again."""
-        for bell in list(self._bells):
+        for waiter in list(self._inbox.line):
             with contextlib.suppress(RuntimeError):  # rung already
-                bell.release()
+                waiter.ring()
 
-    def wait(self, attempt: Callable[[bool], Any], timeout: float | None, timed_out: Callable[[int], Exception]) -> Any:
+    def wait(
+        self,
+        me: Waiter,
+        attempt: Callable[[Sequence[Waiter]], Any],
+        timeout: float | None,
+        timed_out: Callable[[int], Exception],
+    ) -> Any:
         """Wait until an attempt brings something, and return that. Blocks.
 
         Args:
-            attempt: called with whether it is the caller's turn. What it raises ends the wait.
+            me: who waits.
+            attempt: called with those who have waited longer. What it raises ends the wait.
             timeout: seconds; None waits for ever.
             timed_out: returns what is raised then; called with how many others wait.
         """
         start = time.monotonic()
-        bell = threading.Lock()
-        bell.acquire()
+        line = self._inbox.line
         pause, longest_pause = _POLL_SECONDS
         try:
-            self._bells.append(bell)
+            line.append(me)
             self.waits += 1
+            me.account.waits += 1
             while True:
-                my_turn = self._bells[0] is bell
-                found = attempt(my_turn)
+                ahead = list(line)
+                place = ahead.index(me)
+                behind = ahead[place + 1 :]
+                del ahead[place:]
+                found = attempt(ahead)
                 if found is not None:
                     return found
+                if self._accounts.are_shared and behind:
+                    with contextlib.suppress(RuntimeError):
+                        behind[0].ring()
                 left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
                 if left <= 0:
-                    raise timed_out(len(self._bells) - 1)
-                bell.acquire(timeout=min(left, pause if my_turn else threading.TIMEOUT_MAX))
-                if my_turn:
+                    raise timed_out(len(line) - 1)
+                me.hear(timeout=min(left, threading.TIMEOUT_MAX if ahead else pause))
+                if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:
-            if bell in self._bells:  # not, if an interrupt came before it was; the next line is one call of C
-                self._bells.remove(bell)
+            if me in line:  # not, if an interrupt came before it was; the next line is one call of C
+                line.remove(me)
             self._inbox.ring()
-            self.seconds += time.monotonic() - start
+            seconds = time.monotonic() - start
+            self.seconds += seconds
+            me.account.wait_seconds += seconds

@@ -81,6 +81,8 @@ class Stager:
             pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
+        owner: for whom slabs are taken, in `PoolStats.owners`, and by which name a share of the pool binds the stager;
+            see `SlabPool.share`.
         ring: use so many fixed device slabs again and again, rather than a fresh one for each batch. A batch's tensors
             are then the same objects, at the same addresses, whenever its layout comes back in the same slab. A slab is
             used again when nobody holds its batch any more and the work issued on it is done, or after
@@ -110,6 +112,7 @@ class Stager:
         *,
         pool: SlabPool | None = None,
         max_bytes: int | str | HostBudget = "auto",
+        owner: str = "stager",
         ring: int | None = None,
         ring_bytes: int | str | None = None,
         ring_overflow: Overflow = "error",
@@ -127,6 +130,7 @@ class Stager:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
         self._target = target_for(device)
         self._timeout = timeout
+        self._owner = owner
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._threads = most_threads(threads)
@@ -395,7 +399,7 @@ class Stager:
 
     def _acquire(self, nbytes: int) -> Lease:
         try:
-            return self._pool.acquire(nbytes, timeout=self._timeout)
+            return self._pool.acquire(nbytes, timeout=self._timeout, owner=self._owner)
         except AcquireTimeoutError as error:
             error.add_note(
                 "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass "

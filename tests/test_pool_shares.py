@@ -1,0 +1,551 @@
+"""Owners and their shares: who holds what, what is guaranteed, what is bounded, and in which order one is served."""
+
+import concurrent.futures
+import itertools
+
+import pytest
+from doubles import CountingMemory, ManualEvent, outcome, stays_blocked, wait_until
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pinstage import PageableMemory, SharedMemory, SlabPool, Stager
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
+
+slow_polling = pytest.mark.usefixtures("no_polling")
+
+
+def waits(pool, count):
+    """Return when so many requests have begun to wait."""
+    wait_until(lambda: pool.stats().waits == count)
+
+
+# -- who holds what
+
+
+def test_the_stats_say_who_holds_what(pool):
+    event = ManualEvent()
+    evaluation = pool.acquire(100, owner="eval")
+    pool.acquire(200, owner="eval").release(after=event)
+    training = pool.acquire(300, owner="train")
+    view = training.tensor()
+    training.release()
+    owners = pool.stats().owners
+    assert set(owners) == {"eval", "train"}
+    figures = owners["eval"]
+    assert (figures.held_bytes, figures.leased_bytes, figures.in_flight_bytes) == (312, 104, 208)
+    assert (owners["train"].held_bytes, owners["train"].in_flight_bytes) == (320, 320)
+    del view
+    event.finish()
+    evaluation.release()
+    owners = pool.stats().owners
+    assert [owner.held_bytes for owner in owners.values()] == [0, 0]
+    assert pool.stats().free_bytes == 632  # idle slabs are nobody's
+
+
+def test_a_slab_is_its_last_users(pool):
+    pool.acquire(100, owner="eval").release()
+    with pool.acquire(100, owner="train"):
+        owners = pool.stats().owners
+        assert (owners["eval"].held_bytes, owners["train"].held_bytes) == (0, 104)
+
+
+def test_waits_are_counted_for_who_waited(pool, background):
+    with pool.acquire(1000, owner="train"):
+        waiter = background(pool.acquire, 100, owner="eval")
+        waits(pool, 1)
+    outcome(waiter).release()
+    owners = pool.stats().owners
+    assert (owners["eval"].waits, owners["train"].waits) == (1, 0)
+    assert 0 < owners["eval"].wait_seconds < 10
+    assert owners["train"].wait_seconds == 0
+
+
+def test_what_nobody_names_is_unnamed(pool):
+    with pool.acquire(100):
+        assert pool.stats().owners["unnamed"].leased_bytes == 104
+
+
+def test_a_stager_takes_slabs_in_its_name_or_in_one_that_is_given():
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+        Stager("cpu", pool=pool).to_device([1.0])
+        import torch
+
+        Stager("cpu", pool=pool).to_device(torch.ones(3))
+        Stager("cpu", pool=pool, owner="eval").to_device(torch.ones(3))
+        assert list(pool.stats().owners) == ["stager", "eval"]
+
+
+@pytest.mark.parametrize("owner", ["", None, 3])
+def test_an_owner_without_a_name_is_refused(pool, memory, owner):
+    with pytest.raises(ValueError, match=r"owner must be a name: .*; pass text"):
+        pool.acquire(100, owner=owner)
+    with pytest.raises(ValueError, match="owner must be a name"):
+        pool.share(owner)
+    assert (pool.stats().owners, memory.allocations) == ({}, 0)
+
+
+def test_the_room_of_an_owner_is_what_it_can_lease(pool):
+    pool.share("checkpoint", at_most=500)
+    pool.share("loader", at_least=300)
+    with pool.acquire(208, owner="checkpoint"), pool.acquire(104, owner="loader"):
+        owners = pool.stats().owners
+        assert owners["checkpoint"].available_bytes == 500 - 208
+        assert owners["loader"].available_bytes == 1000 - 208 - 104
+        pool.acquire(292, owner="checkpoint", timeout=0).release()
+
+
+# -- bounds
+
+
+def test_an_owner_gets_no_more_than_its_bound(pool):
+    pool.share("checkpoint", at_most=400)
+    with pool.acquire(200, owner="checkpoint"), pytest.raises(AcquireTimeoutError):
+        pool.acquire(200, owner="checkpoint", timeout=0)
+    figures = pool.stats().owners["checkpoint"]
+    assert (figures.at_least, figures.at_most) == (0, 400)
+
+
+def test_a_bound_counts_what_is_in_flight(pool):
+    pool.share("checkpoint", at_most=400)
+    event = ManualEvent()
+    pool.acquire(300, owner="checkpoint").release(after=event)
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(300, owner="checkpoint", timeout=0)
+    event.finish()
+    pool.acquire(300, owner="checkpoint", timeout=0).release()
+
+
+def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
+    from doubles import Gate
+
+    pool.share("checkpoint", at_most=400)
+    memory.allocate_gate = Gate()
+    first = background(pool.acquire, 300, owner="checkpoint")
+    memory.allocate_gate.wait_for_arrival()
+    with pytest.raises(AcquireTimeoutError):
+        pool.acquire(300, owner="checkpoint", timeout=0)
+    memory.allocate_gate.open()
+    outcome(first).release()
+
+
+def test_a_failed_allocation_leaves_the_account_as_it_was(pool, memory):
+    pool.share("checkpoint", at_most=400)
+    memory.fail_allocate(MemoryError("no pages"))
+    with pytest.raises(MemoryError, match="no pages"):
+        pool.acquire(400, owner="checkpoint")
+    assert pool.stats().owners["checkpoint"].available_bytes == 400
+
+
+def test_a_request_of_exactly_the_bound_is_served(pool):
+    pool.share("checkpoint", at_most=401)  # its class would be 416
+    with pool.acquire(401, owner="checkpoint", timeout=0) as lease:
+        assert lease.capacity == 401
+
+
+def test_a_request_above_its_owners_bound_fails_at_once_and_says_why(pool, memory):
+    pool.share("checkpoint", at_most="400")
+    with pytest.raises(BudgetExceededError, match=r"requested 500 B, shares leave 'checkpoint' at most 400 B.*share"):
+        pool.acquire(500, owner="checkpoint")
+    assert memory.allocations == 0
+
+
+def test_an_idle_slab_larger_than_the_bound_is_not_lent(pool):
+    pool.acquire(1000).release()
+    pool.share("checkpoint", at_most=400)
+    with pool.acquire(300, owner="checkpoint", timeout=0) as lease:
+        assert lease.capacity == 320
+
+
+@slow_polling
+def test_one_who_waits_at_its_bound_blocks_nobody_behind_it(pool, background):
+    pool.share("checkpoint", at_most=300)
+    lease = pool.acquire(300, owner="checkpoint")
+    held_back = background(pool.acquire, 300, owner="checkpoint")
+    waits(pool, 1)
+    pool.acquire(600, owner="loader", timeout=0).release()
+    assert stays_blocked(held_back)
+    lease.release()
+    outcome(held_back).release()
+
+
+@slow_polling
+def test_a_release_wakes_the_one_behind_those_at_their_bound(pool, background):
+    pool.share("checkpoint", at_most=300)
+    lease, other = pool.acquire(300, owner="checkpoint"), pool.acquire(640, owner="loader")
+    held_back = background(pool.acquire, 300, owner="checkpoint")
+    waits(pool, 1)
+    waiter = background(pool.acquire, 500, owner="loader")
+    waits(pool, 2)
+    other.release()
+    outcome(waiter).release()
+    assert stays_blocked(held_back)
+    lease.release()
+    outcome(held_back).release()
+
+
+@slow_polling
+def test_one_no_longer_at_its_bound_is_served_before_those_behind_it(pool, background):
+    pool.share("checkpoint", at_most=512)
+    lease, other = pool.acquire(512, owner="checkpoint"), pool.acquire(480, owner="loader")
+    first = background(pool.acquire, 512, owner="checkpoint")
+    waits(pool, 1)
+    second = background(pool.acquire, 512, owner="loader")
+    waits(pool, 2)
+    lease.release()
+    served = outcome(first)
+    assert stays_blocked(second)
+    other.release()
+    served.release()
+    outcome(second).release()
+
+
+# -- guarantees
+
+
+def test_what_is_guaranteed_to_one_is_kept_free_of_others(pool):
+    pool.share("loader", at_least=400)
+    with pool.acquire(600, owner="checkpoint"):  # 640 would be its class
+        with pytest.raises(AcquireTimeoutError):
+            pool.acquire(100, owner="checkpoint", timeout=0)
+        with pytest.raises(AcquireTimeoutError):
+            pool.acquire(100, timeout=0)
+        pool.acquire(400, owner="loader", timeout=0).release()
+
+
+def test_what_is_guaranteed_and_in_use_is_kept_once_only(pool):
+    pool.share("loader", at_least=400)
+    with pool.acquire(384, owner="loader"):
+        pool.acquire(600, owner="checkpoint", timeout=0).release()
+
+
+def test_idle_slabs_make_room_for_what_is_guaranteed(pool, memory):
+    pool.reserve(100, count=9)
+    pool.share("loader", at_least=400)
+    pool.acquire(400, owner="loader", timeout=0).release()
+    assert memory.peak_live_bytes <= 1000
+
+
+@slow_polling
+def test_what_is_guaranteed_is_served_whoever_waits(pool, background):
+    pool.share("loader", at_least=400)
+    lease = pool.acquire(512, owner="checkpoint")
+    first = background(pool.acquire, 512, owner="checkpoint")
+    waits(pool, 1)
+    pool.acquire(400, owner="loader", timeout=0).release()
+    beyond = background(pool.acquire, 480, owner="loader")  # there would be room, but the other came first
+    waits(pool, 2)
+    assert stays_blocked(beyond)
+    lease.release()
+    outcome(first).release()
+    outcome(beyond).release()
+
+
+@slow_polling
+def test_within_one_owner_the_first_is_served_first(pool, background):
+    pool.share("loader", at_least=400)
+    lease = pool.acquire(512, owner="loader")
+    first = background(pool.acquire, 960, owner="loader")
+    waits(pool, 1)
+    second = background(pool.acquire, 100, owner="loader")
+    waits(pool, 2)
+    assert stays_blocked(second)
+    lease.release()
+    outcome(first).release()
+    outcome(second).release()
+
+
+def test_a_checkpoint_that_takes_all_it_can_get_leaves_the_loader_its_share(pool, background):
+    pool.share("loader", at_least=520)
+    saving = [background(pool.acquire, 100, owner="checkpoint") for _ in range(20)]
+    wait_until(lambda: pool.stats().waits >= 16)
+    for _ in range(50):
+        loading = [pool.acquire(100, owner="loader", timeout=5) for _ in range(5)]
+        for lease in loading:
+            lease.release()
+    assert pool.stats().owners["loader"].waits == 0
+    for future in saving:
+        outcome(future).release()
+
+
+def test_a_request_that_others_guarantees_never_leave_room_for_fails_at_once(pool):
+    pool.share("loader", at_least=400)
+    with pytest.raises(BudgetExceededError, match="shares leave 'checkpoint' at most 600 B"):
+        pool.acquire(601, owner="checkpoint")
+
+
+@slow_polling
+def test_a_share_that_leaves_no_room_ends_the_wait(pool, background):
+    with pool.acquire(900):
+        waiter = background(pool.acquire, 500, owner="eval")
+        waits(pool, 1)
+        pool.share("loader", at_least=600)
+        with pytest.raises(BudgetExceededError, match="shares leave 'eval'"):
+            outcome(waiter)
+
+
+@slow_polling
+def test_a_wider_share_ends_the_wait(pool, background):
+    pool.share("checkpoint", at_most=300)
+    with pool.acquire(300, owner="checkpoint"):
+        waiter = background(pool.acquire, 300, owner="checkpoint")
+        waits(pool, 1)
+        pool.share("checkpoint")
+        outcome(waiter).release()
+    assert pool.stats().owners["checkpoint"].at_most is None
+
+
+def test_a_frozen_pool_shares_what_it_holds(pool, background):
+    pool.reserve(100, count=4)
+    pool.freeze()
+    pool.share("loader", at_least=208)
+    with pool.acquire(100, owner="eval"), pool.acquire(100, owner="eval"):
+        with pytest.raises(AcquireTimeoutError):
+            pool.acquire(100, owner="eval", timeout=0)
+        with pool.acquire(100, owner="loader", timeout=0), pool.acquire(100, owner="loader", timeout=0):
+            pass
+
+
+def test_a_frozen_pool_whose_slabs_are_all_guaranteed_refuses_others_at_once(pool):
+    pool.reserve(100, count=2)
+    pool.freeze()
+    pool.share("loader", at_least=208)
+    with pytest.raises(PoolFrozenError, match="largest slab 0 B"):
+        pool.acquire(100, owner="eval")
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ({"at_least": 500, "at_most": 400}, "share of 'eval' is impossible: at_least=500, at_most=400; pass"),
+        ({"at_most": 0}, "impossible"),
+        ({"at_least": 601}, r"shares do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee"),
+        ({"at_least": -1}, "negative"),
+        ({"at_most": "much"}, "not a size"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused_and_changes_nothing(pool, share, message):
+    pool.share("loader", at_least=400)
+    with pytest.raises(ValueError, match=message):
+        pool.share("eval", **share)
+    assert list(pool.stats().owners) == ["loader"]
+    pool.acquire(600, owner="eval", timeout=0).release()
+
+
+def test_a_closed_pool_gives_no_shares(pool):
+    pool.close()
+    with pytest.raises(PoolClosedError):
+        pool.share("loader", at_least=1)
+
+
+def test_a_guarantee_is_of_whole_units():
+    memory = CountingMemory(granularity=64)
+    with SlabPool(memory, max_bytes=640) as pool:
+        pool.share("loader", at_least=65)
+        assert pool.stats().owners["loader"].at_least == 128
+        with pytest.raises(BudgetExceededError):
+            pool.acquire(513, owner="eval")
+
+
+# -- a loader
+
+
+def test_a_loader_at_its_bound_goes_on_and_holds_no_more():
+    import torch
+
+    import pinstage as ps
+
+    data = [torch.full((1000,), float(i)) for i in range(16)]
+    with SlabPool(SharedMemory(register=False), max_bytes="1MiB") as pool:
+        pool.share("loader", at_most=40_000)
+        loader = ps.DataLoader(data, batch_size=2, num_workers=2, device="cpu", pool=pool)
+        got = [batch[:, 0].tolist() for batch in loader]
+        assert got == [[float(i), float(i + 1)] for i in range(0, 16, 2)]
+        assert loader.stats().fallback_batches == 0
+        assert 0 < loader.stats().pool.peak_leased_bytes <= 40_000
+        del loader
+
+
+# -- a model
+
+CAP = 1000
+OWNERS = ("loader", "checkpoint", "eval")
+SIZES = st.sampled_from([64, 100, 128, 200, 333, 512, 640, 1000])
+
+
+class Asked:
+    """A request that waits, or was served."""
+
+    def __init__(self, owner, nbytes, future):
+        self.owner, self.nbytes, self.future = owner, nbytes, future
+        self.lease = self.event = None
+
+    @property
+    def capacity(self):
+        return self.lease.capacity
+
+
+class SharesMachine(RuleBasedStateMachine):
+    """The pool against the rules as `SlabPool.share` tells them, written out once more.
+
+    Each request waits in a thread. After each step the model says who has to be served by now, whom it must not be, and
+    for whom there never will be room; of the pool it takes only how large a slab one was given.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.executor = concurrent.futures.ThreadPoolExecutor(64)
+        self.memory = CountingMemory()
+        self.pool = SlabPool(self.memory, max_bytes=CAP)
+        self.shares = dict.fromkeys(OWNERS, (0, CAP))
+        self.waiting, self.busy = [], []
+        self.numbers = itertools.count()
+
+    @initialize(least=st.sampled_from([0, 200, 512]), most=st.sampled_from([CAP, 300, 640]))
+    def begin(self, least, most):
+        self.share("loader", least, CAP)
+        self.share("checkpoint", 0, most)
+
+    # -- the model
+
+    def used(self, owner):
+        return sum(asked.capacity for asked in self.busy if asked.owner == owner)
+
+    def can_ever(self, owner, nbytes):
+        others = sum(least for name, (least, _) in self.shares.items() if name != owner)
+        return nbytes <= min(self.shares[owner][1], CAP - others)
+
+    def can_now(self, owner, nbytes, ahead):
+        used, (least, most) = self.used(owner), self.shares[owner]
+        if used + nbytes > most:
+            return False
+        kept = sum(max(self.used(name), self.shares[name][0]) for name in OWNERS if name != owner)
+        if used + nbytes + kept > CAP or any(asked.owner == owner for asked in ahead):
+            return False
+        in_the_way = [a for a in ahead if self.used(a.owner) + a.nbytes <= self.shares[a.owner][1]]
+        return not in_the_way or used + nbytes <= least
+
+    def settle(self):
+        """See that all are served, or refused, who must be, and no others."""
+        for asked in [asked for asked in self.waiting if not self.can_ever(asked.owner, asked.nbytes)]:
+            with pytest.raises(BudgetExceededError):
+                outcome(asked.future)
+            self.waiting.remove(asked)
+        while True:
+            due = [a for i, a in enumerate(self.waiting) if self.can_now(a.owner, a.nbytes, self.waiting[:i])]
+            if not due:
+                break
+            due[0].lease = outcome(due[0].future)  # fails if it is not served
+            self.waiting.remove(due[0])
+            self.busy.append(due[0])
+        assert not any(asked.future.done() for asked in self.waiting), "served out of turn, or beyond a share"
+        if self.waiting and not self.busy:
+            raise AssertionError("everybody waits, and nobody has anything: a deadlock")
+
+    def end(self, asked):
+        self.busy.remove(asked)
+
+    # -- the rules
+
+    @precondition(lambda self: len(self.waiting) < 6)
+    @rule(owner=st.sampled_from(OWNERS), nbytes=SIZES)
+    def ask(self, owner, nbytes):
+        before = self.pool.stats().waits
+        immediate = self.can_ever(owner, nbytes) and self.can_now(owner, nbytes, self.waiting)
+        future = self.executor.submit(self.pool.acquire, nbytes, owner=owner)
+        if self.can_ever(owner, nbytes):
+            self.waiting.append(Asked(owner, nbytes, future))
+            if not immediate:
+                wait_until(lambda: self.pool.stats().waits == before + 1 or future.done())
+        else:
+            with pytest.raises(BudgetExceededError):
+                outcome(future)
+        self.settle()
+
+    @rule(owner=st.sampled_from(OWNERS), nbytes=SIZES)
+    def ask_without_waiting(self, owner, nbytes):
+        expected = self.can_now(owner, nbytes, self.waiting)
+        try:
+            lease = self.pool.acquire(nbytes, owner=owner, timeout=0)
+        except BudgetExceededError:
+            assert not self.can_ever(owner, nbytes)
+        except AcquireTimeoutError:
+            assert not expected
+        else:
+            assert expected
+            asked = Asked(owner, nbytes, None)
+            asked.lease = lease
+            self.busy.append(asked)
+        self.settle()
+
+    @precondition(lambda self: any(asked.event is None for asked in self.busy))
+    @rule(data=st.data(), later=st.booleans())
+    def release(self, data, later):
+        asked = data.draw(st.sampled_from([asked for asked in self.busy if asked.event is None]))
+        if later:
+            asked.event = ManualEvent()
+            capacity, asked.lease = asked.capacity, asked.lease.release(after=asked.event)
+            asked.lease = type("Gone", (), {"capacity": capacity})
+        else:
+            self.end(asked)
+            asked.lease.release()
+        self.settle()
+
+    @precondition(lambda self: any(asked.event is not None for asked in self.busy))
+    @rule(data=st.data())
+    def finish(self, data):
+        asked = data.draw(st.sampled_from([asked for asked in self.busy if asked.event is not None]))
+        self.end(asked)
+        asked.event.finish()
+        self.settle()
+
+    @rule(
+        owner=st.sampled_from(OWNERS), least=st.sampled_from([0, 100, 333, 512]), most=st.sampled_from([CAP, 200, 512])
+    )
+    def share(self, owner, least, most):
+        others = sum(least for name, (least, _) in self.shares.items() if name != owner)
+        if least > most or others + least > CAP:
+            with pytest.raises(ValueError, match="share"):
+                self.pool.share(owner, at_least=least, at_most=most)
+            return
+        self.shares[owner] = least, most
+        self.pool.share(owner, at_least=least, at_most=most)
+        self.settle()
+
+    @rule(to_bytes=st.sampled_from([0, 300]))
+    def trim(self, to_bytes):
+        self.pool.trim(to_bytes=to_bytes)
+        self.settle()
+
+    @invariant()
+    def the_figures_are_those_of_the_model(self):
+        assert self.memory.peak_live_bytes <= CAP
+        for owner, figures in self.pool.stats().owners.items():
+            leased = sum(a.capacity for a in self.busy if a.owner == owner and a.event is None)
+            assert (figures.held_bytes, figures.leased_bytes) == (self.used(owner), leased)
+
+    def teardown(self):
+        CountingMemory.made.remove(self.memory)
+        try:
+            while self.busy:
+                asked = self.busy.pop()
+                if asked.event is not None:
+                    asked.event.finish()
+                else:
+                    asked.lease.release()
+                self.settle()
+            assert not self.waiting
+        finally:
+            self.pool.close()  # and whoever still waits ends
+            self.executor.shutdown()
+        assert self.memory.live_bytes == 0
+
+
+TestShares = SharesMachine.TestCase
+TestShares.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
