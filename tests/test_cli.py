@@ -28,7 +28,12 @@ def test_help_teaches_the_first_lines_and_the_commands(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for line in ('ps.Stager("cuda:0", max_bytes="2GiB")\n', "batch = stager.to_device(batch)\n", "pinstage doctor "):
         assert line in text
-    assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == ["audit", "doctor", "trace"]
+    assert re.findall(r"^  (\w+)  ", text.partition("Commands:")[2], re.MULTILINE) == [
+        "audit",
+        "doctor",
+        "trace",
+        "top",
+    ]
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
     ForkedPoolError,
+    HostBudgetError,
     LayoutError,
     LeaseError,
     PoolClosedError,
@@ -26,6 +27,7 @@ BUILT_IN = {
     PoolClosedError: RuntimeError,
     PoolFrozenError: RuntimeError,
     ForkedPoolError: RuntimeError,
+    HostBudgetError: RuntimeError,
     LeaseError: RuntimeError,
     RingError: RuntimeError,
     LayoutError: TypeError,
@@ -33,7 +35,8 @@ BUILT_IN = {
 NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
 EXAMPLES = [
     *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
-    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError, LeaseError, RingError)),
+    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError)),
+    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError, RingError)),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)

@@ -28,7 +28,7 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import Lease, PoolStats, SlabPool
+from ._pool import HostBudget, HostShare, Lease, PoolStats, SlabPool
 from ._staging import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
 from ._tree import Keep, register_node, register_tensor
@@ -42,6 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DataLoader",
     "HostAllocMemory",
+    "HostBudget",
+    "HostShare",
     "HostTransfer",
     "Keep",
     "Layout",

@@ -1,4 +1,4 @@
-"""The command `pinstage`: audit a batch, look at this machine, read a trace.
+"""The command `pinstage`: audit a batch, look at this machine, read a trace, watch a host.
 
 Its libraries (typer, rich, matplotlib) come with extras: without them, a command says which one to install, and
 importing `pinstage` is never affected.
@@ -35,6 +35,7 @@ To find out why a program of yours is slow, before you change it:
     pinstage audit train.py:make_loader    its batches: what is pinned, what is not, what copies cost
     pinstage doctor                        this machine: driver, bus, limits
     pinstage trace trace.json.gz           a trace that the PyTorch profiler wrote
+    pinstage top                           this host: who holds what of a HostBudget
 """
 
 AUDIT_HELP = """
@@ -75,6 +76,17 @@ PATH is a .json or .json.gz file, or a folder with one for each rank. A trace is
 
 \b
     pinstage trace trace.json.gz --html report.html
+"""
+
+TOP_HELP = """
+Show who holds what of each HostBudget on this host: process, pool, owner, bytes, waits.
+
+On a terminal the picture is drawn anew each second, until Ctrl-C. Into a pipe it is printed once.
+
+\b
+    pinstage top
+    pinstage top --once
+    pinstage top --json
 """
 
 BUS_HELP = 'The bus, if it is another machine\'s: GB/s and microseconds a call, "pageable=8,pinned=55,call=7.5".'
@@ -163,6 +175,15 @@ def build_app() -> Any:
         from pinstage.inspect._commands import run_trace
 
         raise typer.Exit(run_trace(path, bus=bus, html_file=html, as_json=as_json, every_step=every_step))
+
+    @app.command(help=TOP_HELP)
+    def top(
+        once: Annotated[bool, typer.Option("--once", help="Print it once, as plain text.")] = False,
+        as_json: Annotated[bool, json_option] = False,
+    ) -> None:
+        from pinstage.inspect._top import run_top
+
+        raise typer.Exit(run_top(once=once, as_json=as_json))
 
     return app
 

@@ -60,6 +60,10 @@ class ForkedPoolError(StagingError, RuntimeError):
     """The pool belongs to the parent of this forked process. A `RuntimeError`."""
 
 
+class HostBudgetError(StagingError, RuntimeError):
+    """The host's ledger of a `HostBudget` cannot be used, or is not the user's alone. A `RuntimeError`."""
+
+
 class LeaseError(StagingError, RuntimeError):
     """A lease was used after its release, or released twice. A `RuntimeError`."""
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.data
 
-from .._pool import SlabPool
+from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._collate import SlabCollate
@@ -200,7 +200,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         *args: Any,
         device: torch.device | str | int | None = None,
         pool: SlabPool | None = None,
-        max_bytes: int | str = "auto",
+        max_bytes: int | str | HostBudget = "auto",
         owner: str = "loader",
         depth: int = 2,
         **kwargs: Any,
@@ -223,7 +223,7 @@ def wrap_loader(
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
-    max_bytes: int | str = "auto",
+    max_bytes: int | str | HostBudget = "auto",
     owner: str = "loader",
     depth: int = 2,
 ) -> L:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._memory import SharedMemory, cap_bytes, default_memory
-from .._pool import SlabPool
+from .._pool import HostBudget, SlabPool
 from .._staging import Stager, check_depth, target_for
 from ._stats import Counters
 
@@ -19,7 +19,7 @@ class Settings(NamedTuple):
 
     device: torch.device
     pool: SlabPool | None
-    max_bytes: int | str
+    max_bytes: int | str | HostBudget
     depth: int
     owner: str
 
@@ -29,7 +29,11 @@ class Settings(NamedTuple):
 
 
 def checked(
-    device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int, owner: str
+    device: torch.device | str | int | None,
+    pool: SlabPool | None,
+    max_bytes: int | str | HostBudget,
+    depth: int,
+    owner: str,
 ) -> Settings:
     """Return settings that can be met.
 
@@ -44,7 +48,7 @@ def checked(
             f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
             "SlabPool(SharedMemory(device), max_bytes=...)"
         )
-    if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
+    if max_bytes != "auto" and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
         raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
     return Settings(target_for(device).device, pool, max_bytes if pool is None else pool.max_bytes, depth, owner)
 

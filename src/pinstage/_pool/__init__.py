@@ -27,6 +27,7 @@ The pool counts bytes and knows nothing of shapes. It touches CUDA through two s
 """
 
 from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
+from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
 from ._pool import SlabPool
 from ._slab import Event
@@ -37,6 +38,8 @@ __all__ = [
     "REUSE_FACTOR",
     "SMALL_SLAB_BYTES",
     "Event",
+    "HostBudget",
+    "HostShare",
     "Lease",
     "OwnerStats",
     "PoolStats",

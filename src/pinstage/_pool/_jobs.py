@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from .._memory import MemoryResource, as_called_here
 from .._reaper import reaper, running
 from ._accounts import Account
+from ._host_budget import Alone, Share
 from ._lease import Lease
 from ._slab import Inbox, Slab
 
@@ -28,6 +29,7 @@ class Job:
         memory: frees and allocates.
         inbox: is told when the victims are gone, and when all is done.
         slabs: all that the pool holds: what is freed leaves it, what is made enters it.
+        host: the pool's part of what the host has: asked before, and told after.
         keeper: is kept alive until the end.
         victims: idle slabs, out of the idle ones already.
         capacity: of the slabs to be made.
@@ -50,6 +52,7 @@ class Job:
         memory: MemoryResource,
         inbox: Inbox,
         slabs: dict[Slab, None],
+        host: Share | Alone,
         keeper: object,
         *,
         victims: Sequence[Slab] = (),
@@ -75,6 +78,8 @@ class Job:
         self._memory = memory
         self._inbox = inbox
         self._slabs = slabs
+        self._host = host
+        self._taken = 0  # of the host, and not made yet
         self._keeper: object = keeper
         self._surroundings = as_called_here()
 
@@ -131,8 +136,12 @@ class Job:
                     self._free(slab)
                 if self.victims and self.count:
                     self._inbox.notices.setdefault(self)
+                if self.count:
+                    self._host.take(self.capacity * self.count)
+                    self._taken = self.capacity * self.count
                 while len(self.made) < self.count:
                     self._make()
+                self._host.give(self._taken)  # less than nothing, if blocks are larger than was asked for
         except BaseException as error:  # noqa: BLE001 - raised by `outcome`
             self._undo()
             self.error = error
@@ -146,6 +155,7 @@ class Job:
     def _free(self, slab: Slab) -> None:
         try:
             self._memory.deallocate(slab.block)
+            self._host.give(slab.capacity)
         finally:  # one whose freeing fails is lost, not used again
             self._slabs.pop(slab, None)
             self.gone += 1
@@ -153,17 +163,20 @@ class Job:
     def _make(self) -> None:
         slab = Slab(self._memory.allocate(self.capacity), self._inbox)
         self.made.append(slab)
+        self._taken -= slab.capacity
         self._slabs[slab] = None
 
     def _undo(self) -> None:
+        self._host.give(self._taken)
         while self.made:
             slab = self.made.pop()
             self._slabs.pop(slab, None)
             with contextlib.suppress(Exception):  # the first error is the one that is told
                 self._memory.deallocate(slab.block)
+                self._host.give(slab.capacity)
 
 
-def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
+def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Share | Alone) -> bool:
     """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
 
     Raises:
@@ -175,8 +188,10 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
             if slab.event is None or slab.event.query():
                 del slabs[slab]
                 memory.deallocate(slab.block)
+                host.give(slab.capacity)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
             errors.append(error)
     if errors:
         raise errors[0]
+    host.wake()
     return not slabs

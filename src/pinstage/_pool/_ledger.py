@@ -6,7 +6,9 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Accounts, Request
 from ._classes import reuse_limit, size_class
+from ._host_budget import Alone, Share
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures
@@ -49,6 +52,7 @@ class Ledger:
         memory: where slabs come from.
         max_bytes: the cap.
         reason: how it came about.
+        host: what the pool has of a budget for the host.
 
     Attributes:
         lock: for all but the inbox. A thread that has it may come again, by a finaliser.
@@ -61,7 +65,7 @@ class Ledger:
         forgotten: leases that nobody released, which nobody was told of yet: bytes asked for, and of the slab.
     """
 
-    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str) -> None:
+    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, host: Share | Alone) -> None:
         self.max_bytes = max_bytes
         self.reason = reason
         self.closed = False
@@ -72,6 +76,7 @@ class Ledger:
         self.inbox = Inbox()
         self.forgotten: list[tuple[int, int]] = []
         self._memory = memory
+        self._host = host
         self._granularity = memory.granularity
         self.accounts = Accounts(max_bytes, self._granularity)
 
@@ -90,7 +95,7 @@ class Ledger:
         _ledgers.add(self)
         # Not the ledger itself: the garbage collector tells of a death before finalisers have had their last use of it.
         self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self._slabs, memory))
+        reaper.watch(self._life, partial(free_what_is_done, self._slabs, memory, host))
 
     # -- the bounds of each call
 
@@ -219,7 +224,7 @@ class Ledger:
         return bool(done)
 
     def _headroom(self) -> int:
-        return self.max_bytes - self._held.bytes - self._promised_bytes
+        return min(self.max_bytes, self._host.allowed) - self._held.bytes - self._promised_bytes
 
     def _start(
         self,
@@ -239,6 +244,7 @@ class Ledger:
             self._memory,
             self.inbox,
             self._slabs,
+            self._host,
             self,
             victims=victims,
             capacity=capacity,
@@ -410,6 +416,40 @@ class Ledger:
     def pending(self) -> list[Event]:
         """Return the events that slabs in flight wait for; under the lock."""
         return [slab.event for slab in self._pending if slab.event is not None]
+
+    def lend(self, nbytes: int) -> None:
+        """Free so many bytes of what is idle, or all of it, for another process. Not what a frozen pool needs.
+
+        Blocks while it is freed.
+        """
+        with self.lock:
+            self.begin()
+            self.ask_events()
+            victims = [] if self.frozen else self._idle.take_oldest(nbytes)
+            job = self._start(victims) if victims else None
+            self.end()
+        if job is not None:
+            job.wait()
+
+    def is_waited_for(self) -> bool:
+        """Say whether a request waits."""
+        return bool(self.inbox.line)
+
+    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
+        """Say how the pool is, for those who watch this host."""
+        with self.lock:
+            self.begin()
+            self.ask_events()
+            stats = self.snapshot(waits, wait_seconds)
+            self.end()
+        return {
+            "leased_bytes": stats.leased_bytes,
+            "in_flight_bytes": stats.in_flight_bytes,
+            "free_bytes": stats.free_bytes,
+            "waits": waits,
+            "wait_seconds": wait_seconds,
+            "owners": {name: asdict(owner) for name, owner in stats.owners.items()},
+        }
 
     def figures(self) -> Figures:
         """Return where the bytes are, for a text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
@@ -12,6 +13,7 @@ from .._steps import step
 from ..errors import UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account
+from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
 from ._jobs import Job
 from ._lease import Lease
 from ._ledger import Ledger
@@ -22,6 +24,9 @@ from ._waiting import Line
 if TYPE_CHECKING:
     from types import TracebackType
 
+_PAUSE_SECONDS = 0.02
+"""How often a reservation that waits for other processes looks again."""
+
 
 class SlabPool:
     """A thread-safe pool of host slabs in size classes, under a hard cap.
@@ -29,11 +34,14 @@ class SlabPool:
     Args:
         memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
         max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/host"``, a cap
-            for this host, of which each of torchrun's local ranks takes an equal part; or ``"auto"`` for a share of
-            what this process may pin. `PoolStats.max_bytes_reason` says how the number came about.
+            for this host, of which each of torchrun's local ranks takes an equal part; a `HostBudget`, which pools of
+            several processes share; or ``"auto"`` for a share of what this process may pin.
+            `PoolStats.max_bytes_reason` says how the number came about.
 
     Raises:
-        ValueError: `max_bytes` is not a positive size, or there is no telling how many ranks this host has.
+        ValueError: `max_bytes` is not a positive size, there is no telling how many ranks this host has, or another
+            pool of this host has a `HostBudget` of this name with another cap.
+        HostBudgetError: the host's ledger cannot be used.
 
     Requests are rounded to size classes with eight steps to a doubling, at most 12.5% (and to whole pages where memory
     is page-locked). A request is served, in this order: by an idle slab of which at most 12.5% is waste, or, from 1 MiB
@@ -43,13 +51,19 @@ class SlabPool:
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
 
-    def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str = "auto") -> None:
-        cap, reason = cap_bytes(max_bytes)
+    def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str | HostBudget = "auto") -> None:
+        host: Share | Alone
+        if isinstance(max_bytes, HostBudget):
+            cap, reason, host = max_bytes.max_bytes, f"given: {max_bytes!r}", Share(max_bytes)
+        else:
+            cap, reason, host = *cap_bytes(max_bytes), Alone()
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._memory: MemoryResource = default_memory() if memory is None else memory
-        self._ledger = Ledger(self._memory, cap, reason)
+        self._ledger = Ledger(self._memory, cap, reason, host)
+        self._host = host
         self._line = Line(self._ledger.inbox, self._ledger.accounts)
+        self._host.serve(self._ledger, self._line)
 
     # -- the public verbs
 
@@ -173,7 +187,8 @@ class SlabPool:
         Idle slabs that would serve such a request count. Takes the time of the allocations.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside what is held; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or what other processes
+            hold of a `HostBudget` and did not give back within a second; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -183,19 +198,34 @@ class SlabPool:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
         ledger = self._ledger
         self._check_entry()
+        error, is_asked_for = self._reserve(nbytes, count)
+        deadline = time.monotonic() + LEND_SECONDS
+        while is_asked_for and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            error, is_asked_for = self._reserve(nbytes, count)
+        if error is not None:
+            raise error
+        if ledger.closed:
+            self.trim()
+
+    def _reserve(self, nbytes: int, count: int) -> tuple[Exception | None, bool]:
+        """Return what is in the way, if anything, and whether other processes were asked to give that back."""
+        ledger = self._ledger
         with ledger.lock:
+            is_full = self._host.is_full
             self._check_open()
             if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
                 raise _refusals.never_fits(ledger.figures(), nbytes)
             ledger.begin()
             found = ledger.reserve(nbytes, count)
             ledger.end()
-        if isinstance(found, Exception):
-            raise found
-        if found is not None:
+        if not isinstance(found, Job):
+            return found, found is not None and is_full
+        try:
             self._wait_for(found)
-        if ledger.closed:
-            self.trim()
+        except HostIsFull:
+            return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count), True
+        return None, False
 
     def trim(self, to_bytes: int | str = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -241,6 +271,7 @@ class SlabPool:
         self._line.ring_all()
         if ledger.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
             ledger.tidy_later()
+            self._host.wake()
             return
         with ledger.lock:
             ledger.begin()
@@ -249,6 +280,7 @@ class SlabPool:
         for event in pending:
             event.synchronize()
         self.trim()
+        self._host.wake()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters. Does not block; looks at events first."""
@@ -289,7 +321,7 @@ class SlabPool:
             if served is None:
                 served = self._line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             else:
-                served = self._wait_for(served)
+                served = self._wait_for_room(served)
         if ledger.closed:
             served.release()
             self.trim()
@@ -304,6 +336,13 @@ class SlabPool:
             ledger.begin()
             ledger.end()
         return job.outcome()
+
+    def _wait_for_room(self, job: Job) -> Lease | None:
+        """Wait for slow work; return None where the host has no room for it now: the request waits in the line then."""
+        try:
+            return self._wait_for(job)
+        except HostIsFull:
+            return None
 
     # -- checks
 

@@ -12,7 +12,7 @@ import torch
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing
 from .._layout import Layout, Parts, Table, content_of, take_apart
 from .._memory import default_memory
-from .._pool import Event, Lease, PoolStats, SlabPool
+from .._pool import Event, HostBudget, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import parse_bytes
 from .._steps import step
@@ -114,7 +114,7 @@ class Stager:
         device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str = "auto",
+        max_bytes: int | str | HostBudget = "auto",
         owner: str = "stager",
         ring: int | None = None,
         ring_bytes: int | str | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .._host import Headroom, threads_within
 from .._sizes import format_bytes
@@ -16,6 +16,9 @@ from .._torch import Problem
 from ._bus import PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
 from ._gpus import Driver, Gpu
 from ._report import duration, rate, share
+
+if TYPE_CHECKING:
+    from pinstage import HostShare
 
 Status = Literal["ok", "info", "warning", "problem"]
 
@@ -96,6 +99,24 @@ def cgroup(headroom: Headroom | None) -> Check:
 def automatic_cap(max_bytes: int, reason: str) -> Check:
     """Say what ``max_bytes="auto"`` would be."""
     return Check('max_bytes="auto"', "info", f"{format_bytes(max_bytes)}: {reason}")
+
+
+def host_budgets(shares: Sequence[HostShare]) -> Check:
+    """Check what is taken of each `HostBudget`, and by whom."""
+    name = "host budgets"
+    if not shares:
+        return Check(name, "ok", "no pool has one")
+    caps = {share.budget: share.max_bytes for share in shares}
+    taken = {budget: sum(share.nbytes for share in shares if share.budget == budget) for budget in caps}
+    found = "; ".join(
+        f"{budget or 'without a name'}: {format_bytes(taken[budget])} of {format_bytes(caps[budget])}"
+        for budget in caps
+    )
+    if silent := [share.pid for share in shares if not share.answered]:
+        return Check(name, "warning", found, f"end or continue {silent}, which do not answer and give nothing back")
+    if over := [budget or "without a name" for budget in caps if taken[budget] > caps[budget]]:
+        return Check(name, "warning", found, f"{over} is exceeded: its file was removed; end some of its processes")
+    return Check(name, "info", found)
 
 
 def locked_memory(soft_limit: int | None) -> Check:

@@ -22,7 +22,7 @@ import pinstage as ps
 from .. import _host, _native, _torch
 from .._memory import why_unusable
 from .._sizes import format_bytes
-from . import _checks
+from . import _checks, _top
 from ._bus import PAGEABLE, PINNED, REGISTERED, SIZES, Point, measure, page_locking_seconds
 from ._checks import Check, Status
 from ._errors import InspectError
@@ -53,6 +53,7 @@ class Diagnosis:
 
     checks: tuple[Check, ...]
     measured: Measured | None = None
+    shares: tuple[ps.HostShare, ...] = ()  # of budgets
 
     @property
     def has_problem(self) -> bool:
@@ -70,6 +71,7 @@ class Diagnosis:
                 kind: {"nbytes": PINNED_BYTES, "seconds": take, "seconds_back": give}
                 for kind, (take, give) in page_locking.items()
             },
+            **_top.to_dict(self.shares),
         }
 
     def sections(self) -> list[Section]:
@@ -82,6 +84,8 @@ class Diagnosis:
         sections: list[Section] = [
             TextTable(["", "what", "found"], rows, styles=[check.status for check in self.checks])
         ]
+        if self.shares:
+            sections += _top.sections(self.shares)
         if self.measured is not None and self.measured.points:
             sections.append(bars(self.measured.points))
         sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
@@ -131,11 +135,13 @@ def diagnose(
         ]
     checks += [_checks.extension(_native.why_not), *_checks.private_names(_torch.problems())]
     checks += host_checks(root, affinity)
+    shares, found = _budgets()
+    checks.append(found)
     reason = _why_not_measured(gpus, measuring, root)
     if reason is not None:
-        return Diagnosis((*checks, _checks.not_measured(reason)))
+        return Diagnosis((*checks, _checks.not_measured(reason)), shares=shares)
     measured = _measure(gpus, device, advance)
-    return Diagnosis((*checks, *_transfer_checks(measured)), measured)
+    return Diagnosis((*checks, *_transfer_checks(measured)), measured, shares)
 
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
@@ -153,6 +159,14 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
         _checks.huge_pages(_host.huge_pages(root)),
         _checks.wsl(_host.is_wsl(root)),
     ]
+
+
+def _budgets() -> tuple[tuple[ps.HostShare, ...], Check]:
+    try:
+        shares = tuple(ps.HostBudget.shares())
+    except ps.errors.HostBudgetError as error:
+        return (), Check("host budgets", "warning", str(error), "make the ledger usable, or use no HostBudget")
+    return shares, _checks.host_budgets(shares)
 
 
 def _bindings_version() -> str | None:

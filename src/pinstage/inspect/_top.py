@@ -1,0 +1,111 @@
+"""What ``pinstage top`` shows: who has what of each `HostBudget` of this host.
+
+Each pool is asked how it is, once for each picture, and answers from a thread that sleeps otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pinstage as ps
+
+from .._sizes import format_bytes
+from ._report import Line, Section, TextTable, as_rich, as_text, count, duration
+
+if TYPE_CHECKING:
+    from pinstage import HostShare
+
+_PAUSE_SECONDS = 0.9
+"""Between two pictures; to ask the pools takes another 0.1."""
+_COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">idle", ">wanted", ">waits", ">waited")
+
+
+def run_top(*, once: bool, as_json: bool) -> int:
+    """Show the budgets of this host, again and again on a terminal, until Ctrl-C; return the exit status."""
+    if as_json:
+        sys.stdout.write(json.dumps(to_dict(ps.HostBudget.shares()), indent=2) + "\n")
+    elif once or not sys.stdout.isatty():
+        sys.stdout.write(as_text(sections(ps.HostBudget.shares())) + "\n")
+    else:
+        _show_live()
+    return 0
+
+
+def _show_live() -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(as_rich(sections(ps.HostBudget.shares())), refresh=True)
+                time.sleep(_PAUSE_SECONDS)
+        except KeyboardInterrupt:
+            pass
+
+
+def to_dict(shares: Sequence[HostShare]) -> dict[str, Any]:
+    """Return everything as plain data, ready for JSON. Seconds and bytes."""
+    return {
+        "budgets": [
+            {
+                "name": name,
+                "max_bytes": pools[0].max_bytes,
+                "taken_bytes": sum(pool.nbytes for pool in pools),
+                "wanted_bytes": sum(pool.wanted_bytes for pool in pools),
+                "pools": [dataclasses.asdict(pool) for pool in pools],
+            }
+            for name, pools in _by_budget(shares)
+        ]
+    }
+
+
+def sections(shares: Sequence[HostShare]) -> list[Section]:
+    """Return what is printed: a table for each budget, with a row for each pool and each of its owners."""
+    found: list[Section] = []
+    for name, pools in _by_budget(shares):
+        taken, cap = sum(pool.nbytes for pool in pools), pools[0].max_bytes
+        title = "HostBudget" if name is None else f"HostBudget {name}"
+        title += f": {format_bytes(taken)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
+        rows = [row for pool in pools for row in _rows(pool)]
+        styles = [_style(pool) for pool in pools for _ in _rows(pool)]
+        found.append(TextTable(_COLUMNS, rows, title, styles))
+        found += [
+            Line(f"process {pool.pid} does not answer, so it gives nothing back: is it stopped?", "warning")
+            for pool in pools
+            if not pool.answered
+        ]
+    return found or [Line("no pool on this host has a HostBudget")]
+
+
+def _by_budget(shares: Sequence[HostShare]) -> Iterator[tuple[str | None, list[HostShare]]]:
+    for name, pools in itertools.groupby(shares, key=lambda share: share.budget):
+        yield name, list(pools)
+
+
+def _style(pool: HostShare) -> str:
+    return "warning" if pool.wanted_bytes or not pool.answered else ""
+
+
+def _rows(pool: HostShare) -> list[tuple[str, ...]]:
+    """Return the row of a pool, and those of its owners."""
+    whose = (str(pool.pid), pool.program, "", _bytes(pool.nbytes))
+    wanted = _bytes(pool.wanted_bytes)
+    if not pool.answered:
+        return [(*whose, "-", "-", "-", wanted, "-", "-")]
+    used = (_bytes(pool.leased_bytes), _bytes(pool.in_flight_bytes), _bytes(pool.free_bytes))
+    rows: list[tuple[str, ...]] = [(*whose, *used, wanted, f"{pool.waits:,}", duration(pool.wait_seconds))]
+    for name, owner in pool.owners.items():
+        held, leased, in_flight = (_bytes(owner[f"{state}_bytes"]) for state in ("held", "leased", "in_flight"))
+        waits = (f"{owner['waits']:,}", duration(owner["wait_seconds"]))
+        rows.append(("", "", name, held, leased, in_flight, "", "", *waits))
+    return rows
+
+
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "0"

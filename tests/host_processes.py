@@ -1,0 +1,172 @@
+"""What processes do that share a `HostBudget`, for `test_host_budget.py`. They say things in JSON, a line for each.
+
+What each of them really holds stands in a file that all of them map: a number for each process, written before memory
+is taken and after it is freed. Whoever takes memory looks at the sum.
+"""
+
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pinstage as ps
+
+MIB = 1 << 20
+PLACES = 16
+
+
+def state_of(pid):
+    """Return a process's state as the kernel has it: Z for one that has ended; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class Truth:
+    """What each process holds, and who it is."""
+
+    def __init__(self, path):
+        with Path(path).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 16 * PLACES)
+        self._numbers = memoryview(self._map).cast("q")
+
+    @staticmethod
+    def create(path):
+        Path(path).write_bytes(bytes(16 * PLACES))
+        return Truth(path)
+
+    def begin(self, place):
+        self._numbers[2 * place] = os.getpid()
+        self._numbers[2 * place + 1] = 0
+
+    def add(self, place, nbytes):
+        self._numbers[2 * place + 1] += nbytes
+
+    def held(self):
+        """Return what living processes hold."""
+        held = 0
+        for place in range(PLACES):
+            pid, nbytes = self._numbers[2 * place], self._numbers[2 * place + 1]
+            if nbytes and state_of(pid) not in ("", "Z", "X"):
+                held += nbytes
+        return held
+
+    def exceeds(self, cap):
+        """Say whether more is held than a cap. The kernel takes one that was killed apart in its own time."""
+        return self.held() > cap and (time.sleep(0.2) or self.held() > cap)
+
+
+class TruthfulMemory(ps.PageableMemory):
+    """Memory whose bytes stand in the file."""
+
+    def __init__(self, truth, place, cap):
+        super().__init__()
+        self._truth, self._place, self._cap = truth, place, cap
+        self.excesses = 0
+        truth.begin(place)
+
+    def allocate(self, nbytes):
+        self._truth.add(self._place, nbytes)
+        self.excesses += self._truth.exceeds(self._cap)
+        return super().allocate(nbytes)
+
+    def deallocate(self, block):
+        super().deallocate(block)
+        self._truth.add(self._place, -block.nbytes)
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+def rank(mine, peak, max_bytes, timeout):
+    """Peak twice, at other times than the other rank."""
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=max_bytes) as pool:
+        for turn in range(4):
+            if turn % 2 == mine:
+                leases = [pool.acquire(MIB, timeout=timeout) for _ in range(peak)]
+                for number, lease in enumerate(leases):
+                    lease.numpy()[:] = number
+                assert [int(lease.numpy()[-1]) for lease in leases] == list(range(peak))
+                for lease in leases:
+                    lease.release()
+            say(turn=turn)
+            sys.stdin.readline()  # the other one has done its turn, too
+        say(peak=pool.stats().peak_held_bytes)
+
+
+def churn(truth, place, cap, max_bytes, seconds, seed):
+    """Grow and shrink at random; return what came of it."""
+    chance, end = random.Random(seed), time.monotonic() + seconds
+    memory = TruthfulMemory(truth, place, cap)
+    pool = ps.SlabPool(memory, max_bytes=max_bytes)
+    leases, served, refused = [], 0, 0
+    while time.monotonic() < end:
+        step = chance.random()
+        if step < 0.5:
+            try:
+                leases.append(pool.acquire(chance.randrange(1, MIB), timeout=chance.choice([0, 0.02, 0.3])))
+                served += 1
+            except ps.errors.AcquireTimeoutError:
+                refused += 1
+                while leases:
+                    leases.pop().release()
+        elif step < 0.9 and leases:
+            leases.pop(chance.randrange(len(leases))).release()
+        elif step < 0.95:
+            pool.trim(chance.randrange(2 * MIB))
+        else:
+            time.sleep(chance.random() / 50)
+    while leases:
+        leases.pop().release()
+    pool.close()
+    return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
+
+
+def crowd(folder, count, cap, seconds, max_bytes):
+    """Let many processes churn, kill one now and then, and look at the sum all the time."""
+    end = time.monotonic() + seconds
+    truth = Truth.create(folder / "truth")
+    seeds = iter(range(10**6))
+
+    def start(place):
+        seed = next(seeds)
+        pid = os.fork()
+        if pid == 0:
+            said = churn(truth, place, cap, max_bytes, end - time.monotonic(), seed)
+            (folder / f"{seed}.json").write_text(json.dumps(said))
+            os._exit(0)
+        return pid
+
+    pids = [start(place) for place in range(count)]
+    excesses, peak, samples, kills, kill_at = 0, 0, 0, 0, time.monotonic()
+    while time.monotonic() < end - 0.5:
+        if time.monotonic() > kill_at:
+            place = random.randrange(count)
+            os.kill(pids[place], signal.SIGKILL)
+            os.waitpid(pids[place], 0)
+            pids[place] = start(place)
+            kills, kill_at = kills + 1, time.monotonic() + 0.2
+        excesses += truth.exceeds(cap)
+        peak, samples = max(peak, truth.held()), samples + 1
+        time.sleep(0.002)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    said = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    sums = {key: sum(each[key] for each in said) for key in said[0]}
+    sums["excesses"] += excesses
+    say(**sums, kills=kills, peak=peak, samples=samples, ended=ended)
+
+
+def hold(nbytes, is_idle):
+    """Hold memory, in use or idle, until the end of the input."""
+    pool = ps.SlabPool(ps.PageableMemory(), max_bytes=ps.HostBudget(8 * MIB, name="held"))
+    lease = pool.acquire(nbytes, owner="eval")
+    if is_idle:
+        lease.release()
+    say(ready=True)
+    sys.stdin.readline()

@@ -1,0 +1,555 @@
+"""Pools of several processes under one `HostBudget`: real processes, some of them killed or stopped."""
+
+import _thread
+import contextlib
+import gc
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+
+import pytest
+import torch
+from doubles import CountingMemory, Interrupts, outcome, stays_blocked, wait_until
+from host_processes import MIB, crowd, hold, rank
+from test_pool_fork import in_child
+
+import pinstage as ps
+from pinstage._pool import _host_budget, _host_ledger
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, ForkedPoolError, HostBudgetError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The ledger's, of this test alone. Nothing but the file may be left there."""
+    path = tmp_path / "ledger"
+    monkeypatch.setenv(_host_ledger.VARIABLE, str(path))
+    yield path
+    gc.collect()
+    if _host_ledger.exists():
+        wait_until(lambda: not living())
+        assert not list(path.glob("*.pipe"))
+
+
+def living():
+    with _host_ledger.transaction() as entries:
+        found = entries.rows()
+        entries.commit()
+        return found
+
+
+class Program:
+    """A function of `host_processes` in a process of its own, forked from this one: an import would take seconds."""
+
+    def __init__(self, function, *arguments):
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(ours_in)
+                os.close(ours_out)
+                sys.stdin, sys.stdout = os.fdopen(theirs_in), os.fdopen(theirs_out, "w")
+                function(*arguments)
+                code = 0
+            except Exception:  # noqa: BLE001 - shown with the test
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._in, self._out = os.fdopen(ours_in), os.fdopen(ours_out, "w")
+        self.code = None
+
+    def hear(self):
+        """Return the next thing that it says."""
+        return json.loads(self._in.readline())
+
+    def nod(self):
+        """Let it go on."""
+        self._out.write("\n")
+        self._out.flush()
+
+    def wait(self):
+        """Wait until it has ended; return its exit code."""
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self._in.close()
+            self._out.close()
+        return self.code
+
+    def kill(self):
+        """End it."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+@pytest.fixture
+def started():
+    """Start programs that are ended with the test."""
+    programs = []
+
+    def start(*arguments):
+        programs.append(Program(*arguments))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.kill()
+
+
+def budget(size="8MiB", name="held"):
+    return ps.HostBudget(size, name=name)
+
+
+@pytest.fixture
+def pools(memory):
+    made = []
+
+    def make(max_bytes=None, memory=memory):
+        made.append(ps.SlabPool(memory, max_bytes=max_bytes or budget()))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+# -- one cap -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_that_peak_at_different_times_finish_under_less_than_both_peaks(started):
+    ranks = [started(rank, mine, 6, ps.HostBudget("8MiB", name="ranks"), 20) for mine in range(2)]
+    for turn in range(4):
+        assert [each.hear() for each in ranks] == [{"turn": turn}] * 2
+        for each in ranks:
+            each.nod()
+    assert [each.hear()["peak"] for each in ranks] == [6 * MIB] * 2
+
+
+def test_the_same_two_ranks_fail_with_equal_halves(started, capfd):
+    assert started(rank, 0, 6, "4MiB", 0.2).wait() == 1
+    assert "AcquireTimeoutError: no slab came free" in capfd.readouterr().err
+
+
+def test_eight_processes_of_which_some_are_killed_never_hold_more_than_the_cap(started, tmp_path):
+    found = started(crowd, tmp_path, 8, 8 * MIB, 6, ps.HostBudget("8MiB", name="crowd")).hear()
+    assert (found["excesses"], found["held"], found["ended"]) == (0, 0, [0] * 8)
+    assert found["served"] > 20
+    assert found["refused"]
+    assert found["kills"] > 10
+    assert found["peak"] > 4 * MIB
+
+
+def test_the_watcher_of_that_crowd_sees_when_each_has_a_cap_of_its_own(started, tmp_path):
+    assert started(crowd, tmp_path, 8, 8 * MIB, 4, 8 * MIB).hear()["excesses"]
+
+
+def test_a_pool_that_grows_has_what_is_idle_in_another_process_within_a_second(started, pools):
+    process = started(hold, 6 * MIB, True)
+    process.hear()
+    start = time.monotonic()
+    with pools().acquire("7MiB", timeout=5):
+        assert time.monotonic() - start < 1
+
+
+def test_what_is_in_use_in_another_process_is_not_lent(started, pools):
+    started(hold, 6 * MIB, False).hear()
+    pool = pools()
+    with pytest.raises(AcquireTimeoutError, match=r"HostBudget\('8.00 MiB', name='held'\), of which other pools of t"):
+        pool.acquire("3MiB", timeout=0.4)
+    with pool.acquire("2MiB", timeout=0):
+        pass
+
+
+def test_budgets_of_different_names_have_nothing_to_do_with_one_another(pools):
+    with pools().acquire("8MiB"), pools(budget(name="other")).acquire("8MiB"), pools(budget(name=None)).acquire("8MiB"):
+        assert len(living()) == 3
+
+
+def test_two_caps_for_one_name_are_refused_and_both_are_named(started, pools):
+    process = started(hold, MIB, True)
+    pid = process.pid
+    process.hear()
+    with pytest.raises(ValueError, match=rf"9437184 bytes here, and 8388608 bytes in process {pid} \(\w+\); give it"):
+        pools(budget("9MiB"))
+    process.kill()
+    pools(budget("9MiB"))  # nobody has the other one any more
+
+
+def test_a_request_that_waits_is_served_when_another_process_frees(pools, background):
+    first, second = pools(), pools()
+    lease = first.acquire("6MiB")
+    waiting = background(second.acquire, "6MiB")
+    assert stays_blocked(waiting)
+    lease.release()
+    outcome(waiting).release()
+    assert second.stats().waits == 1
+
+
+def test_a_pool_s_own_idle_slabs_make_room_before_it_waits_for_others(pools):
+    first, second = pools(), pools()
+    with first.acquire("5MiB"):
+        second.acquire("1MiB").release()
+        second.acquire("2MiB").release()
+        with second.acquire("2.5MiB", timeout=0):
+            assert second.stats().trims == 2
+
+
+def test_a_frozen_pool_lends_nothing(pools):
+    first, second = pools(), pools()
+    first.reserve("6MiB")
+    first.freeze()
+    with pytest.raises(AcquireTimeoutError):
+        second.acquire("6MiB", timeout=0.4)
+    assert first.stats().free_bytes == 6 * MIB
+
+
+def test_a_reservation_has_what_others_lend_and_fails_when_they_do_not(pools):
+    first, second = pools(), pools()
+    lease = first.acquire("6MiB")
+    with pytest.raises(BudgetExceededError, match=r"reserve does not fit: 3 slabs of 1\.00 MiB are missing"):
+        second.reserve("1MiB", count=3)
+    assert second.stats().held_bytes == 0
+    lease.release()
+    second.reserve("1MiB", count=3)
+    assert second.stats().free_bytes == 3 * MIB
+
+
+def test_a_request_larger_than_the_budget_can_never_fit(pools):
+    with pytest.raises(BudgetExceededError, match=r"can never fit: requested 9\.00 MiB"):
+        pools().acquire("9MiB")
+
+
+def test_an_allocation_that_fails_leaves_the_budget_as_it_was(pools, memory):
+    first, second = pools(), pools()
+    memory.fail_allocate(MemoryError("no more"), nth=2)
+    with pytest.raises(MemoryError, match="no more"):
+        first.reserve("2MiB", count=3)
+    with second.acquire("8MiB", timeout=1):
+        pass
+
+
+def test_blocks_larger_than_was_asked_for_are_counted_as_they_are(pools):
+    class Generous(CountingMemory):
+        def allocate(self, nbytes):
+            return super().allocate(2 * nbytes)
+
+    pool = pools(memory=Generous())
+    with pool.acquire("2MiB"):
+        wait_until(lambda: [row.bytes for row in living()] == [4 * MIB])
+    pool.trim()
+    wait_until(lambda: [row.bytes for row in living()] == [0])
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_pool_that_is_closed_or_dropped_leaves_nothing_in_the_ledger(end, memory, folder):
+    pool = ps.SlabPool(memory, max_bytes=budget())
+    lease = pool.acquire("1MiB")
+    if end == "close":
+        pool.close()
+        assert [row.bytes for row in living()] == [MIB]
+    del pool
+    lease.release()
+    del lease
+    wait_until(lambda: not list(folder.glob("*.pipe")))
+    assert living() == []
+
+
+def test_pools_that_nobody_has_any_more_and_were_empty_leave_nothing(memory, folder):
+    ps.SlabPool(memory, max_bytes=budget())
+    wait_until(lambda: not list(folder.glob("*.pipe")))
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+def test_an_interrupt_anywhere_in_the_pool_s_verbs_loses_nothing_of_the_budget(pools):
+    first, second = pools(), pools()
+
+    def work():
+        with first.acquire("5MiB", timeout=5):
+            pass
+        first.trim()
+
+    countdown, was_interrupted = 1, True
+    while was_interrupted:
+        with second.acquire("5MiB", timeout=5):
+            pass
+        was_interrupted = Interrupts(countdown, "_pool/_pool.py", "_waiting.py").during(work)
+        countdown += 3
+    assert countdown > 60
+    with second.acquire("8MiB", timeout=5):
+        pass
+
+
+# -- death -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_process_that_is_killed_gives_its_share_back_to_the_next_request(started, pools, is_idle):
+    process = started(hold, 6 * MIB, is_idle)
+    process.hear()
+    pool = pools()
+    process.kill()
+    with pool.acquire("8MiB", timeout=0):
+        pass
+
+
+def test_a_process_that_is_killed_gives_its_share_back_to_a_request_that_waits(started, pools, background):
+    process = started(hold, 6 * MIB, False)
+    process.hear()
+    waiting = background(pools().acquire, "8MiB")
+    assert stays_blocked(waiting)
+    process.kill()
+    start = time.monotonic()
+    outcome(waiting).release()
+    assert time.monotonic() - start < 1
+
+
+def test_a_child_that_outlives_a_killed_parent_does_not_keep_its_share(pools, tmp_path):
+    """A worker of a loader does, for a while: it has what its parent had open."""
+    marker = tmp_path / "grandchild"
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            pool = ps.SlabPool(ps.PageableMemory(), max_bytes=budget())
+            lease = pool.acquire("6MiB")
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+            marker.write_text(str(child))
+            time.sleep(60)
+            del lease
+        os._exit(0)
+    wait_until(lambda: marker.exists() and marker.read_text())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    try:
+        with pools().acquire("8MiB", timeout=0):
+            pass
+    finally:
+        os.kill(int(marker.read_text()), signal.SIGKILL)
+
+
+def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
+    pool = pools()
+    lease = pool.acquire("3MiB")
+
+    def claim():
+        with pytest.raises(ForkedPoolError):
+            pool.acquire(1)
+        with ps.SlabPool(ps.PageableMemory(), max_bytes=budget()) as own:
+            with own.acquire("5MiB", timeout=0):
+                pass
+            with pytest.raises(AcquireTimeoutError):
+                own.acquire("6MiB", timeout=0)
+
+    in_child(claim)
+    lease.release()
+    with pool.acquire("8MiB", timeout=5):
+        pass
+
+
+class Assassin:
+    """Ends this process at a line of the ledger's files, in whatever thread comes there.
+
+    Args:
+        where: file, line, and how often it was come to; None: only counts.
+    """
+
+    def __init__(self, where=None):
+        self.where = where
+        self.lines = {}
+
+    def __call__(self, frame, event, argument):
+        file = os.path.basename(frame.f_code.co_filename)  # noqa: PTH119 - of each call of all threads
+        if file not in ("_host_ledger.py", "_host_budget.py"):
+            return None
+        if event == "line":
+            line = (file, frame.f_lineno)
+            self.lines[line] = self.lines.get(line, 0) + 1
+            if self.where == (*line, self.lines[line]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+    def during(self, work):
+        """Do work, in which each new thread is looked at, too."""
+        start = _thread.start_new_thread
+
+        def traced(function, arguments):
+            sys.settrace(self)
+            function(*arguments)
+
+        _thread.start_new_thread = lambda function, arguments: start(traced, (function, arguments))
+        sys.settrace(self)
+        work()
+        sys.settrace(None)
+
+
+def one_life():
+    """Grow, wait for what another process has idle, wait in vain, lend, shrink, say how one is, and end."""
+    pool = ps.SlabPool(ps.PageableMemory(), max_bytes=budget())
+    pool.acquire("1MiB").release()
+    pool.acquire("5MiB", timeout=5).release()
+    ps.HostBudget.shares()
+    with contextlib.suppress(AcquireTimeoutError):
+        pool.acquire("7.5MiB", timeout=0.05)
+    pool.trim()
+    pool.close()
+    wait_until(lambda: len(living()) == 1)
+
+
+def test_a_process_killed_at_any_line_of_the_ledger_loses_nothing(pools, folder, tmp_path):
+    pool = pools()
+    found = tmp_path / "lines.json"
+
+    def life(assassin):
+        pool.acquire("4MiB").release()
+        keep = pool.acquire("1MiB", timeout=5)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            try:
+                assassin.during(one_life)
+                found.write_text(json.dumps([[*line, count] for line, count in assassin.lines.items()]))
+            finally:
+                os._exit(not found.exists())
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        keep.release()
+        start = time.monotonic()
+        with pool.acquire("8MiB", timeout=5):
+            assert time.monotonic() - start < 1
+        pool.trim()
+        assert len(living()) == 1
+        ps.SlabPool(ps.PageableMemory(), max_bytes=budget()).close()  # takes away what one leaves that died beginning
+        wait_until(lambda: len(list(folder.glob("*.pipe"))) == 1)
+        return status
+
+    assert life(Assassin()) == 0
+    lines = json.loads(found.read_text())
+    assert len(lines) > 120
+    outcomes = [life(Assassin((file, line, nth))) for file, line, count in lines for nth in {1, min(count, 3)}]
+    assert set(outcomes) <= {0, -signal.SIGKILL}  # one that does not come there a third time lives on
+    assert outcomes.count(-signal.SIGKILL) > 0.9 * len(outcomes)
+
+
+def test_a_process_that_is_stopped_stops_nobody_from_having_the_rest(started, pools):
+    process = started(hold, 6 * MIB, True)
+    pid = process.pid
+    process.hear()
+    os.kill(pid, signal.SIGSTOP)
+    pool = pools()
+    with pool.acquire("2MiB", timeout=0), pytest.raises(AcquireTimeoutError):
+        pool.acquire("1MiB", timeout=0.3)
+    [stopped] = [share for share in ps.HostBudget.shares() if share.pid == pid]
+    assert (stopped.answered, stopped.nbytes) == (False, 6 * MIB)
+    os.kill(pid, signal.SIGCONT)
+    with pool.acquire("7MiB", timeout=5):
+        pass
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_is_the_user_s_alone(pools, folder):
+    pools()
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in [folder, *folder.iterdir()]}
+    assert modes == {"": 0o700, ".sqlite": 0o600, ".pipe": 0o600}
+
+
+def test_a_file_that_was_removed_is_written_anew_with_what_is_held(pools):
+    first = pools()
+    lease = first.acquire("6MiB")
+    _host_ledger._file().unlink()
+    second = pools()  # wakes the first
+    wait_until(lambda: sorted(row.bytes for row in living()) == [0, 6 * MIB])
+    with pytest.raises(AcquireTimeoutError):
+        second.acquire("3MiB", timeout=0)
+    lease.release()
+    with second.acquire("8MiB", timeout=5):
+        pass
+
+
+def test_a_ledger_that_cannot_be_written_fails_the_request_and_not_the_pool(pools, monkeypatch):
+    pool = pools()
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_ledger, "_BUSY_SECONDS", 0.05)
+        with _host_ledger.transaction() as entries:
+            pass
+        import sqlite3
+
+        other = sqlite3.connect(_host_ledger._file(), isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(HostBudgetError, match="database is locked"):
+            pool.acquire("1MiB")
+        other.close()
+    with pool.acquire("8MiB", timeout=5):
+        pass
+    del entries
+
+
+def test_pipes_of_processes_that_died_while_they_began_are_tidied_away(pools, folder):
+    pools()
+    os.mkfifo(folder / "feedfeedfeedfeed.pipe")
+    pools()
+    assert not (folder / "feedfeedfeedfeed.pipe").exists()
+
+
+# -- the argument ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("much",), ValueError, "not a size: 'much'"),
+        (("auto",), ValueError, "not a size: 'auto'"),
+        ((0,), ValueError, "a budget must be positive: 0"),
+        ((1.5,), TypeError, "a size is an int"),
+        (("1GiB", ""), ValueError, "a budget's name is empty"),
+        (("1GiB", 7), TypeError, "a budget's name is text, not int"),
+    ],
+)
+def test_a_budget_of_nonsense_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ps.HostBudget(arguments[0], **({"name": arguments[1]} if arguments[1:] else {}))
+
+
+def test_a_budget_is_a_plain_value_that_travels_to_other_processes():
+    one = ps.HostBudget("64GiB", name="job7")
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert repr(one) == "HostBudget('64.00 GiB', name='job7')"
+    assert len({one, ps.HostBudget(64 << 30, name="job7"), ps.HostBudget("64GiB")}) == 2
+
+
+def test_a_stager_and_a_loader_share_a_budget():
+    numbers = torch.arange(4000.0).reshape(40, 100)
+    stager = ps.Stager("cpu", max_bytes=budget())
+    loader = ps.DataLoader(torch.utils.data.TensorDataset(numbers), 4, num_workers=1, device="cpu", max_bytes=budget())
+    assert torch.equal(torch.cat([x for [x] in loader]), numbers)
+    assert torch.equal(stager.to_device({"x": numbers})["x"], numbers)
+    assert len(living()) == 2
+    assert loader.stats().pool.max_bytes == stager.stats().pool.max_bytes == 8 * MIB
+    stager.close()
+    del loader
+
+
+def test_importing_pinstage_makes_no_ledger(folder):
+    assert ps.HostBudget.shares() == []
+    assert not folder.exists()
+
+
+def test_a_pool_that_sleeps_is_woken_only_by_others(pools, monkeypatch):
+    looks = []
+    look = _host_budget.Share.look
+    monkeypatch.setattr(_host_budget.Share, "look", lambda share, heard: looks.append(heard) or look(share, heard))
+    first = pools()
+    first.acquire("1MiB").release()
+    time.sleep(0.6)
+    assert looks == []
+    ps.HostBudget.shares()
+    assert looks == [b"."]

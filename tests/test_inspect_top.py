@@ -1,0 +1,111 @@
+"""`pinstage top`: who holds what of a `HostBudget`, in text, in JSON and on a terminal."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import pinstage as ps
+from pinstage.inspect import _checks, _top
+
+pytest.importorskip("rich", reason="the extra cli is not installed")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PINSTAGE_LEDGER_DIR", str(tmp_path / "ledger"))
+
+
+@pytest.fixture
+def two_pools():
+    job, own = ps.HostBudget("8MiB", name="job7"), ps.HostBudget("1GiB")
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=job) as first, ps.SlabPool(ps.PageableMemory(), max_bytes=own) as _:
+        first.acquire("1MiB").release()
+        with first.acquire("2MiB", owner="eval"), first.acquire("3MiB", owner="checkpoint"):
+            with pytest.raises(ps.errors.AcquireTimeoutError):
+                first.acquire("4MiB", owner="eval", timeout=0.01)
+            yield
+
+
+def test_text_has_a_line_for_each_pool_and_each_owner(two_pools, capsys):
+    assert _top.run_top(once=True, as_json=False) == 0
+    text = re.sub(" +", " ", capsys.readouterr().out)
+    assert "HostBudget: 0 B of 1.00 GiB in 1 pool\n" in text
+    assert "HostBudget job7: 6.00 MiB of 8.00 MiB in 1 pool\n" in text
+    assert re.search(rf"\n{os.getpid()} \S+ 6.00 MiB 5.00 MiB 0 1.00 MiB 0 1 \S+ ms\n", text)
+    assert re.search(r"\n eval 2.00 MiB 2.00 MiB 0 1 \S+ ms\n", text)
+    assert "\n checkpoint 3.00 MiB 3.00 MiB 0 0 0\n" in text
+
+
+def test_json_has_bytes_and_seconds(two_pools, capsys):
+    assert _top.run_top(once=False, as_json=True) == 0
+    own, job = json.loads(capsys.readouterr().out)["budgets"]
+    assert (own["name"], own["max_bytes"], own["taken_bytes"]) == (None, 1 << 30, 0)
+    assert (job["name"], job["taken_bytes"], job["wanted_bytes"]) == ("job7", 6 << 20, 0)
+    [pool] = job["pools"]
+    assert (pool["pid"], pool["answered"], pool["leased_bytes"], pool["waits"]) == (os.getpid(), True, 5 << 20, 1)
+    assert pool["owners"]["checkpoint"]["held_bytes"] == 3 << 20
+    assert pool["owners"]["eval"]["waits"] == 1
+
+
+def test_without_a_budget_it_says_so(capsys):
+    _top.run_top(once=False, as_json=False)
+    assert capsys.readouterr().out == "no pool on this host has a HostBudget\n"
+
+
+def test_a_pool_that_does_not_answer_shows_what_the_ledger_has():
+    silent = ps.HostShare("job7", 100, 4711, "train.py rank 3", "key", 50, 20, answered=False)
+    text = _top.as_text(_top.sections([silent]))
+    assert re.search(r"4711 +train.py rank 3 +50 B +- +- +- +20 B +- +-\n", text)
+    assert "process 4711 does not answer, so it gives nothing back: is it stopped?" in text
+
+
+def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
+    main, child = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "pinstage._cli", "top"]
+    shown = b""
+    with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
+        os.close(child)
+        while shown.count(b"job7") < 2:
+            shown += os.read(main, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    os.close(main)
+    assert "─" in shown.decode(errors="replace")
+
+
+def test_being_watched_costs_a_pool_one_answer_a_second(two_pools):
+    for _ in range(3):
+        start = time.process_time()
+        ps.HostBudget.shares()
+    assert time.process_time() - start < 0.05  # of both sides: a picture, and the answers of two pools
+
+
+@pytest.mark.parametrize(
+    ("shares", "status", "words"),
+    [
+        ([], "ok", "no pool has one"),
+        ([ps.HostShare(None, 1 << 30, 1, "a", "k", 1 << 20, 0, answered=True)], "info", "1.00 MiB of 1.00 GiB"),
+        ([ps.HostShare("j", 1 << 30, 7, "a", "k", 1 << 20, 0, answered=False)], "warning", "end or continue [7]"),
+        ([ps.HostShare("j", 1 << 20, 7, "a", "k", 1 << 30, 0, answered=True)], "warning", "['j'] is exceeded"),
+    ],
+)
+def test_doctor_judges_budgets(shares, status, words):
+    check = _checks.host_budgets(shares)
+    assert check.status == status
+    assert words in check.found + check.remedy
+
+
+def test_doctor_shows_them(two_pools):
+    from pinstage.inspect._doctor import diagnose
+
+    diagnosis = diagnose(measuring=False)
+    assert "HostBudget job7: 6.00 MiB of 8.00 MiB" in _top.as_text(diagnosis.sections())
+    assert [budget["name"] for budget in diagnosis.to_dict()["budgets"]] == [None, "job7"]
