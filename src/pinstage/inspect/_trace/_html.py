@@ -12,7 +12,7 @@ import pinstage as ps
 from .._report import TextTable, duration, rate
 from ._analysis import Analysis, SizeBucket, Step
 from ._intervals import Intervals, within
-from ._report import RankReport, TraceReport, calls_table, copies_table, ranks_table, steps_table
+from ._report import RankReport, TraceReport, calls_table, copies_table, ranks_table, steps_table, verdict_lines
 
 _STYLE = """
 :root { --ink: #1c2733; --paper: #fff; --soft: #eef1f4; --line: #c9d1d9; --kernel: #2f9e6e; --pageable: #e07b39;
@@ -76,6 +76,8 @@ def _rank(rank: RankReport) -> Iterator[str]:
     analysis = rank.analysis
     name = analysis.device_name or "GPU"
     yield f"<p>{escape(analysis.path)}, {escape(name)} (device {analysis.device})</p>"
+    if not analysis.has_gpu:
+        return
     start, end, what = _window(analysis)
     drawn = _timeline(analysis, start, end)
     yield f"<h2>Timeline: {what}</h2>\n<p>The paler a stretch, the less of its time is taken.</p>\n{drawn}"
@@ -93,8 +95,8 @@ def _rank(rank: RankReport) -> Iterator[str]:
 
 
 def _verdict(rank: RankReport) -> str:
-    fine = "" if rank.packing.is_stalled else " fine"
-    return f'<p class="verdict{fine}">{escape(rank.verdict)}</p>'
+    fine = {"warning": "", "ok": " fine", "info": " fine"}
+    return "\n".join(f'<p class="verdict{fine[line.style]}">{escape(line.text)}</p>' for line in verdict_lines(rank))
 
 
 def _window(analysis: Analysis) -> tuple[float, float, str]:
