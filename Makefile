@@ -29,6 +29,7 @@ lint: $(VENV)/.stamp-lint ## check style and format
 
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
+	$(BIN)/pyright
 
 docs: $(VENV)/.stamp-docs ## build the docs into site/
 	$(BIN)/mkdocs build --strict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils.data
@@ -24,6 +24,9 @@ from ._starting import start_workers
 from ._stats import Counters, LoaderStats
 from ._worker import Terms
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -34,7 +37,7 @@ class IntoSlabs:
     _before: type[Any] = torch.utils.data.DataLoader
     device: torch.device
     depth: int
-    max_bytes: int | str
+    max_bytes: int | str | None
 
     def stats(self) -> LoaderStats:
         """Return what was done so far. Does not block."""
@@ -42,10 +45,10 @@ class IntoSlabs:
         return self._counters.snapshot(self.num_workers, None if pool is None else pool.stats())  # type: ignore[attr-defined]
 
     def _send_to(
-        self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str, depth: int
+        self, device: torch.device | str | int | None, pool: SlabPool | None, max_bytes: int | str | None, depth: int
     ) -> None:
         self.depth = check_depth(depth)
-        if pool is not None and max_bytes != "auto":
+        if pool is not None and max_bytes not in ("auto", None):
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
             )
@@ -54,7 +57,7 @@ class IntoSlabs:
                 f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
                 "SlabPool(SharedMemory(device), max_bytes=...)"
             )
-        if max_bytes != "auto" and cap_bytes(max_bytes)[0] <= 0:
+        if max_bytes not in ("auto", None) and cap_bytes(max_bytes)[0] <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._target = target_for(device)
         self.device = self._target.device
@@ -191,18 +194,43 @@ class DataLoader(IntoSlabs, torch.utils.data.DataLoader[T_co]):
     gone. An iterator that is left early gives all back as soon as it is dropped.
     """
 
-    def __init__(
-        self,
-        dataset: torch.utils.data.Dataset[T_co],
-        *args: Any,
-        device: torch.device | str | int | None = None,
-        pool: SlabPool | None = None,
-        max_bytes: int | str = "auto",
-        depth: int = 2,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, *args, **kwargs)
-        self._send_to(device, pool, max_bytes, depth)
+    if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever the torch that is installed takes
+
+        def __init__(
+            self,
+            dataset: torch.utils.data.Dataset[T_co],
+            batch_size: int | None = 1,
+            shuffle: bool | None = None,
+            sampler: Iterable[Any] | None = None,
+            batch_sampler: Iterable[Any] | None = None,
+            num_workers: int = 0,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            pin_memory: bool = False,
+            drop_last: bool = False,
+            timeout: float = 0,
+            worker_init_fn: Callable[[int], None] | None = None,
+            multiprocessing_context: Any = None,
+            generator: Any = None,
+            *,
+            prefetch_factor: int | None = None,
+            persistent_workers: bool = False,
+            pin_memory_device: str = "",
+            in_order: bool = True,
+            device: torch.device | str | int | None = None,
+            pool: SlabPool | None = None,
+            max_bytes: int | str | None = "auto",
+            depth: int = 2,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, dataset, *args, device=None, pool=None, max_bytes="auto", depth=2, **kwargs):
+            super().__init__(dataset, *args, **kwargs)
+            self._send_to(device, pool, max_bytes, depth)
+
+    def __repr__(self) -> str:
+        workers = f"{self.num_workers} workers" if self.num_workers else "no workers"
+        return f"<DataLoader to {self.device}: batch_size={self.batch_size}, {workers}, max_bytes={self.max_bytes!r}>"
 
 
 def collate_into_slab(
@@ -210,7 +238,7 @@ def collate_into_slab(
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
-    max_bytes: int | str = "auto",
+    max_bytes: int | str | None = "auto",
     depth: int = 2,
 ) -> L:
     """Let a loader of another class do what `DataLoader` does, for programs that must keep that class.

@@ -19,7 +19,7 @@ class Slabs:
         pool: where they come from instead; it is not freed.
     """
 
-    def __init__(self, target: Target, max_bytes: int | str, pool: SlabPool | None = None) -> None:
+    def __init__(self, target: Target, max_bytes: int | str | None, pool: SlabPool | None = None) -> None:
         self.pid = os.getpid()
         """The process that they belong to: neither they nor the locks here are of use in a forked child."""
         self.pool = pool

@@ -40,7 +40,7 @@ class SlabPool:
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
 
-    def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str = "auto") -> None:
+    def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str | None = "auto") -> None:
         cap, reason = cap_bytes(max_bytes)
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")

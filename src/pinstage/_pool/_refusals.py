@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from .._sizes import format_bytes
+from .._sizes import format_bytes, size_to_paste
 from ..errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -40,7 +40,8 @@ def closed(figures: Figures) -> PoolClosedError:
 def never_fits(figures: Figures, nbytes: int) -> BudgetExceededError:
     """Return the error of a request that is larger than the cap."""
     return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {figures}; raise max_bytes or ask for less",
+        f"request can never fit: requested {format_bytes(nbytes)}, {figures}; "
+        f'pass max_bytes="{size_to_paste(nbytes * 9 // 8)}" or more, or ask for less',
         **_numbers(figures, nbytes),
     )
 
@@ -49,7 +50,7 @@ def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> Budge
     """Return the error of a reservation for which there is no room now."""
     return BudgetExceededError(
         f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
-        "trim() idle slabs, or raise max_bytes",
+        f'trim() idle slabs, or pass max_bytes="{size_to_paste(figures.held + missing * capacity)}"',
         **_numbers(figures, missing * capacity),
     )
 
@@ -58,7 +59,7 @@ def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int)
     """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
-        "release leases sooner, wait longer, or raise max_bytes",
+        f'release leases sooner, wait longer, or pass max_bytes="{size_to_paste(figures.held + nbytes * 9 // 8)}"',
         **_numbers(figures, nbytes),
     )
 
