@@ -224,13 +224,13 @@ def _bus_rate(analysis: Analysis, bus: Bus | None) -> tuple[float, str]:
 # -- in words ----------------------------------------------------------------------------------------------------------
 
 
-def verdict(analysis: Analysis, packing: Packing) -> str:
+def verdict(analysis: Analysis, packing: Packing) -> tuple[str, ...]:
     """Say what cannot be gained, what staging costs, and what packing would change."""
     if not analysis.has_gpu:
-        return _without_gpu(analysis)
+        return (_without_gpu(analysis),)
     if not analysis.sum_of("copies"):
-        return "No host-to-device copy is in this trace. There is nothing in it that packing could improve."
-    return " ".join((_limit(packing, analysis), _finding(analysis, packing), _advice(packing)))
+        return ("No host-to-device copy is in this trace. There is nothing in it that packing could improve.",)
+    return _limit(packing, analysis), _finding(analysis, packing), _advice(packing)
 
 
 def download_verdict(analysis: Analysis, found: Downloads) -> str:

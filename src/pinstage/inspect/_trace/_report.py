@@ -38,7 +38,7 @@ class RankReport:
     @property
     def verdict(self) -> str:
         """It in a few sentences: what cannot be gained, what staging costs, what packing would change."""
-        return verdict(self.analysis, self.packing)
+        return " ".join(verdict(self.analysis, self.packing))
 
     @property
     def download_verdict(self) -> str:
@@ -143,19 +143,28 @@ def sections(report: TraceReport, *, steps: int | None = _STEPS) -> list[Section
     if not analysis.has_gpu:
         return shown
     shown += [
-        copies_table(analysis, worst.packing.bus_bytes_per_second),
-        sizes_table(analysis),
-        calls_table(analysis),
-        steps_table(analysis.steps, steps, annotated=analysis.annotated),
+        *tables(worst, steps),
         Line("What packing would save rests on this:"),
         *(Line(f"- {assumption}", "info") for assumption in worst.packing.assumptions),
     ]
     return shown
 
 
+def tables(rank: RankReport, steps: int | None) -> list[TextTable]:
+    """Return what there is of one rank, in text as in HTML; so many steps at most."""
+    analysis = rank.analysis
+    return [
+        copies_table(analysis, rank.packing.bus_bytes_per_second),
+        sizes_table(analysis),
+        calls_table(analysis),
+        steps_table(analysis.steps, steps, annotated=analysis.annotated),
+    ]
+
+
 def verdict_lines(rank: RankReport) -> list[Line]:
     """Return what is said first."""
-    lines = [Line(rank.verdict, "warning" if rank.packing.is_stalled else "ok")]
+    style = "warning" if rank.packing.is_stalled else "ok"
+    lines = [Line(text, style) for text in verdict(rank.analysis, rank.packing)]
     return [*lines, Line(rank.download_verdict, "info")] if rank.download_verdict else lines
 
 
