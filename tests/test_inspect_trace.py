@@ -327,7 +327,7 @@ def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report)
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.3 ms without the "
         "profiler. The GPU stands still for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
         "a step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 772 us to "
-        "stage, where this takes about 12.3 ms, and save 10.6 ms to 12.3 ms of a step: 3.9 to 7.2 times as fast."
+        "stage, where this takes about 12.3 ms, and save 10.1 ms to 12.3 ms of a step: 3.4 to 7.2 times as fast."
     )
 
 
