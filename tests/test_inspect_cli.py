@@ -14,6 +14,8 @@ from trace_maker import naive_loop
 
 from pinstage import _cli
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 pytest.importorskip("typer", reason="the command's extra is not installed")
 pytest.importorskip("rich", reason="the command's extra is not installed")
 

@@ -10,6 +10,8 @@ import pytest
 from pinstage import _cli
 from pinstage.inspect._doctor import host_checks
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 

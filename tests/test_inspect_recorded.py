@@ -12,6 +12,8 @@ import pytest
 from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._trace import trace_report
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "record_traces.py"
 spec = importlib.util.spec_from_file_location("record_traces", SCRIPT)
 record_traces = importlib.util.module_from_spec(spec)
@@ -23,12 +25,12 @@ ABOUT = json.loads((TRACES / "times.json").read_text())
 LEAVES, STEPS = ABOUT["leaves"], 6
 
 
-@pytest.fixture(scope="module", params=["naive", "pin_memory", "pinstage"])
+@pytest.fixture(params=["naive", "pin_memory", "pinstage"])
 def way(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rank(way):
     return trace_report(TRACES / f"{way}.json.gz").worst
 

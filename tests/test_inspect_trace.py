@@ -13,6 +13,8 @@ from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
 from pinstage.inspect._trace import _stream, html, sections, trace_report
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 US = 1e-6
 approx = pytest.approx
 

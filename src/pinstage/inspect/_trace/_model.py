@@ -29,8 +29,8 @@ _PROFILER_SPREAD = (1.35, 0.6)
 _GIVEN_SPREAD = (1.1, 0.9)
 _COST_SPREAD = (2.0, 0.85)
 """From the least to the most saving: what the profiler's cost, and pinstage's, are multiplied with. The profiler's is
-better known where the time of a step without it is given. pinstage may take twice as long in a loop whose batches are of
-classes of its own, or whose leaves have left the caches."""
+better known where the time of a step without it is given. pinstage may take twice as long for batches
+of a program's own classes, or leaves that have left the caches."""
 FETCH_SECONDS, FETCH_LEAF_SECONDS = 60e-6, 1.5e-6
 """Of `Stager.to_host`: 1,000 tensors of 256 B take 1.48 ms (benchmarks/results/to_host.json)."""
 
