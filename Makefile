@@ -29,7 +29,7 @@ lint: $(VENV)/.stamp-lint ## check style and format
 
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
-	$(BIN)/pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.stamp-docs ## build the docs into site/
 	$(BIN)/mkdocs build --strict

@@ -353,8 +353,29 @@ def test_a_loop_that_waits_for_its_loader_is_told_so(report):
         start = 1000 * number
         trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
     worst = report(trace).worst
-    assert worst.verdict.startswith("The loop waits 70% of the time for its loader's workers, which set its pace")
+    assert worst.verdict.startswith(
+        "The loop waits 70% of the time for its loader, whose workers or pinning thread set its pace"
+    )
     assert (worst.packing.least_saved_seconds, worst.packing.saved_seconds) == (0, 0)
+
+
+def test_a_loop_that_unpickles_what_is_there_does_not_wait_for_its_workers(report):
+    def trace(opens):
+        found = TraceMaker()
+        for number in range(4):
+            start = 2000 * number
+            found.step(number, start, 2000).wait(start, 700).kernel(start + 1800, 200)
+            for leaf in range(50):
+                found.op("aten::set_", start + opens + leaf, 0.5)
+                found.op("aten::to", start + 700 + leaf * 20, 20).copy(
+                    start + 710 + leaf * 20, 2, 64, asked=start + 705 + leaf * 20
+                )
+        return found
+
+    busy, idle = (report(trace(opens)).worst for opens in (20, 600))
+    assert (busy.packing.waits_for_loader, idle.packing.waits_for_loader) == (False, True)
+    assert busy.packing.saved_seconds > 0.5e-3
+    assert idle.verdict.startswith("The loop waits 30% of the time for its loader, whose workers")
 
 
 def test_a_trace_without_copies_is_told_so(report):

@@ -95,6 +95,7 @@ class Step:
     host_staging_seconds: float  # time in which the loop's thread was staging
     download_seconds: float  # time in which the loop's thread was in operators and calls that copy to the host
     exposed_download_seconds: float  # of that, without a kernel
+    idle_wait_seconds: float  # of wait_seconds, until a batch was there to be unpickled
     downloads: int = 0  # copies to the host that were asked for in it
     download_bytes: int = 0
     # What the profiler adds to the times above, by `Cost`: to the step, and to the parts of it that are named
@@ -186,7 +187,7 @@ def analyse(trace: Trace, cost: Cost) -> Analysis:
     synchronising = subtract(_synchronising(trace, thread), staging)
     exposed = subtract(downloads, busy)
     columns = (both_ways, subtract(both_ways, busy), busy, staging, stalls, synchronising, waits, host)
-    steps = _steps(trace, copies, (*columns, downloads, exposed))
+    steps = _steps(trace, copies, (*columns, downloads, exposed, _idle_waits(trace, thread)))
     steps = _with_profiler(steps, trace, thread, cost, (host, stalls, exposed), busy)
     return Analysis(
         path=trace.path,
@@ -251,6 +252,13 @@ def _synchronising(trace: Trace, thread: int) -> Intervals:
     """Return when the loop's thread waited for the device."""
     chosen = (trace.texts(trace.calls, "group") == SYNCHRONISE) & (trace.calls["thread"] == thread)
     return union(trace.calls.spans()[chosen.astype(bool)])
+
+
+def _idle_waits(trace: Trace, thread: int) -> Intervals:
+    """Return when the loop waited for a batch that was not there: what it does with one shows as operators."""
+    waits, starts = trace.waits.spans(), np.sort(trace.host.spans()[trace.host["thread"] == thread, 0])
+    after = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
+    return union(np.column_stack([waits[:, 0], np.minimum(waits[:, 1], after)]))
 
 
 def _host_copying(trace: Trace, copies: _Copies, thread: int, way: str) -> Intervals:

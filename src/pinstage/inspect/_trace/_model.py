@@ -116,7 +116,7 @@ def packing(analysis: Analysis, cost: Cost, bus: Bus | None = None, step_seconds
     leaves, nbytes = round(middle("copies")), round(middle("nbytes"))
     bus_rate, source = _bus_rate(analysis, bus)
     waits_for_device = bool(middle("synchronise_seconds") or middle("downloads"))
-    step, wait = middle("seconds"), middle("wait_seconds")
+    step, wait = middle("seconds"), middle("idle_wait_seconds")
     waits_for_loader = analysis.has_workers and wait > max(_WAITING * step, _WAITING_SECONDS)
     added = middle("profiler_idle_seconds" if waits_for_device else "profiler_seconds")
     factor, spread = 1.0, _PROFILER_SPREAD
@@ -269,10 +269,10 @@ def _without_gpu(analysis: Analysis) -> str:
 def _limit(packing: Packing, analysis: Analysis) -> str:
     real, kernels, step = packing.real_seconds, packing.kernel_seconds, _step(analysis)
     if packing.waits_for_loader:
-        wait = share(analysis.middle("wait_seconds"), packing.step_seconds)
+        wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
         return (
-            f"The loop waits {wait} of the time for its loader's workers, which set its pace: packing in this process "
-            "does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
+            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
         )
     if real - kernels < _SMALL_STALL * real:
         return (
