@@ -39,6 +39,7 @@ lint: $(VENV)/.stamp-lint ## check style and format
 
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.stamp-docs ## check the words of the docs, and build them into site/
 	$(BIN)/python scripts/prose.py

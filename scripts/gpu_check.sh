@@ -197,7 +197,7 @@ demo() {
   step demo demo 180 "$PYTHON" examples/demo ${DEMO_ARGS:-}
 }
 
-doctor() { step doctor doctor 120 "$PYTHON" -m pinstage._cli doctor --plot "$RESULTS/doctor.png"; }
+doctor() { step doctor doctor 120 "$PYTHON" -m pinstage doctor --plot "$RESULTS/doctor.png"; }
 
 cases() {
   step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" \

@@ -101,3 +101,9 @@ def pool(make_pool):
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
     monkeypatch.setattr("pinstage._pool._waiting._POLL_SECONDS", (60.0, 60.0))
+
+
+@pytest.fixture
+def no_kept_costs(monkeypatch, tmp_path):
+    """Take the reference for what staging costs, whatever `pinstage doctor` kept on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

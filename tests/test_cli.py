@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,25 @@ def test_what_is_no_longer_a_command_says_where_it_is(
     assert (Path(__file__).parents[1] / path / "__main__.py").is_file()
 
 
+@pytest.mark.parametrize("arguments", [(), ("audit",), ("doctor",), ("trace",)])
+def test_h_is_help(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(*arguments, "-h") == 0
+    assert "Usage: pinstage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_it(shell: str) -> None:
+    environment = os.environ | {"_PINSTAGE_COMPLETE": f"source_{shell}"}
+    command = [sys.executable, "-m", "pinstage"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "_PINSTAGE_COMPLETE" in done.stdout
+
+
+def test_python_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "pinstage", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("pinstage ")
+
+
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--version") == 0
     assert capsys.readouterr().out == f"pinstage {pinstage.__version__}\n"
@@ -67,8 +87,7 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("typer", ("--help",), "cli"),
         ("typer", ("audit", "train.py:make_loader"), "cli"),
-        ("rich", ("doctor", "--no-measure"), "cli"),
-        ("rich", ("trace", __file__), "cli"),
+        ("typer", ("trace", __file__), "cli"),
     ],
 )
 def test_without_an_extra_the_remedy_is_one_line_that_names_it(

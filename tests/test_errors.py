@@ -126,7 +126,7 @@ def test_a_request_that_can_never_fit_says_so_with_the_numbers(busy_pool):
         caught.value, requested_bytes=1001, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
     )
     assert type(caught.value) is BudgetExceededError
-    assert remedy == "raise max_bytes or ask for less"
+    assert remedy == 'pass max_bytes="2KiB" or more, or ask for less'
 
 
 def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
@@ -135,7 +135,7 @@ def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
     remedy = check(
         caught.value, requested_bytes=208, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
     )
-    assert remedy == "release leases, trim() idle slabs, or raise max_bytes"
+    assert remedy == 'release leases, trim() idle slabs, or pass max_bytes="1KiB"'
 
 
 def test_a_request_that_waited_in_vain_says_so_with_the_numbers(busy_pool):

@@ -14,6 +14,8 @@ from trace_maker import naive_loop
 
 from pinstage import _cli
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 pytest.importorskip("typer", reason="the command's extra is not installed")
 pytest.importorskip("rich", reason="the command's extra is not installed")
 
@@ -96,6 +98,30 @@ def test_audit_prints_json(run, code):
     assert json.loads(out)["to_each"]["copies"] == 50
 
 
+NOISY = """
+import os, subprocess, sys, torch
+print("imported")
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        print("worker", index)
+        return torch.ones(3)
+def batch():
+    os.system("echo shell")
+    os.write(1, b"bytes")
+    return torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=1)
+"""
+
+
+def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    command = [sys.executable, "-m", "pinstage", "audit", f"{tmp_path / 'noisy.py'}:batch", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["totals"]["leaves"] == 1
+    for word in ("imported", "worker", "shell", "bytes"):
+        assert word in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +130,9 @@ def test_audit_prints_json(run, code):
         (["audit", "{code}:batch", "--bus", "fast"], "not a bus: 'fast'"),
         (["trace", "{code}"], "is no trace"),
         (["trace", "{code}.nope"], "no file"),
+        (["trace"], "give a PATH, or --example"),
+        (["trace", "{code}", "--example"], "give a PATH, or --example"),
+        (["trace", "--example", "--step-ms", "0"], "--step-ms must be above zero"),
         (["doctor", "--device", "gpu1"], "not a CUDA device: 'gpu1'"),
     ],
 )
@@ -161,6 +190,26 @@ def test_doctor_exits_with_1_if_there_is_a_problem(run, monkeypatch):
     assert "CUDA: mend it" in out
 
 
+def test_doctor_exits_with_1_if_the_device_is_not_there(run):
+    status, out, _ = run("doctor", "--device", "cuda:63", "--no-measure")
+    assert status == 1
+    assert "no cuda:63: torch sees" in out
+
+
+def test_doctor_works_in_a_base_install_plainly(run, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("typer", "rich")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("typer", "rich"):
+        monkeypatch.setitem(sys.modules, name, None)
+    status, out, err = run("doctor", "--no-measure")
+    assert (status, err) == (0, "")
+    assert "not measured" in out
+    assert run("doctor", "--no-measure", "--json")[1].startswith("{")
+    status, out, _ = run("doctor", "-h")
+    assert (status, "--no-measure" in out) == (0, True)
+    assert run("doctor", "--devcie", "cuda")[0] == 2
+
+
 # -- trace -------------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +217,7 @@ def test_trace_prints_plain_text_into_a_pipe(run, trace):
     status, out, err = run("trace", trace)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
+    assert out.startswith("A step cannot be shorter than its kernels")
     assert "One slab would take" in out
     assert "the 12 of 20 steps" in out
     assert "the 12 of 20 steps" not in run("trace", trace, "--all")[1]
@@ -180,16 +230,29 @@ def test_trace_writes_the_report(run, trace, tmp_path):
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_trace_shows_an_example_that_is_shipped(run):
+    status, out, _ = run("trace", "--example")
+    assert status == 0
+    assert "NVIDIA H200" in out
+    assert "One slab would take" in out
+
+
+def test_trace_takes_the_step_without_the_profiler(run):
+    found = json.loads(run("trace", "--example", "--json", "--step-ms", "1.68")[1])["ranks"][0]["packing"]
+    assert found["real_seconds"] == pytest.approx(1.68e-3)
+
+
 def test_trace_prints_json_with_the_given_bus(run, trace):
     status, out, _ = run("trace", trace, "--json", "--bus", "pageable=8,pinned=40")
     assert status == 0
     assert json.loads(out)["ranks"][0]["packing"]["bus_bytes_per_second"] == pytest.approx(40e9, rel=1e-3)
 
 
-def test_a_terminal_gets_tables_with_colours(trace):
+def in_terminal(trace, **environment):
+    """Return what the command writes to a terminal."""
     main, child = pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "pinstage._cli", "trace", str(trace)]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
+    command = [sys.executable, "-m", "pinstage", "trace", str(trace)]
     with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
         os.close(child)
         shown = b""
@@ -203,7 +266,23 @@ def test_a_terminal_gets_tables_with_colours(trace):
             shown += data
         assert process.wait(60) == 0
     os.close(main)
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_gets_tables_with_colours(trace):
+    text = in_terminal(trace)
     assert "\x1b[" in text
     assert "─" in text
-    assert "The GPU stands still" in text
+    assert "The GPU stands" in text
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
+    findings = in_terminal(trace, **environment)
+    assert "\x1b" not in findings
+    assert "The GPU stands" in findings
+
+
+def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):
+    done = subprocess.run([sys.executable, "-m", "pinstage", "trace", trace], capture_output=True, check=True)
+    assert b"\x1b" not in done.stdout + done.stderr

@@ -10,6 +10,8 @@ import pytest
 from pinstage import _cli
 from pinstage.inspect._doctor import host_checks
 
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -57,9 +59,23 @@ def test_the_doctor_page_names_every_line_that_a_machine_without_a_gpu_gets(tmp_
         assert check.name in page, check.name
 
 
+def test_the_trace_page_shows_what_the_command_prints_of_the_example(capsys):
+    pytest.importorskip("typer")
+    with pytest.raises(SystemExit):
+        _cli.main(["trace", "--example"])
+    (shown,) = blocks("trace.md", "text")
+    assert capsys.readouterr().out.startswith(shown)
+
+
 def test_the_model_s_figures_are_those_of_the_page():
+    from pinstage.inspect._cost import KEPT, REFERENCE
     from pinstage.inspect._trace import _model
 
-    page = (DOCS / "trace.md").read_text().replace("\n", " ")
-    assert f"takes {_model.FIXED_SECONDS * 1e6:.0f} us, {_model.LEAF_SECONDS * 1e6:.1f} us for each leaf" in page
-    assert f"its bytes at {_model.PACK_BYTES_PER_SECOND / 1e9:.0f} GB/s" in page
+    page = " ".join((DOCS / "trace.md").read_text().split())
+    assert f"{REFERENCE.fixed_seconds * 1e6:.0f} us, {REFERENCE.leaf_seconds * 1e6:.1f} us for each leaf" in page
+    assert f"its bytes at {REFERENCE.slab_bytes_per_second / 1e9:.0f} GB/s" in page
+    profiler = f"operator takes {REFERENCE.op_seconds * 1e6:.2f} us longer, and each call of CUDA"
+    assert f"{profiler} {REFERENCE.call_seconds * 1e6:.1f} us" in page
+    for most, least in (_model._PROFILER_SPREAD, _model._COST_SPREAD):
+        assert f"{least:g} to {most:g} times as much" in page
+    assert KEPT in page

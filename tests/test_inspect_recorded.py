@@ -1,23 +1,36 @@
 """Traces recorded on an H200 by scripts/record_traces.py: one loop, its batches brought to the device in three ways."""
 
+import dataclasses
+import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._trace import trace_report
+
+pytestmark = pytest.mark.usefixtures("no_kept_costs")
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "record_traces.py"
+spec = importlib.util.spec_from_file_location("record_traces", SCRIPT)
+record_traces = importlib.util.module_from_spec(spec)
+sys.modules["record_traces"] = record_traces  # dataclasses look a class's module up
+spec.loader.exec_module(record_traces)
 
 TRACES = Path(__file__).parent / "traces"
 ABOUT = json.loads((TRACES / "times.json").read_text())
 LEAVES, STEPS = ABOUT["leaves"], 6
 
 
-@pytest.fixture(scope="module", params=["naive", "pin_memory", "pinstage"])
+@pytest.fixture(params=["naive", "pin_memory", "pinstage"])
 def way(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def rank(way):
     return trace_report(TRACES / f"{way}.json.gz").worst
 
@@ -34,15 +47,45 @@ def test_only_the_loop_that_waits_for_a_loader_is_told_so(rank, way):
     assert ("waits 71% of the time for its loader" in rank.verdict) == (way == "pin_memory")
 
 
-def test_the_predicted_saving_is_the_measured_one_within_a_fifth():
-    naive, ours = (trace_report(TRACES / f"{name}.json.gz").worst for name in ("naive", "pinstage"))
-    measured = naive.analysis.middle("seconds") - ours.analysis.middle("seconds")
-    assert naive.packing.saved_seconds == pytest.approx(measured, rel=0.2)
-    assert ours.packing.saved_seconds == 0
-
-
-def test_without_the_profiler_the_saving_is_smaller_because_its_cost_for_each_call_is_gone():
-    naive = trace_report(TRACES / "naive.json.gz").worst
+def test_the_saving_without_the_profiler_is_within_what_is_promised():
+    naive, ours = (trace_report(TRACES / f"{name}.json.gz").worst.packing for name in ("naive", "pinstage"))
     seconds = ABOUT["step_seconds_without_profiler"]
     measured = seconds["naive"] - seconds["pinstage"]
-    assert 0.4 * naive.packing.saved_seconds < measured < naive.packing.saved_seconds
+    assert naive.least_saved_seconds < measured < naive.most_saved_seconds
+    assert naive.saved_seconds == pytest.approx(measured, rel=0.2)
+    assert ours.most_saved_seconds == 0
+
+
+def test_the_step_without_the_profiler_is_estimated_within_an_eighth():
+    for name in ("naive", "pinstage"):
+        found = trace_report(TRACES / f"{name}.json.gz").worst.packing
+        assert found.real_seconds == pytest.approx(ABOUT["step_seconds_without_profiler"][name], rel=0.15)
+
+
+LOOPS = TRACES / "loops"
+
+
+@pytest.mark.skipif(not (LOOPS / "loops.json").exists(), reason="not recorded: scripts/record_traces.py, on a GPU")
+def test_every_recorded_loop_saves_what_was_promised():
+    rows, missed = record_traces.check(LOOPS)
+    assert len(rows) >= 2 + 10
+    assert sum("(kept out)" in row for row in rows) >= 2
+    assert not missed, "\n".join(rows)
+
+
+def test_the_recording_of_loops_works_in_small(tmp_path):
+    command = [sys.executable, SCRIPT, "--out", tmp_path, "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for loop in record_traces.LOOPS:
+        assert f"| {loop.name}" in done.stdout
+        assert (tmp_path / f"{loop.name}.json.gz").stat().st_size < 200_000
+
+
+@pytest.mark.parametrize(("own", "kept"), [(2.0e-3, True), (2.3e-3, False), (1.2e-3, False)])
+def test_the_check_of_recorded_loops_fails_where_a_promise_is_not_kept(tmp_path, own, kept):
+    (tmp_path / "naive.json.gz").write_bytes((TRACES / "naive.json.gz").read_bytes())
+    loop = {"own_seconds": own, "pinstage_seconds": 1.1e-3, "kept_out": False}
+    cost = dataclasses.asdict(REFERENCE)
+    (tmp_path / "loops.json").write_text(json.dumps({"cost": cost, "loops": {"naive": loop}}))
+    assert record_traces.check(tmp_path)[1] == ([] if kept else ["naive"])

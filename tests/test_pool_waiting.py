@@ -46,7 +46,8 @@ def test_a_request_that_must_wait_longer_than_its_timeout_fails_with_the_numbers
     )
     assert str(error) == (
         f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B (given: 1000), "
-        "leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, wait longer, or raise max_bytes"
+        "leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, wait longer, or pass "
+        'max_bytes="2KiB"'
     )
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinstage._sizes import format_bytes, parse_bytes
+from pinstage._sizes import format_bytes, parse_bytes, size_to_paste, table_text
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ from pinstage._sizes import format_bytes, parse_bytes
         ("2KB", 2000),
         ("64 MB", 64_000_000),
         ("0.3GB", 300_000_000),
+        ("512mib", 512 << 20),
+        ("1 Gib", 1 << 30),
+        ("1mb", 1_000_000),
+        ("2KIB", 2048),
+        (4096.0, 4096),
+        (1e9, 1_000_000_000),
     ],
 )
 def test_sizes_are_read_as_written(text, nbytes):
@@ -31,9 +37,7 @@ def test_sizes_are_read_as_written(text, nbytes):
     assert type(parse_bytes(text)) is int
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "-1GiB", "1 Gib", "1mb", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"])
 def test_text_that_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="'512MiB'"):
         parse_bytes(text)
@@ -49,7 +53,23 @@ def test_a_negative_size_is_refused():
         parse_bytes(-4096)
 
 
-@pytest.mark.parametrize("size", [True, False, 1.0, None, b"1MiB", [1]])
+@pytest.mark.parametrize("size", [1.5, float("nan"), float("inf")])
+def test_a_float_that_is_no_integer_is_refused(size):
+    with pytest.raises(ValueError, match=r"not a whole number of bytes: .*'1.5 GiB'"):
+        parse_bytes(size)
+
+
+@given(st.integers(0, 1 << 55))
+def test_a_size_to_paste_is_read_back_as_no_less_and_hardly_more(nbytes):
+    read = parse_bytes(size_to_paste(nbytes))
+    assert nbytes <= read <= max(nbytes * 1.125, nbytes + 1024)
+
+
+def test_a_table_has_a_row_for_each_name():
+    assert table_text("T", [("a", 1), ("long", "x y")]) == "T\n  a     1\n  long  x y"
+
+
+@pytest.mark.parametrize("size", [True, False, None, b"1MiB", [1]])
 def test_what_is_neither_int_nor_text_is_a_type_error(size):
     with pytest.raises(TypeError, match=type(size).__name__):
         parse_bytes(size)

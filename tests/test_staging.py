@@ -335,7 +335,7 @@ def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
     stager = make_stager(max_bytes=4096)
     stager.to_device([torch.zeros(100)])
     before = stager.stats()
-    with pytest.raises(BudgetExceededError, match="raise max_bytes") as caught:
+    with pytest.raises(BudgetExceededError, match="pass max_bytes=") as caught:
         stager.stage([torch.zeros(2000)])
     assert (caught.value.requested_bytes, caught.value.max_bytes) == (8000, 4096)
     assert stager.stats() == before

@@ -104,7 +104,7 @@ def content(installed: Path) -> set[Path]:
 def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed):
     sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
     assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
-    assert content(installed) == sources | {EXTENSION}
+    assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
 
 
 def test_the_demo_and_the_benchmarks_are_not_in_the_wheel(installed):
@@ -177,6 +177,6 @@ def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
 def test_an_audit_needs_no_extra_and_a_command_names_the_one_that_it_needs(installed):
     done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
     assert "1 leaf" in done.stdout, done.stderr
-    done = run(installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "doctor", "--no-measure")
+    done = run(installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example")
     assert done.returncode == 2
     assert done.stderr == 'pinstage: typer is not installed; run: pip install "pinstage[cli]"\n'

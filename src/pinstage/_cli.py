@@ -1,9 +1,11 @@
 """The command `pinstage`: audit a batch, look at this machine, read a trace, watch a host.
 
-Its libraries (typer, rich, matplotlib) come with extras: without them, a command says which one to install, and
-importing `pinstage` is never affected.
+Its libraries (typer, rich, matplotlib) come with extras: without them doctor runs plainly, the other commands say
+which one to install, and importing `pinstage` is never affected.
 """
 
+import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +78,8 @@ PATH is a .json or .json.gz file, or a folder with one for each rank. A trace is
 
 \b
     pinstage trace trace.json.gz --html report.html
+    pinstage trace trace.json.gz --step-ms 1.7    what a step takes without the profiler: a closer estimate
+    pinstage trace --example                      a trace that comes with pinstage
 """
 
 TOP_HELP = """
@@ -90,6 +94,7 @@ On a terminal the picture is drawn anew each second, until Ctrl-C. Into a pipe i
 """
 
 BUS_HELP = 'The bus, if it is another machine\'s: GB/s and microseconds a call, "pageable=8,pinned=55,call=7.5".'
+STEP_HELP = "Milliseconds of a step without the profiler, if you measured them; else they are estimated."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given and given[0] in MOVED:
         _exit(f"{given[0]} is no longer a command; in a clone of the repository: python {MOVED[given[0]]}", 2)
     try:
+        if given and given[0] == "doctor" and not _has_extra():
+            _plain_doctor(given[1:])
         build_app()(args=given, prog_name="pinstage")
     except Exception as error:  # the last frame: whatever it is, the user gets a message
         if os.environ.get(TRACEBACK_VARIABLE):
@@ -120,7 +127,7 @@ def build_app() -> Any:
         name="pinstage",
         help=HELP,
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
@@ -164,17 +171,28 @@ def build_app() -> Any:
 
     @app.command(help=TRACE_HELP)
     def trace(
-        path: Annotated[Path, typer.Argument(metavar="PATH", help="A trace, or a folder of them.")],
+        path: Annotated[Path | None, typer.Argument(metavar="[PATH]", help="A trace, or a folder of them.")] = None,
         html: Annotated[
             Path | None, typer.Option(help="Write a report with a timeline and plots; one file, no network.")
         ] = None,
         bus: Annotated[str | None, typer.Option(help=BUS_HELP)] = None,
+        step_ms: Annotated[float | None, typer.Option(help=STEP_HELP)] = None,
         every_step: Annotated[bool, typer.Option("--all", help="Show all steps, not the worst 12.")] = False,
         as_json: Annotated[bool, json_option] = False,
+        example: Annotated[bool, typer.Option("--example", help="Read the trace that comes with pinstage.")] = False,
     ) -> None:
         from pinstage.inspect._commands import run_trace
 
-        raise typer.Exit(run_trace(path, bus=bus, html_file=html, as_json=as_json, every_step=every_step))
+        status = run_trace(
+            path,
+            bus=bus,
+            html_file=html,
+            as_json=as_json,
+            every_step=every_step,
+            step_ms=step_ms,
+            example=example,
+        )
+        raise typer.Exit(status)
 
     @app.command(help=TOP_HELP)
     def top(
@@ -186,6 +204,24 @@ def build_app() -> Any:
         raise typer.Exit(run_top(once=once, as_json=as_json))
 
     return app
+
+
+def _has_extra() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("typer", "rich"))
+
+
+def _plain_doctor(arguments: Sequence[str]) -> NoReturn:
+    """Run doctor where the extra is not installed: a machine is looked at before it is set up."""
+    parser = argparse.ArgumentParser("pinstage doctor", description=DOCTOR_HELP.replace("\b\n", ""))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", help="the GPU to measure, such as cuda:1")
+    parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="measure copies")
+    parser.add_argument("--plot", type=Path, help="draw the bandwidth into this PNG file")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON for programs")
+    options = vars(parser.parse_args(arguments))
+    from pinstage.inspect._commands import run_doctor
+
+    sys.exit(run_doctor(measuring=options.pop("measure"), **options))
 
 
 def _fail(error: Exception) -> None:
@@ -204,7 +240,3 @@ def _fail(error: Exception) -> None:
 def _exit(message: str, status: int) -> NoReturn:
     sys.stderr.write(f"pinstage: {message}\n")
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,46 +2,50 @@
 
 import operator
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import SupportsIndex
 
 UNITS = {
     "": 1,
-    "B": 1,
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)},
-    "kB": 1000,
+    "b": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def parse_bytes(size: SupportsIndex | str) -> int:
+def parse_bytes(size: SupportsIndex | float | str) -> int:
     """Read a size in bytes.
 
-    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` powers of 1000. Units are case-sensitive,
-    because ``Mb`` means megabits elsewhere; ``KB`` is read as ``kB``.
+    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` powers of 1000; in any case.
 
     Args:
-        size: bytes as an integer, or text such as ``"512MiB"``, ``"1.5 GiB"``, ``"4096"``.
+        size: bytes as a whole number, or text such as ``"512MiB"``, ``"1.5 GiB"``, ``"4096"``.
 
     Returns:
         The number of bytes, zero or more.
 
     Raises:
-        TypeError: ``size`` is neither an integer nor text. A bool is not an integer here.
+        TypeError: ``size`` is neither a number nor text. A bool is no number here.
         ValueError: negative, not a number with a known unit, or not a whole number of bytes.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        if match is None or match[2] not in UNITS:
+        unit = UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
             raise ValueError(f"not a size: {size!r}; write bytes as an int, or text such as '512MiB' or '1.5 GB'")
-        exact = Fraction(match[1]) * UNITS[match[2]]
+        exact = Fraction(match[1]) * unit
         if exact.denominator != 1:
             raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
         return int(exact)
+    if isinstance(size, float):
+        if not size.is_integer():
+            raise ValueError(f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'")
+        size = int(size)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise TypeError(f"a size is an int or text such as '512MiB', not {type(size).__name__}")
+        raise TypeError(f"a size is an int or text such as '512MiB', not {size!r} ({type(size).__name__})")
     nbytes = operator.index(size)
     if nbytes < 0:
         raise ValueError(f"a size cannot be negative: {nbytes}")
@@ -62,6 +66,19 @@ def format_bytes(nbytes: float) -> str:
         value, unit = value / 1024, unit + 1
     sign = "-" if nbytes < 0 else ""
     return f"{sign}{value:.{2 if unit else 0}f} {_BINARY[unit]}"
+
+
+def size_to_paste(nbytes: int) -> str:
+    """Write a size that is at least so large as `parse_bytes` reads it, in KiB or more: ``"9MiB"``."""
+    power = max((power for power in range(1, len(_BINARY)) if nbytes >= 8 << 10 * power), default=1)
+    return f"{-(-nbytes // (1 << 10 * power))}{_BINARY[power]}"
+
+
+def table_text(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    """Write a short table of names and values under a title."""
+    written = [(name, str(value)) for name, value in rows]
+    width = max(len(name) for name, _ in written)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in written)])
 
 
 def round_up(nbytes: int, unit: int) -> int:

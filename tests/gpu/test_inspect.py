@@ -8,8 +8,9 @@ import pinstage as ps
 from pinstage import _steps
 from pinstage.inspect import Bus
 from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
+from pinstage.inspect._cost import measure_cost
 from pinstage.inspect._doctor import POINTS, diagnose
-from pinstage.inspect._trace import html, trace_report
+from pinstage.inspect._trace import count_events, html, trace_report
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +62,15 @@ def test_the_doctor_measures(cuda_device):
     fastest = max(found.measured.points, key=lambda point: point.bytes_per_second)
     assert fastest.kind != PAGEABLE
     assert set(found.measured.page_locking) == {"pinned", "registered"}
+
+
+def test_the_doctor_measures_what_staging_and_the_profiler_cost(cuda_device):
+    cost = measure_cost(torch.device(cuda_device), count_events)
+    assert 5e-6 < cost.fixed_seconds < 1e-3
+    assert 1e-7 < cost.leaf_seconds < 1e-5
+    assert 1e9 < cost.slab_bytes_per_second < 1e11
+    assert 5e-8 < cost.op_seconds < 1e-5
+    assert 1e-7 < cost.call_seconds < 2e-5
 
 
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):

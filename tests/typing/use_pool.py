@@ -85,7 +85,6 @@ def errors(pool: ps.SlabPool) -> int:
 def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     ps.SlabPool("2GiB")  # type: ignore[arg-type]
     ps.SlabPool(None, 4096)  # type: ignore[call-arg]
-    ps.SlabPool(max_bytes=None)  # type: ignore[arg-type]
     pool.acquire(4096, 1.0)  # type: ignore[call-arg]
     pool.acquire(1.5)  # type: ignore[arg-type]
     pool.reserve(4096, 2)  # type: ignore[call-arg]
@@ -94,7 +93,6 @@ def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     lease.release(Done())  # type: ignore[call-arg]
     lease.release(after=3)  # type: ignore[arg-type]
     lease.as_tensor((2, 3))  # type: ignore[call-arg]
-    lease.as_tensor((2, 3), "float32")  # type: ignore[arg-type]
     lease.nbytes = 3  # type: ignore[misc]
     _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
     ps.PageableMemory(4096)  # type: ignore[call-arg]

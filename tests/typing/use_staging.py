@@ -28,13 +28,13 @@ def every_kind_of_device(pool: ps.SlabPool) -> None:
 
 def a_transfer(stager: ps.Stager, batch: object, stream: torch.cuda.Stream) -> None:
     transfer = stager.stage(batch)
-    assert_type(transfer, ps.Transfer)
+    assert_type(transfer, ps.Transfer[object])
     assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
     assert_type(transfer.passthrough, int)
     assert_type(transfer.layout, ps.Layout)
     transfer.synchronize()
-    assert_type(transfer.get(), Any)
+    assert_type(transfer.get(), object)
     transfer.get(stream)
     transfer.get(stream=None)
 
@@ -63,7 +63,7 @@ def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
     ps.Stager("cpu", threads="4")  # type: ignore[arg-type]
     stager.prefetch([batch], 2)  # type: ignore[call-arg]
     stager.prefetch(3)  # type: ignore[arg-type]
-    stager.stage()  # type: ignore[call-arg]
+    stager.stage()  # type: ignore[call-overload]
     stager.pool = pool  # type: ignore[misc]
     stager.device = "cpu"  # type: ignore[misc, assignment]
     stager.stats().batches = 3  # type: ignore[misc]
@@ -74,11 +74,11 @@ def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
 
 def to_the_host(stager: ps.Stager, tree: object) -> None:
     transfer = stager.to_host(tree)
-    assert_type(transfer, ps.HostTransfer)
+    assert_type(transfer, ps.HostTransfer[object])
     assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
     assert_type(transfer.nbytes, int)
-    assert_type(transfer.get(), Any)
+    assert_type(transfer.get(), object)
     transfer.synchronize()
     stager.to_host(tree, copy=True)
     stager.to_host(tree, True)  # type: ignore[call-arg]
@@ -88,7 +88,7 @@ def to_the_host(stager: ps.Stager, tree: object) -> None:
 def a_ring(batch: object) -> None:
     stager = ps.Stager("cuda", ring=2, ring_bytes="64MiB", ring_overflow="fresh")
     with stager.stage(batch) as staged:
-        assert_type(staged, Any)
+        assert_type(staged, object)
     stager.stage(batch).release()
     ps.Stager("cuda", timeout=None)
     ps.Stager("cuda", timeout=2.5)

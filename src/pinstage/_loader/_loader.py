@@ -6,7 +6,7 @@ import inspect
 import multiprocessing
 import os
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.utils.data
@@ -23,6 +23,9 @@ from ._starting import start_workers
 from ._stats import LoaderStats
 from ._unused import arguments_were_read, slabs_of_original, warn_if_unused
 from ._worker import Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
@@ -194,21 +197,49 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     gone. An iterator that is left early gives all back as soon as it is dropped.
     """
 
-    def __init__(
-        self,
-        dataset: torch.utils.data.Dataset[T_co],
-        *args: Any,
-        device: torch.device | str | int | None = None,
-        pool: SlabPool | None = None,
-        max_bytes: int | str | HostBudget = "auto",
-        owner: str = "loader",
-        depth: int = 2,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, *args, **kwargs)
-        # Attributes with the names of arguments: Lightning makes loaders anew from these.
-        self.device, self.pool, self.max_bytes, self.depth, self.owner = checked(device, pool, max_bytes, depth, owner)
-        self._slabs  # noqa: B018 - made here, where the device may be reached for
+    # Attributes with the names of arguments: Lightning makes loaders anew from these.
+    device: torch.device
+    pool: SlabPool | None
+    max_bytes: int | str | HostBudget | None
+    depth: int
+    owner: str
+
+    if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever the torch that is installed takes
+
+        def __init__(
+            self,
+            dataset: torch.utils.data.Dataset[T_co],
+            batch_size: int | None = 1,
+            shuffle: bool | None = None,
+            sampler: Iterable[Any] | None = None,
+            batch_sampler: Iterable[Any] | None = None,
+            num_workers: int = 0,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            pin_memory: bool = False,
+            drop_last: bool = False,
+            timeout: float = 0,
+            worker_init_fn: Callable[[int], None] | None = None,
+            multiprocessing_context: Any = None,
+            generator: Any = None,
+            *,
+            prefetch_factor: int | None = None,
+            persistent_workers: bool = False,
+            pin_memory_device: str = "",
+            in_order: bool = True,
+            device: torch.device | str | int | None = None,
+            pool: SlabPool | None = None,
+            max_bytes: int | str | HostBudget | None = "auto",
+            owner: str = "loader",
+            depth: int = 2,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, dataset, *args, device=None, pool=None, max_bytes="auto", owner="loader", depth=2, **kwargs):
+            super().__init__(dataset, *args, **kwargs)
+            settings = checked(device, pool, max_bytes, depth, owner)
+            self.device, self.pool, self.max_bytes, self.depth, self.owner = settings
+            self._slabs  # noqa: B018 - made here, where the device may be reached for
 
     @property
     def _settings(self) -> Settings:
@@ -217,13 +248,17 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"pool": None}
 
+    def __repr__(self) -> str:
+        workers = f"{self.num_workers} workers" if self.num_workers else "no workers"
+        return f"<DataLoader to {self.device}: batch_size={self.batch_size}, {workers}, max_bytes={self.max_bytes!r}>"
+
 
 def wrap_loader(
     loader: L,
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
-    max_bytes: int | str | HostBudget = "auto",
+    max_bytes: int | str | HostBudget | None = "auto",
     owner: str = "loader",
     depth: int = 2,
 ) -> L:

@@ -19,7 +19,7 @@ class Settings(NamedTuple):
 
     device: torch.device
     pool: SlabPool | None
-    max_bytes: int | str | HostBudget
+    max_bytes: int | str | HostBudget | None
     depth: int
     owner: str
 
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 def checked(
     device: torch.device | str | int | None,
     pool: SlabPool | None,
-    max_bytes: int | str | HostBudget,
+    max_bytes: int | str | HostBudget | None,
     depth: int,
     owner: str,
 ) -> Settings:
@@ -41,14 +41,14 @@ def checked(
         TypeError, ValueError, StagingError: as `DataLoader`.
     """
     check_depth(depth)
-    if pool is not None and max_bytes not in ("auto", pool.max_bytes):
+    if pool is not None and max_bytes not in ("auto", None, pool.max_bytes):
         raise ValueError(f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool")
     if pool is not None and not pool.memory.is_shared:
         raise ValueError(
             f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
             "SlabPool(SharedMemory(device), max_bytes=...)"
         )
-    if max_bytes != "auto" and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
+    if max_bytes not in ("auto", None) and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
         raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
     return Settings(target_for(device).device, pool, max_bytes if pool is None else pool.max_bytes, depth, owner)
 

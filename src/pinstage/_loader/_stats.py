@@ -6,13 +6,14 @@ import threading
 from dataclasses import dataclass
 
 from .._pool import PoolStats
+from .._sizes import format_bytes, table_text
 from .._staging import Transfer
 
 _NOTICEABLE = 0.1
 """Share of the time from which waiting is called a bottleneck."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoaderStats:
     """What a `DataLoader` has done so far, over all its iterators."""
 
@@ -65,6 +66,20 @@ class LoaderStats:
         """Whether one slab more would have gone beyond the cap; until then workers wait for it to be made only."""
         pool = self.pool
         return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
+
+    def __repr__(self) -> str:
+        text = table_text(
+            "LoaderStats",
+            [
+                ("batches", f"{self.batches:,}, {format_bytes(self.bytes)} in {self.copies:,} copies"),
+                ("fallback_batches", f"{self.fallback_batches:,}"),
+                ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
+                ("seconds", f"{self.seconds:.3f}, of which {self.wait_seconds:.3f} waiting for a batch"),
+                ("workers", f"{self.num_workers}, which waited {self.slot_wait_seconds:.3f} s for slabs"),
+                ("bottleneck", self.bottleneck),
+            ],
+        )
+        return text if self.pool is None else f"{text}\n{self.pool!r}"
 
 
 class Counters:

@@ -62,13 +62,13 @@ def auto_max_bytes(
     return cap, reason
 
 
-def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
+def cap_bytes(max_bytes: int | str | None) -> tuple[int, str]:
     """Read a cap on the bytes that one process may hold, and say where it comes from.
 
     Args:
-        max_bytes: ``"auto"``; a size as `parse_bytes` reads it; or such a size with ``"/host"`` behind it, a cap for
-            all ranks of this host together, of which each takes an equal part. Their number is ``LOCAL_WORLD_SIZE``, as
-            torchrun sets it; 1 where no launcher says that there are several.
+        max_bytes: ``"auto"``, or None, which is the same; a size as `parse_bytes` reads it; or such a size with
+            ``"/host"`` behind it, a cap for all ranks of this host together, of which each takes an equal part. Their
+            number is ``LOCAL_WORLD_SIZE``, as torchrun sets it; 1 where no launcher says that there are several.
 
     Returns:
         The cap in bytes, and the reason.
@@ -77,7 +77,7 @@ def cap_bytes(max_bytes: int | str) -> tuple[int, str]:
         TypeError: neither an integer nor text.
         ValueError: no size, or the number of ranks on this host cannot be known.
     """
-    if max_bytes == "auto":
+    if max_bytes is None or max_bytes == "auto":
         return auto_max_bytes()
     if not isinstance(max_bytes, str) or not max_bytes.rstrip().endswith(_PER_HOST):
         return parse_bytes(max_bytes), f"given: {max_bytes}"

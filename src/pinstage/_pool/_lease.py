@@ -98,13 +98,20 @@ class Lease:
         """
         return torch.frombuffer(self._export("tensor()"), dtype=torch.uint8, count=self._nbytes)
 
-    def as_tensor(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> torch.Tensor:
+    def as_tensor(self, shape: tuple[int, ...] | int, dtype: torch.dtype | np.typing.DTypeLike) -> torch.Tensor:
         """Return the start of the leased bytes as a tensor of the given shape and dtype.
+
+        Args:
+            shape: of the tensor.
+            dtype: torch's, or numpy's, by type or name (``np.float32``, ``"float32"``).
 
         Raises:
             LeaseError: the lease was released.
+            TypeError: torch has no such dtype.
             ValueError: the shape needs more than `nbytes` bytes, or has a negative size.
         """
+        if not isinstance(dtype, torch.dtype):
+            dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         count = math.prod(sizes)
         if any(size < 0 for size in sizes) or count * dtype.itemsize > self._nbytes:

@@ -51,7 +51,9 @@ class SlabPool:
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
 
-    def __init__(self, memory: MemoryResource | None = None, *, max_bytes: int | str | HostBudget = "auto") -> None:
+    def __init__(
+        self, memory: MemoryResource | None = None, *, max_bytes: int | str | HostBudget | None = "auto"
+    ) -> None:
         host: Share | Alone
         if isinstance(max_bytes, HostBudget):
             cap, reason, host = max_bytes.max_bytes, f"given: {max_bytes!r}", Share(max_bytes)

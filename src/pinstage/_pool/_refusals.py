@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from .._sizes import format_bytes
+from .._sizes import format_bytes, size_to_paste
 from ..errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -44,7 +44,7 @@ def never_fits(figures: Figures, nbytes: int, account: Account | None = None) ->
         shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
         remedy = "raise max_bytes, change share(), or ask for less"
     else:
-        shares, remedy = "", "raise max_bytes or ask for less"
+        shares, remedy = "", f'pass max_bytes="{size_to_paste(nbytes * 9 // 8)}" or more, or ask for less'
     return BudgetExceededError(
         f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
         **_numbers(figures, nbytes),
@@ -55,7 +55,7 @@ def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> Budge
     """Return the error of a reservation for which there is no room now."""
     return BudgetExceededError(
         f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
-        "trim() idle slabs, or raise max_bytes",
+        f'trim() idle slabs, or pass max_bytes="{size_to_paste(figures.held + missing * capacity)}"',
         **_numbers(figures, missing * capacity),
     )
 
@@ -64,7 +64,7 @@ def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int)
     """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
-        "release leases sooner, wait longer, or raise max_bytes",
+        f'release leases sooner, wait longer, or pass max_bytes="{size_to_paste(figures.held + nbytes * 9 // 8)}"',
         **_numbers(figures, nbytes),
     )
 

@@ -28,7 +28,10 @@ class OwnerStats:
     """Time that they waited, in all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+from .._sizes import format_bytes, table_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PoolStats:
     """A consistent snapshot of a pool's counters.
 
@@ -98,3 +101,20 @@ class PoolStats:
         if not self.total_leased_bytes:
             return 0.0
         return 1.0 - self.total_requested_bytes / self.total_leased_bytes
+
+    def __repr__(self) -> str:
+        rows = []
+        for state in ("held", "leased", "in_flight", "free"):
+            now, peak = (format_bytes(getattr(self, f"{prefix}{state}_bytes")) for prefix in ("", "peak_"))
+            rows.append((state.replace("_", " "), f"{now} in {getattr(self, f'{state}_slabs')} slabs, at most {peak}"))
+        return table_text(
+            "PoolStats",
+            [
+                ("max_bytes", f"{format_bytes(self.max_bytes)} ({self.max_bytes_reason})"),
+                *rows,
+                ("hits, misses", f"{self.hits:,}, {self.misses:,}"),
+                ("waits", f"{self.waits:,}, {self.wait_seconds:.3f} s"),
+                ("trims, recovered", f"{self.trims:,}, {self.recovered:,}"),
+                ("rounding_waste", f"{self.rounding_waste:.1%}"),
+            ],
+        )

@@ -344,7 +344,10 @@ def target_for(device: torch.device | str | int | None) -> Target:
     tell_of_extension()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"not a device: {device!r}; write 'cuda', 'cuda:0' or 'cpu'") from error
     if device.type == "cuda":
         return CudaTarget(device)
     if device.type == "cpu":

@@ -27,7 +27,7 @@ import torch
 
 from .._layout import Layout, Table
 from .._pool import Event
-from .._sizes import format_bytes
+from .._sizes import format_bytes, size_to_paste
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
 from ..errors import RingError
@@ -171,11 +171,14 @@ class Ring:
         overflow: what becomes of a batch that finds no free slab: an error, or a slab of its own outside of the ring.
 
     Raises:
+        TypeError: `count` is no int.
         ValueError: `count` or `nbytes` is less than 1, or no such `overflow`.
         StagingError: this torch does not tell who uses a storage.
     """
 
     def __init__(self, target: Target, count: int, nbytes: int | None, overflow: Overflow) -> None:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"ring is a number of device slabs: {count!r}; pass an int, such as ring=3")
         if count < 1:
             raise ValueError(f"ring must be at least 1: {count}; it is the number of batches held at once")
         if nbytes is not None and nbytes < 1:
@@ -253,12 +256,12 @@ class Ring:
             origin = "as ring_bytes says" if self._given else "the size of the first batch"
             return RingError(
                 f"batch does not fit the ring: it needs {format_bytes(nbytes)}, each of the {self.count} device "
-                f"slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes= as large as the largest batch, or "
-                "ring_overflow='fresh'"
+                f'slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes="{size_to_paste(nbytes)}", or more '
+                "if there are larger batches, or ring_overflow='fresh'"
             )
         held = "; ".join(f"batch number {slab.number}: {slab.holder()}" for slab in sorted(self._slabs, key=_number))
         return RingError(
             f"ring is full: batch number {self._taken + 1} needs a device slab, all {self.count} are held ({held}); "
-            "drop batches sooner, clone() what has to stay, call Transfer.release() when all work on a batch has been "
-            "issued, pass a larger ring=, or ring_overflow='fresh'"
+            f"pass ring={self.count + 1}, or ring_overflow='fresh'; or drop batches sooner, clone() what has to stay, "
+            "and call Transfer.release() when all work on a batch has been issued"
         )

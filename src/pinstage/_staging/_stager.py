@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
+import numpy as np
 import torch
 
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing
@@ -14,7 +15,7 @@ from .._layout import Layout, Parts, Table, content_of, take_apart
 from .._memory import default_memory
 from .._pool import Event, HostBudget, Lease, PoolStats, SlabPool
 from .._reaper import reaper
-from .._sizes import parse_bytes
+from .._sizes import format_bytes, parse_bytes, table_text
 from .._steps import step
 from .._tree import Keeping
 from ..errors import AcquireTimeoutError
@@ -27,6 +28,10 @@ from ._transfer import Transfer, copy_event_of, move_others, send_packed
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+B = TypeVar("B")
+K = TypeVar("K")
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Kept:
@@ -41,7 +46,7 @@ class Kept:
         return self._event.query()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StagerStats:
     """What a stager has done so far."""
 
@@ -67,6 +72,23 @@ class StagerStats:
     """What these copies carried, padding included."""
     pool: PoolStats
     """The pool's counters."""
+
+    def __repr__(self) -> str:
+        text = table_text(
+            "StagerStats",
+            [
+                ("batches", f"{self.batches:,}, in {self.copies:,} copies"),
+                ("packed", f"{self.packed_leaves:,} leaves, {format_bytes(self.packed_bytes)}"),
+                ("padding", format_bytes(self.padding_bytes)),
+                ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
+                ("ring_overflows", f"{self.ring_overflows:,}"),
+                (
+                    "to_host",
+                    f"{self.fetches:,} calls, {self.fetch_copies:,} copies, {format_bytes(self.fetched_bytes)}",
+                ),
+            ],
+        )
+        return f"{text}\n{self.pool!r}"
 
 
 class Stager:
@@ -114,7 +136,7 @@ class Stager:
         device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str | HostBudget = "auto",
+        max_bytes: int | str | HostBudget | None = "auto",
         owner: str = "stager",
         ring: int | None = None,
         ring_bytes: int | str | None = None,
@@ -124,7 +146,7 @@ class Stager:
         keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        if pool is not None and max_bytes != "auto":
+        if pool is not None and max_bytes not in ("auto", None):
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
             )
@@ -158,7 +180,17 @@ class Stager:
         """Where host slabs come from."""
         return self._pool
 
-    def stage(self, batch: Any) -> Transfer:
+    @overload
+    def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
+    @overload
+    def stage(self, batch: dict[K, Array]) -> Transfer[dict[K, torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: list[Array]) -> Transfer[list[torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: tuple[Array, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(self, batch: B) -> Transfer[B]: ...
+    def stage(self, batch: Any) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap; never for the copy. Copies run on a stream of the
@@ -196,7 +228,7 @@ class Stager:
                     ring_lease.release()  # who keeps the error must not keep the slab
                 raise
 
-    def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer:
+    def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy, also if that fails: it is the caller's still after the
@@ -240,11 +272,21 @@ class Stager:
             self._count(table, transfer.copies)
             return transfer
 
+    @overload
+    def to_device(self, batch: Array) -> torch.Tensor: ...
+    @overload
+    def to_device(self, batch: dict[K, Array]) -> dict[K, torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: list[Array]) -> list[torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: tuple[Array, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(self, batch: B) -> B: ...
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
         return self.stage(batch).get()
 
-    def to_host(self, tree: Any, *, copy: bool = False) -> HostTransfer:
+    def to_host(self, tree: B, *, copy: bool = False) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
@@ -274,7 +316,7 @@ class Stager:
         """
         # A pool of no device in particular pins on the current one.
         with step("to_host"), self._target.selected():
-            transfer = to_host(tree, self.device, self._acquire, self._sources, copy=copy)
+            transfer: HostTransfer[B] = to_host(tree, self.device, self._acquire, self._sources, copy=copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies

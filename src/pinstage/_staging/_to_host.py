@@ -14,7 +14,7 @@ copies are done and the last view has died.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -26,6 +26,7 @@ from .._torch import check_is_plain
 from .._tree import WRAPPERS, Structure, walk
 from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
+from ._not_a_batch import B_co, NotABatch
 from ._transfer import move
 
 _MOST_GATHERINGS = 16
@@ -46,7 +47,7 @@ class Share(NamedTuple):
         return self.gathering.table
 
 
-class HostTransfer:
+class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.to_host`.
 
     The bytes are out of reach until they are there: `get` is the only way to them, and waits. Not for use by several
@@ -92,7 +93,7 @@ class HostTransfer:
             with step("wait"):
                 self._event.synchronize()
 
-    def get(self) -> Any:
+    def get(self) -> B_co:
         """Wait until the bytes are on the host, and return them.
 
         Blocks as `synchronize` does. Later calls return the same object.
@@ -103,17 +104,19 @@ class HostTransfer:
             returned); or, if the transfer was made with ``copy=True``, ordinary tensors. What was on the host already
             is the object it was.
         """
+        fetched: B_co
         if self._leaves is None:
-            return self._fetched
+            fetched = self._fetched
+            return fetched
         with step("views"):
             leaves = self._cut()  # before the wait: meanwhile the copy is on its way
         self.synchronize()
         if self._copy:
             leaves = self._duplicated(leaves)
         with step("unflatten"):
-            self._fetched = self._structure.rebuild(leaves)
+            self._fetched = fetched = self._structure.rebuild(leaves)
         self._leaves = self._host = None
-        return self._fetched
+        return fetched
 
     def _cut(self) -> list[Any]:
         """Cut the slab into the leaves. Not to be shown before `synchronize` has returned."""
@@ -196,7 +199,7 @@ def to_host(
     *,
     copy: bool,
     hold: bool = True,
-) -> HostTransfer:
+) -> HostTransfer[Any]:
     """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
 
     Args:

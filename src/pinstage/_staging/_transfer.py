@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex
 
 import torch
 
@@ -13,13 +13,14 @@ from .._torch import memory_of, tell_once
 from .._tree import Structure, moves_in_silence, tensors_in
 from ..errors import RingError
 from ._device import Target
+from ._not_a_batch import B_co, NotABatch
 from ._ring import RingLease
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Transfer:
+class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, perhaps still travelling. Made by `Stager.stage`.
 
     The host is free at once: what was packed may be changed or freed when `stage` returns. Not for use by several
@@ -101,7 +102,7 @@ class Transfer:
             if event is not None:
                 event.synchronize()
 
-    def get(self, stream: torch.cuda.Stream | None = None) -> Any:
+    def get(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
 
         Does not block: the stream waits for the copy, the host does not. Use on another stream as well needs another
@@ -139,7 +140,8 @@ class Transfer:
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(leaves)
                 self._is_whole = True
-            return self._batch
+            batch: B_co = self._batch
+            return batch
 
     def _cut(self) -> None:
         """Make the leaves that `get` puts together, if they are not there yet."""
@@ -166,7 +168,7 @@ class Transfer:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> B_co:
         """Return the batch, as `get` does; it is released at the end of the block."""
         return self.get()
 
@@ -181,7 +183,7 @@ class Transfer:
         return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
 
 
-def copy_event_of(transfer: Transfer) -> Event | None:
+def copy_event_of(transfer: Transfer[Any]) -> Event | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
     return transfer._event
 
@@ -231,7 +233,7 @@ def send_packed(
     host: int | None,
     others: list[Any],
     ring_lease: RingLease | None = None,
-) -> Transfer:
+) -> Transfer[Any]:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
     Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
@@ -255,6 +257,8 @@ def send_packed(
                 event = target.record_copies()
         copies = 1
     others, moved, moved_event = move_others(target, table, others)
-    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease)
+    transfer: Transfer[Any] = Transfer(
+        target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease
+    )
     transfer._cut()
     return transfer

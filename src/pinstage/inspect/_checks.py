@@ -14,8 +14,9 @@ from .._host import Headroom, threads_within
 from .._sizes import format_bytes
 from .._torch import Problem
 from ._bus import PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
+from ._cost import Cost
 from ._gpus import Driver, Gpu
-from ._report import duration, rate, share
+from ._report import count, duration, rate, share
 
 if TYPE_CHECKING:
     from pinstage import HostShare
@@ -336,6 +337,21 @@ def page_locking_time(nbytes: int, took: Mapping[str, tuple[float, float]]) -> C
     names = {PINNED: "cudaHostAlloc", REGISTERED: "registered huge pages"}
     parts = [f"{names[kind]} {duration(take)} (back: {duration(give)})" for kind, (take, give) in took.items()]
     return Check("page-locking time", "info", f"{format_bytes(nbytes)}: {', '.join(parts)}")
+
+
+def staging_cost(cost: Cost) -> Check:
+    """Say what staging takes here, which `pinstage trace` takes for traces of such a GPU."""
+    found = f"{duration(cost.fixed_seconds)} a batch, {duration(cost.leaf_seconds)} a leaf, "
+    found += f"{rate(cost.slab_bytes_per_second)}; the profiler adds {duration(cost.op_seconds)} an operator, "
+    return Check("staging", "info", f"{found}{duration(cost.call_seconds)} a call of CUDA")
+
+
+def no_such_device(index: int, gpus: int) -> Check:
+    """Say that the device that was asked for is not there."""
+    remedy = (
+        "name one that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
+    )
+    return Check("device", "problem", f"no cuda:{index}: torch sees {count(gpus, 'GPU')}", remedy)
 
 
 def not_measured(reason: str) -> Check:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from ._audit import audit
 from ._bus import Bus
+from ._cost import Cost, keep
 from ._errors import InspectError, TargetError
 from ._report import Section, as_rich, as_text
 
@@ -29,7 +31,8 @@ from ._report import Section, as_rich, as_text
 def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) -> int:
     """Audit the batch that ``module:callable`` gives; return the exit status."""
     figures = None if bus is None else Bus.parse(bus)
-    found = audit(first_batch(target), bus=figures)
+    with _prints_on_stderr():
+        found = audit(first_batch(target), bus=figures)
     _show(found.to_dict() if as_json else found._sections(None if every_leaf else 40))
     return 0
 
@@ -45,6 +48,8 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     with _progress("measuring copies", POINTS, unit=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
     _show(diagnosis.to_dict() if as_json else diagnosis.sections())
+    if diagnosis.measured is not None and diagnosis.measured.cost is not None:
+        _keep(diagnosis.measured.gpu.name, diagnosis.measured.cost)
     if plot is not None:
         measured = diagnosis.measured
         if measured is None:
@@ -54,14 +59,29 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     return int(diagnosis.has_problem)
 
 
-def run_trace(path: Path, *, bus: str | None, html_file: Path | None, as_json: bool, every_step: bool) -> int:
-    """Read a trace, or a folder of them; return the exit status."""
+def run_trace(
+    path: Path | None,
+    *,
+    bus: str | None,
+    html_file: Path | None,
+    as_json: bool,
+    every_step: bool,
+    step_ms: float | None = None,
+    example: bool = False,
+) -> int:
+    """Read a trace, or a folder of them, or the one that is shipped; return the exit status."""
     from ._trace import html, sections, trace_files, trace_report
 
+    if example == (path is not None):
+        raise InspectError("one trace is read: give a PATH, or --example for the one that comes with pinstage")
+    if step_ms is not None and step_ms <= 0:
+        raise InspectError(f"--step-ms must be above zero: {step_ms:g}; milliseconds of a step without the profiler")
+    path = Path(__file__).with_name("example.json.gz") if path is None else path
     figures = None if bus is None else Bus.parse(bus)
     total = sum(file.stat().st_size for file in trace_files(path))
     with _progress(f"reading {path.name}", total, unit=True) as advance:
-        report = trace_report(path, bus=figures, advance=advance)
+        step_seconds = None if step_ms is None else step_ms / 1e3
+        report = trace_report(path, bus=figures, step_seconds=step_seconds, advance=advance)
     _show(report.to_dict() if as_json else sections(report, **({"steps": None} if every_step else {})))
     if html_file is not None:
         html_file.write_text(html(report), encoding="utf-8")
@@ -69,15 +89,46 @@ def run_trace(path: Path, *, bus: str | None, html_file: Path | None, as_json: b
     return 0
 
 
+def _keep(device_name: str, cost: Cost) -> None:
+    try:
+        _say(f"kept for pinstage trace: {keep(device_name, cost)}")
+    except (OSError, RuntimeError) as error:  # no home directory, say
+        _say(f"not kept, so pinstage trace takes the reference: {error}")
+
+
+@contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """Send what a target prints, its workers and its C code included, to stderr: stdout is for findings."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _show(findings: dict[str, Any] | Sequence[Section]) -> None:
     if isinstance(findings, dict):
         sys.stdout.write(json.dumps(findings, indent=2) + "\n")
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(as_rich(findings))
-    else:
+        return
+    console = _console(sys.stdout)
+    if console is None:
         sys.stdout.write(as_text(findings) + "\n")
+    else:
+        console.print(as_rich(findings))
+
+
+def _console(stream: TextIO) -> Any:
+    """Return rich's console for a stream; None where plain text is wanted, or rich is not installed."""
+    if not stream.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(file=stream, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
 def _say(text: str) -> None:
@@ -86,14 +137,16 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _progress(title: str, total: int, *, unit: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the body runs, if that is a terminal; `unit`: the total is bytes."""
-    from rich.console import Console
+    """Show a bar on stderr while the body runs, if that is a terminal with colours; `unit`: the total is bytes."""
+    console = _console(sys.stderr)
+    if console is None or console.color_system is None:
+        yield lambda _: None
+        return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
     done = DownloadColumn() if unit else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda amount: bar.advance(task, amount)
 

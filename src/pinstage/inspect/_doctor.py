@@ -25,9 +25,10 @@ from .._sizes import format_bytes
 from . import _checks, _top
 from ._bus import PAGEABLE, PINNED, REGISTERED, SIZES, Point, measure, page_locking_seconds
 from ._checks import Check, Status
-from ._errors import InspectError
+from ._cost import Cost, measure_cost
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
 from ._report import Line, Section, TextTable, count
+from ._trace import count_events
 
 PINNED_BYTES = 1 << 30
 """Bytes that are page-locked to see how long that takes."""
@@ -45,6 +46,7 @@ class Measured:
     gpu: Gpu
     points: tuple[Point, ...]
     page_locking: dict[str, tuple[float, float]]  # by kind: seconds for PINNED_BYTES, and to give them back
+    cost: Cost | None = None  # of staging, and of the profiler
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Diagnosis:
                 for kind, (take, give) in page_locking.items()
             },
             **_top.to_dict(self.shares),
+            "cost": dataclasses.asdict(self.measured.cost) if self.measured and self.measured.cost else None,
         }
 
     def sections(self) -> list[Section]:
@@ -137,6 +140,9 @@ def diagnose(
     checks += host_checks(root, affinity)
     shares, found = _budgets()
     checks.append(found)
+    if device is not None and device >= len(gpus):
+        checks.append(_checks.no_such_device(device, len(gpus)))
+        measuring = False
     reason = _why_not_measured(gpus, measuring, root)
     if reason is not None:
         return Diagnosis((*checks, _checks.not_measured(reason)), shares=shares)
@@ -190,13 +196,12 @@ def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str |
 
 def _measure(gpus: Sequence[Gpu], device: int | None, advance: Callable[[], None]) -> Measured:
     index = torch.cuda.current_device() if device is None else device
-    if index >= len(gpus):
-        raise InspectError(f"no cuda:{index}: torch sees {count(len(gpus), 'GPU')}")
     on = torch.device("cuda", index)
     if why_unusable() is not None:
         return Measured(gpus[index], tuple(measure(on, kinds=(PAGEABLE,), advance=advance)), {})
     points = measure(on, kinds=(PAGEABLE, PINNED, REGISTERED), advance=advance)
-    return Measured(gpus[index], tuple(points), page_locking_seconds(PINNED_BYTES, on))
+    locking = page_locking_seconds(PINNED_BYTES, on)
+    return Measured(gpus[index], tuple(points), locking, measure_cost(on, count_events))
 
 
 def _transfer_checks(measured: Measured) -> list[Check]:
@@ -207,6 +212,7 @@ def _transfer_checks(measured: Measured) -> list[Check]:
         *_checks.bandwidth(points, gpu.link_rate, host_page_tables=bool(gpu.host_page_tables)),
         *_checks.small_copies(points),
         _checks.page_locking_time(PINNED_BYTES, measured.page_locking),
+        *([] if measured.cost is None else [_checks.staging_cost(measured.cost)]),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._cost import Cost
 from ._events import COPY, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, Trace
 from ._intervals import EMPTY, Intervals, containing, intersection, subtract, total, union, within
 
@@ -91,6 +92,18 @@ class Step:
     stall_seconds: float  # of that, without a kernel: the GPU waits for staging
     synchronise_seconds: float  # time in which the host waited for the device, outside staging
     wait_seconds: float  # time in which the loop waited for its loader
+    host_staging_seconds: float  # time in which the loop's thread was staging
+    download_seconds: float  # time in which the loop's thread was in operators and calls that copy to the host
+    exposed_download_seconds: float  # of that, without a kernel
+    idle_wait_seconds: float  # of wait_seconds, until a batch was there to be unpickled
+    downloads: int = 0  # copies to the host that were asked for in it
+    download_bytes: int = 0
+    # What the profiler adds to the times above, by `Cost`: to the step, and to the parts of it that are named
+    profiler_seconds: float = 0.0
+    profiler_staging_seconds: float = 0.0
+    profiler_stall_seconds: float = 0.0
+    profiler_idle_seconds: float = 0.0  # while no kernel ran
+    profiler_download_seconds: float = 0.0  # in exposed_download_seconds
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,9 @@ class Analysis:
     calls: tuple[HostCall, ...]  # those that took most first
     steps: tuple[Step, ...]
     annotated: bool  # whether steps are annotated; if not, one step is the whole trace
+    has_gpu: bool  # whether there is anything of a GPU in the trace
+    has_workers: bool  # whether the loop's loader has worker processes
+    uses_pinstage: bool  # whether pinstage staged something on the loop's thread
     fastest_pinned: float  # bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none
     spans: Spans
 
@@ -141,8 +157,13 @@ class Analysis:
         }
 
 
-def analyse(trace: Trace) -> Analysis:
-    """Compute the figures of a trace."""
+def analyse(trace: Trace, cost: Cost) -> Analysis:
+    """Compute the figures of a trace.
+
+    Args:
+        trace: what was read.
+        cost: what the profiler adds to each event.
+    """
     copies = _Copies(trace)
     kernels = {
         int(device): union(trace.kernels.spans()[trace.kernels["device"] == device])
@@ -150,15 +171,24 @@ def analyse(trace: Trace) -> Analysis:
     }
     device = _main_device(kernels, copies)
     busy = kernels.get(device, EMPTY)
-    host = _host_staging(trace, copies)
+    thread = _main_thread(trace)
+    uploads, downloads = (_host_copying(trace, copies, thread, way) for way in (TO_DEVICE, TO_HOST))
+    ours = trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["ours"] == 1)]
+    host = union(uploads, ours)
+    if not trace.has_gpu:  # then the operators that would copy are all that can be told
+        host = union(trace.ops.spans()[trace.ops["thread"] == thread])
+    downloads = subtract(downloads, host)
     on_it = copies.device == device
     to_device = union(copies.spans[on_it & (copies.direction == TO_DEVICE)])
     both_ways = union(copies.spans[on_it & np.isin(copies.direction, (TO_DEVICE, TO_HOST))])
     staging = union(host, to_device)
     stalls = subtract(staging, busy)
     waits = union(trace.waits.spans())
-    columns = (both_ways, subtract(both_ways, busy), busy, staging, stalls, _synchronising(trace, staging), waits)
-    steps = _steps(trace, copies, columns)
+    synchronising = subtract(_synchronising(trace, thread), staging)
+    exposed = subtract(downloads, busy)
+    columns = (both_ways, subtract(both_ways, busy), busy, staging, stalls, synchronising, waits, host)
+    steps = _steps(trace, copies, (*columns, downloads, exposed, _idle_waits(trace, thread)))
+    steps = _with_profiler(steps, trace, thread, cost, (host, stalls, exposed), busy)
     return Analysis(
         path=trace.path,
         rank=trace.rank,
@@ -170,6 +200,9 @@ def analyse(trace: Trace) -> Analysis:
         calls=_host_calls(trace),
         steps=steps,
         annotated=bool(len(trace.steps)),
+        has_gpu=trace.has_gpu,
+        has_workers=trace.has_workers,
+        uses_pinstage=bool(len(ours)),
         fastest_pinned=_fastest_pinned(copies),
         spans=Spans(busy, _timeline_copies(copies, device), host, waits, stalls),
     )
@@ -210,36 +243,41 @@ def _main_device(kernels: dict[int, Intervals], copies: _Copies) -> int:
 
 
 def _main_thread(trace: Trace) -> int:
-    """Return the thread of the training loop: of the steps, else the one that calls CUDA most."""
-    threads = trace.steps["thread"] if len(trace.steps) else trace.calls["thread"]
+    """Return the thread of the training loop: of the steps, else the one that calls CUDA most, else the busiest."""
+    threads = next((found["thread"] for found in (trace.steps, trace.calls, trace.host) if len(found)), ())
     return int(np.bincount(threads).argmax()) if len(threads) else 0
 
 
-def _synchronising(trace: Trace, staging: Intervals) -> Intervals:
-    """Return when the loop's thread waited for the device, outside staging."""
-    chosen = (trace.texts(trace.calls, "group") == SYNCHRONISE) & (trace.calls["thread"] == _main_thread(trace))
-    return subtract(union(trace.calls.spans()[chosen.astype(bool)]), staging)
+def _synchronising(trace: Trace, thread: int) -> Intervals:
+    """Return when the loop's thread waited for the device."""
+    chosen = (trace.texts(trace.calls, "group") == SYNCHRONISE) & (trace.calls["thread"] == thread)
+    return union(trace.calls.spans()[chosen.astype(bool)])
 
 
-def _host_staging(trace: Trace, copies: _Copies) -> Intervals:
-    """Return when the loop's thread was staging: calls that copy to the device or pin, and operators around them.
+def _idle_waits(trace: Trace, thread: int) -> Intervals:
+    """Return when the loop waited for a batch that was not there: what it does with one shows as operators."""
+    waits, starts = trace.waits.spans(), np.sort(trace.host.spans()[trace.host["thread"] == thread, 0])
+    after = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
+    return union(np.column_stack([waits[:, 0], np.minimum(waits[:, 1], after)]))
+
+
+def _host_copying(trace: Trace, copies: _Copies, thread: int, way: str) -> Intervals:
+    """Return when the loop's thread was copying in one direction: calls that do, and operators around them.
 
     A copy's call is short beside the operators that lead to it (`aten::to` takes some 10 us for the smallest tensor),
-    so the outermost such operator around a call is counted whole. Ranges of pinstage count as they are. What other
+    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. What other
     threads do, the loader's pinning for instance, holds nobody up by itself.
     """
-    thread = _main_thread(trace)
     group = trace.texts(trace.calls, "group")
-    uploads = copies.correlation[(copies.direction == TO_DEVICE) & (copies.correlation >= 0)]
-    relevant = (group == COPY) & np.isin(trace.calls["correlation"], uploads) | (group == PIN)
+    mine = copies.correlation[(copies.direction == way) & (copies.correlation >= 0)]
+    relevant = (group == COPY) & np.isin(trace.calls["correlation"], mine)
+    if way == TO_DEVICE:
+        relevant |= group == PIN
     relevant &= trace.calls["thread"] == thread
     calls = trace.calls.spans()[relevant.astype(bool)]
-    here = trace.ops["thread"] == thread
-    ours = here & (trace.ops["ours"] == 1)
-    spans = trace.ops.spans()
-    around = union(spans[here & ~ours])
+    around = union(trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["ours"] == 0)])
     holding = np.unique(containing(around, calls[:, 0]))
-    return union(calls, around[holding[holding >= 0]], spans[ours])
+    return union(calls, around[holding[holding >= 0]])
 
 
 def _steps(trace: Trace, copies: _Copies, columns: Sequence[Intervals]) -> tuple[Step, ...]:
@@ -249,17 +287,43 @@ def _steps(trace: Trace, copies: _Copies, columns: Sequence[Intervals]) -> tuple
         order = np.argsort(bounds[:, 0], kind="stable")
         bounds, numbers = bounds[order], numbers[order]
     else:
-        everything = np.concatenate([part.spans() for part in (trace.kernels, trace.copies, trace.calls)])
+        parts = (trace.kernels, trace.copies, trace.calls) if trace.has_gpu else (trace.host,)
+        everything = np.concatenate([part.spans() for part in parts])
         first, last = everything[:, 0].min(), everything[:, 1].max()
         bounds, numbers = np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
     launched = _launch_times(trace, copies)
     figures = np.column_stack([within(spans, bounds[:, 0], bounds[:, 1]) for spans in columns])
     steps = []
     for number, (start, end), row in zip(numbers, bounds, figures, strict=True):
-        mine = (copies.direction == TO_DEVICE) & (launched >= start) & (launched < end)
-        nbytes = int(copies.nbytes[mine.astype(bool)].sum())
-        steps.append(Step(int(number), float(start), float(end - start), int(mine.sum()), nbytes, *row.tolist()))
+        here = (launched >= start) & (launched < end)
+        up, down = (copies.sums(here & (copies.direction == way).astype(bool)) for way in (TO_DEVICE, TO_HOST))
+        counted = {"downloads": down["copies"], "download_bytes": down["nbytes"]}
+        steps.append(
+            Step(int(number), float(start), float(end - start), up["copies"], up["nbytes"], *row.tolist(), **counted)
+        )
     return tuple(steps)
+
+
+def _with_profiler(
+    steps: Sequence[Step], trace: Trace, thread: int, cost: Cost, parts: Sequence[Intervals], busy: Intervals
+) -> tuple[Step, ...]:
+    """Add what the profiler took: in each step, in parts of it, and where no kernel ran."""
+    mine = trace.host["thread"] == thread
+    starts = trace.host.spans()[mine, 0]
+    added = np.where(trace.host["is_call"][mine] == 1, cost.call_seconds, cost.op_seconds)
+    inside = [np.ones(len(starts)), *(containing(part, starts) >= 0 for part in parts), containing(busy, starts) < 0]
+    names = ("seconds", "staging_seconds", "stall_seconds", "download_seconds", "idle_seconds")
+    order = np.argsort(starts, kind="stable")
+    # What comes before a step's end less what comes before its start.
+    sums = [np.concatenate([[0.0], np.cumsum((added * chosen)[order])]) for chosen in inside]
+    edges = np.searchsorted(starts[order], [(step.start, step.start + step.seconds) for step in steps])
+    found = []
+    for step, (first, end) in zip(steps, edges, strict=True):
+        figures: dict[str, Any] = {
+            f"profiler_{name}": float(t[end] - t[first]) for name, t in zip(names, sums, strict=True)
+        }
+        found.append(dataclasses.replace(step, **figures))
+    return tuple(found)
 
 
 def _launch_times(trace: Trace, copies: _Copies) -> npt.NDArray[np.float64]:

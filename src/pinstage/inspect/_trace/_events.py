@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,21 @@ _CALLS = (
 """What host calls are for, by their names."""
 
 _COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
-_STAGING_OPS = frozenset(
-    ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory", "aten::_pin_memory", "aten::cuda")
-)
-"""Operators that bring tensors to a device; one that holds no copy to it and pins nothing is not counted."""
-_OURS = "pinstage"
+_MOVING_OPS = {
+    *("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory", "aten::_pin_memory", "aten::cuda", "aten::cpu"),
+    *("aten::item", "aten::_local_scalar_dense"),
+}
+"""Operators that bring tensors to a device or to the host; one that holds no such copy is not counted."""
+_OURS, _OUR_WAIT = "pinstage.", "pinstage.loader.wait"
+_OUR_DOWNLOADS = frozenset(("pinstage.to_host", "pinstage.gather", "pinstage.wait"))
 _WAIT = "enumerate(DataLoader)"
+_WORKERS = "_MultiProcessing"
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 
 _CATEGORIES = {
     "gpu_memcpy": "memcpy", "memcpy": "memcpy", "kernel": "kernel", "gpu_memset": "memset", "memset": "memset",
     "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call",
-    "cpu_op": "op", "operator": "op", "user_annotation": "op",
+    "cpu_op": "op", "operator": "op", "user_annotation": "op", "python_function": "python",
 }  # fmt: skip
 """Kineto's names of categories; those before torch 1.11 were capitalised."""
 
@@ -80,8 +84,10 @@ class Trace:
         self.kernels = Columns("device")
         self.copies = Columns("device", "direction", "kind", "nbytes", "correlation")
         self.calls = Columns("thread", "name", "group", "correlation")  # on the host: to copy, pin or synchronise
-        self.ops = Columns("thread", "ours")  # operators that may stage, and ranges of pinstage
+        self.host = Columns("thread", "is_call")  # all that was recorded on the host: each cost the profiler time
+        self.ops = Columns("thread", "ours")  # operators that may copy, and ranges of pinstage
         self.waits = Columns("thread")  # of the loop for its loader
+        self.has_workers = False  # whether some of these waits are for worker processes
         self.steps = Columns("thread", "number")
         self._label_of: dict[str, int] = {}
         self._thread_of: dict[Any, int] = {}
@@ -89,6 +95,11 @@ class Trace:
         self._copy_of: dict[str, tuple[int, int]] = {}
         self._group_of: dict[str, int] = {}
         self._zero: float | None = None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether anything in it is of a GPU."""
+        return bool(len(self.kernels) or len(self.copies) or len(self.calls))
 
     @property
     def device_name(self) -> str | None:
@@ -146,6 +157,9 @@ class Trace:
 
     _take_memset = _take_kernel  # the device is at work
 
+    def _take_python(self, event: Event, _name: str, start: float, end: float) -> None:
+        self.host.add(start, end, self._thread(event), 0)
+
     def _take_memcpy(self, event: Event, name: str, start: float, end: float) -> None:
         args = event.get("args") or {}
         direction, kind = self._copy_of.get(name) or self._copy_of.setdefault(name, self._read_copy(name))
@@ -161,6 +175,7 @@ class Trace:
         return self._label(direction), self._label((host or "unknown").lower())
 
     def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
+        self.host.add(start, end, self._thread(event), 1)
         group = self._group_of.get(name)
         if group is None:
             group = next((self._label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
@@ -170,14 +185,16 @@ class Trace:
             self.calls.add(start, end, self._thread(event), self._label(name), group, correlation)
 
     def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
+        self.host.add(start, end, self._thread(event), 0)
         step = _STEP.match(name)
         if step is not None:
             self.steps.add(start, end, self._thread(event), int(step[1]))
-        elif name.startswith(_WAIT) or (name.startswith(_OURS) and "wait" in name):
+        elif name.startswith((_WAIT, _OUR_WAIT)):
             self.waits.add(start, end, self._thread(event))
-        elif name in _STAGING_OPS:
+            self.has_workers |= _WORKERS in name or name.startswith(_OURS)
+        elif name in _MOVING_OPS:
             self.ops.add(start, end, self._thread(event), 0)
-        elif name.startswith(_OURS):
+        elif name.startswith(_OURS) and name not in _OUR_DOWNLOADS:
             self.ops.add(start, end, self._thread(event), 1)
 
     def _thread(self, event: Event) -> int:
@@ -189,16 +206,22 @@ def read(file: TraceFile) -> Trace:
     """Read a trace.
 
     Raises:
-        TraceError: the file cannot be read, is broken, is no trace of the PyTorch profiler, or one without a GPU.
+        TraceError: the file cannot be read, is broken, or is no trace of the PyTorch profiler.
     """
     trace = Trace(file.path.name)
     trace.take(file)
     trace.header = file.header
     if not trace.events:
         raise TraceError(f"{file.path} holds no events; was the profiler's active step reached?")
-    if not (len(trace.copies) or len(trace.kernels) or len(trace.calls)):
+    if not (len(trace.copies) or len(trace.kernels) or len(trace.host)):
         raise TraceError(
-            f"{file.path} holds {trace.events:,} events and none of a GPU; record with "
+            f"{file.path} holds {trace.events:,} events and none of a host or a GPU; record with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
     return trace
+
+
+def count_events(path: Path) -> tuple[int, int]:
+    """Return how many operators and calls of CUDA a trace has on the host."""
+    is_call = read(TraceFile(path)).host["is_call"]
+    return int((is_call == 0).sum()), int(is_call.sum())

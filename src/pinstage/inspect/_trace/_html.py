@@ -9,16 +9,15 @@ import numpy as np
 
 import pinstage as ps
 
-from .._report import TextTable, duration, rate
-from ._analysis import Analysis, SizeBucket, Step
+from .._report import TextTable, duration
+from ._analysis import Analysis
 from ._intervals import Intervals, within
-from ._report import RankReport, TraceReport, calls_table, copies_table, ranks_table, steps_table
+from ._report import RankReport, TraceReport, ranks_table, tables
 
 _STYLE = """
 :root { --ink: #1c2733; --paper: #fff; --soft: #eef1f4; --line: #c9d1d9; --kernel: #2f9e6e; --pageable: #e07b39;
-  --pinned: #3b7dd8; --host: #8a63d2; --wait: #b8a13a; --stall: #d1344b; --other: #c4ccd4; }
-@media (prefers-color-scheme: dark) { :root { --ink: #dfe6ee; --paper: #14191f; --soft: #222a33; --line: #3a4552;
-  --other: #4a5663; } }
+  --pinned: #3b7dd8; --host: #8a63d2; --wait: #b8a13a; --stall: #d1344b; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dfe6ee; --paper: #14191f; --soft: #222a33; --line: #3a4552; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1080px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -33,9 +32,7 @@ svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px;
 .lane { fill: var(--soft); } .kernel { fill: var(--kernel); } .pageable { fill: var(--pageable); }
 .pinned { fill: var(--pinned); } .host { fill: var(--host); } .wait { fill: var(--wait); }
 .stall { fill: var(--stall); }
-.other { fill: var(--other); } .step { stroke: var(--ink); stroke-dasharray: 3 3; opacity: .5; }
-.key span { display: inline-block; margin-right: 1.2rem; } .key i { display: inline-block; width: .8rem; height: .8rem;
-  margin-right: .35rem; vertical-align: -1px; }
+.step { stroke: var(--ink); stroke-dasharray: 3 3; opacity: .5; }
 footer { margin-top: 3rem; opacity: .7; font-size: .85rem; }
 """
 _SHOWN_STEPS = 3
@@ -47,7 +44,7 @@ pixels, and short ones with gaps between them do not look like one long one."""
 
 
 def html(report: TraceReport) -> str:
-    """Return the whole file: verdict, timeline, plots, tables, assumptions; all ranks."""
+    """Return the whole file: verdict, timeline, tables, assumptions; all ranks."""
     worst = report.worst
     parts = [f"<h1>Copies between host and device</h1>\n{_verdict(worst)}"]
     if len(report.ranks) > 1:
@@ -76,25 +73,19 @@ def _rank(rank: RankReport) -> Iterator[str]:
     analysis = rank.analysis
     name = analysis.device_name or "GPU"
     yield f"<p>{escape(analysis.path)}, {escape(name)} (device {analysis.device})</p>"
+    if not analysis.has_gpu:
+        return
     start, end, what = _window(analysis)
     drawn = _timeline(analysis, start, end)
     yield f"<h2>Timeline: {what}</h2>\n<p>The paler a stretch, the less of its time is taken.</p>\n{drawn}"
-    if analysis.annotated:
-        key = (("kernel", "kernels"), ("stall", "stall for staging"), ("wait", "loader wait"), ("other", "the rest"))
-        spans = "".join(f'<span><i style="background: var(--{style})"></i>{text}</span>' for style, text in key)
-        yield f'<h2>Steps</h2>\n<p class="key">{spans}</p>\n{_draw_steps(analysis.steps)}'
-    if analysis.buckets:
-        yield f"<h2>Sizes</h2>\n{_draw_sizes(analysis.buckets)}"
-    yield _table(copies_table(analysis, rank.packing.bus_bytes_per_second))
-    yield _table(calls_table(analysis))
-    yield _table(steps_table(analysis.steps, None, annotated=analysis.annotated))
+    yield from map(_table, tables(rank, None))
     items = "\n".join(f"<li>{escape(text)}</li>" for text in rank.packing.assumptions)
     yield f"<h2>What packing would save rests on this</h2>\n<ul>\n{items}\n</ul>"
 
 
 def _verdict(rank: RankReport) -> str:
-    fine = "" if rank.packing.is_stalled else " fine"
-    return f'<p class="verdict{fine}">{escape(rank.verdict)}</p>'
+    told = [(rank.verdict, rank.packing.is_stalled), (rank.download_verdict, False)]
+    return "\n".join(f'<p class="verdict{"" if bad else " fine"}">{escape(text)}</p>' for text, bad in told if text)
 
 
 def _window(analysis: Analysis) -> tuple[float, float, str]:
@@ -155,52 +146,6 @@ def _timeline(analysis: Analysis, start: float, end: float) -> str:
     for tick in range(6):
         parts.append(_text(_LEFT + inner * tick / 5, bottom + 16, duration((end - start) * tick / 5), "tick middle"))
     return _svg(bottom + 26, parts, "Timeline of kernels, copies and host staging")
-
-
-def _draw_sizes(buckets: Sequence[SizeBucket]) -> str:
-    """Draw how many copies there are of each size, and how fast they went."""
-    parts: list[str] = []
-    most = max((bucket.copies for bucket in buckets), default=1)
-    fastest = max((bucket.bytes_per_second for bucket in buckets), default=1.0) or 1.0
-    half = (_WIDTH - _LEFT - 140) / 2
-    right = _LEFT + half + 70
-    for index, bucket in enumerate(buckets):
-        y = 24 + index * _ROW
-        copies, speed = half * bucket.copies / most, (half - 20) * bucket.bytes_per_second / fastest
-        parts += [
-            _text(_LEFT - 10, y + 15, f"{bucket.direction} {bucket.label}", "name"),
-            _bar(_LEFT, y, copies, "pageable"),
-            _text(_LEFT + copies + 5, y + 15, f"{bucket.copies:,}", "tick"),
-            _bar(right, y, speed, "pinned"),
-            _text(right + speed + 5, y + 15, rate(bucket.bytes_per_second), "tick"),
-        ]
-    parts += [_text(_LEFT, 14, "number of copies", "tick"), _text(right, 14, "speed while they ran", "tick")]
-    return _svg(40 + _ROW * len(buckets), parts, "Copies by size")
-
-
-def _draw_steps(steps: Sequence[Step]) -> str:
-    """Draw each step as a bar: kernels, stall for staging, loader wait, and the rest."""
-    longest = max(step.seconds for step in steps) or 1.0
-    slot = (_WIDTH - _LEFT - _RIGHT) / len(steps)
-    height = 160
-    parts = [_text(_LEFT - 10, 34, duration(longest), "name"), _text(_LEFT - 10, height, "0", "name")]
-    for index, step in enumerate(steps):
-        x, top, rest = _LEFT + index * slot, float(height), step.seconds
-        shown = {"kernel": step.kernel_seconds, "stall": step.stall_seconds, "wait": step.wait_seconds, "other": rest}
-        for style, wanted in shown.items():
-            seconds = min(wanted, rest)  # a wait may overlap with kernels: no bar is longer than its step
-            rest -= seconds
-            tall = (height - 24) * seconds / longest
-            top -= tall
-            if tall > 0:
-                title = f"step {step.number}: {duration(seconds)} of {duration(step.seconds)}"
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{top:.1f}" width="{max(slot - 2, 0.5):.1f}" height="{tall:.1f}" '
-                    f'class="{style}"><title>{title}</title></rect>'
-                )
-    numbered = sorted({0, len(steps) // 2, len(steps) - 1})
-    parts += [_text(_LEFT + index * slot, height + 16, str(steps[index].number), "tick") for index in numbered]
-    return _svg(height + 24, parts, "Where the time of each step goes")
 
 
 def _pixels(intervals: Intervals, start: float, end: float, pixels: int) -> list[tuple[int, int, float]]:

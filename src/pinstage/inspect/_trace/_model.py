@@ -1,7 +1,15 @@
-"""What packing would save, by a model with few figures, and the trace in two sentences.
+"""What packing would save in a step, as a range, and the trace in a few sentences.
 
-The trace gives the time of staging in a step, and how much of it is stall: the GPU waits. The model gives the time that
-pinstage takes to stage a batch of as many leaves and bytes. The stall is taken to shrink by the same share as staging.
+The trace tells how long the host stages, how long the GPU stands still meanwhile, and how many events the profiler
+recorded in that time. `Cost` tells what each event added, and what pinstage takes for a batch of as many leaves and
+bytes. Two kinds of loops gain differently:
+
+- One that waits for the device in each step (``.item()``) has both one after the other. It gains what staging takes
+  less, as far as the GPU stood still meanwhile.
+- One that does not wait runs ahead of the GPU. It gains what the host does less, until the kernels, or the bus, are
+  what takes longest.
+
+A loop that waits for worker processes gains nothing: they set its pace.
 """
 
 from __future__ import annotations
@@ -12,24 +20,27 @@ from typing import Any
 
 from ..._sizes import format_bytes
 from .._bus import Bus
+from .._cost import Cost
 from .._report import count, duration, rate, share
 from ._analysis import SMALL_BYTES, Analysis
 from ._events import TO_DEVICE
 
-FIXED_SECONDS = 90e-6
-LEAF_SECONDS = 1.0e-6
-RAGGED_LEAF_SECONDS = 5.2e-6
-PACK_BYTES_PER_SECOND = 35e9
-"""What it takes to stage a batch: a fixed time, a time for each leaf, and its bytes, packing and copy together.
-
-They were fitted to the medians of commit 92efc1c beside an H200. Of the medians in docs/performance.md, from a slower
-hour, they reproduce six of nine within 20%; the others are 23 to 37% slower. Ragged batches are described anew each
-time: a leaf of the demo's takes 5.2 us."""
+_PROFILER_SPREAD = (1.35, 0.6)
+_GIVEN_SPREAD = (1.1, 0.9)
+_COST_SPREAD = (2.0, 0.85)
+"""From the least to the most saving: what the profiler's cost, and pinstage's, are multiplied with. The profiler's is
+better known where the time of a step without it is given. pinstage may take twice as long for batches
+of a program's own classes, or leaves that have left the caches."""
+FETCH_SECONDS, FETCH_LEAF_SECONDS = 60e-6, 1.5e-6
+"""Of `Stager.to_host`: 1,000 tensors of 256 B take 1.48 ms (benchmarks/results/to_host.json)."""
 
 _SMALL_STALL = 0.05
 """Stalls below this share of a step are not worth a change."""
 _SMALL_SAVING = 0.02
 """Nor are savings below this share: the model is not as exact."""
+_WAITING, _WAITING_SECONDS = 0.1, 0.2e-3
+"""A loop that waits longer than both, as a share of a step and in seconds, is held up by its loader: to take a batch
+that is there costs a part of the latter."""
 
 _KNOWN_BUSES = (
     (("H100", "H200", "H800", "B100", "B200", "B300", "RTX PRO", "5090"), 55.0),
@@ -45,13 +56,21 @@ class Packing:
 
     leaves: int  # copies to the device that one slab would replace
     nbytes: int  # of these copies
-    step_seconds: float  # now
-    staging_seconds: float  # of a step: the host stages or a copy runs
+    step_seconds: float  # in the trace
+    real_seconds: float  # without the profiler, as estimated or as given
+    kernel_seconds: float  # a step cannot be shorter
+    staging_seconds: float  # of a step of the trace: the host stages or a copy runs
     stall_seconds: float  # of staging: no kernel runs
+    real_staging_seconds: float  # without the profiler
     packed_seconds: float  # that staging would take as one slab
-    saved_seconds: float  # by which a step would be shorter
+    saved_seconds: float  # by which a step would be shorter, without the profiler
+    least_saved_seconds: float
+    most_saved_seconds: float
+    waits_for_device: bool  # whether the host waits for the GPU in each step, outside staging
+    waits_for_loader: bool  # whether worker processes set the pace
     bus_bytes_per_second: float  # that the model assumes
     assumptions: tuple[str, ...]  # of the model, as sentences
+    is_ours: bool = False  # whether the batch is one slab already
 
     @property
     def is_stalled(self) -> bool:
@@ -61,44 +80,133 @@ class Packing:
     @property
     def speedup(self) -> float:
         """How many times as fast a step would be."""
-        return self.step_seconds / max(self.step_seconds - self.saved_seconds, 1e-9)
+        return self.real_seconds / max(self.real_seconds - self.saved_seconds, 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return dataclasses.asdict(self) | {"speedup": self.speedup}
 
 
-def packing(analysis: Analysis, bus: Bus | None = None) -> Packing:
+@dataclass(frozen=True)
+class Downloads:
+    """Copies to the host in a step: ``.cpu()``, ``.item()``. Medians over the steps, in seconds and bytes."""
+
+    copies: int
+    nbytes: int
+    seconds: float  # in which the loop's thread was in them
+    exposed_seconds: float  # of that, without a kernel; the rest waits for work that was asked for before
+    saved_seconds: float  # by which a step would be shorter if all were fetched together
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return dataclasses.asdict(self)
+
+
+def packing(analysis: Analysis, cost: Cost, bus: Bus | None = None, step_seconds: float | None = None) -> Packing:
     """Estimate what packing each step's copies into one slab would save.
 
     Args:
         analysis: what the trace says.
+        cost: of staging with pinstage, and of the profiler.
         bus: of the machine that the trace is from; None: the fastest large page-locked copy in the trace, or what is
             known of such GPUs.
+        step_seconds: of a step without the profiler, if that was measured.
     """
-    leaves, nbytes = round(analysis.middle("copies")), round(analysis.middle("nbytes"))
-    staging, stall = analysis.middle("staging_seconds"), analysis.middle("stall_seconds")
+    middle = analysis.middle
+    leaves, nbytes = round(middle("copies")), round(middle("nbytes"))
     bus_rate, source = _bus_rate(analysis, bus)
-    ragged = len({(step.copies, step.nbytes) for step in analysis.steps}) > 1
-    leaf_seconds = RAGGED_LEAF_SECONDS if ragged else LEAF_SECONDS
-    packed = FIXED_SECONDS + leaves * leaf_seconds + max(nbytes / PACK_BYTES_PER_SECOND, nbytes / bus_rate)
-    saved = stall * max(0.0, 1 - packed / staging) if staging and leaves > 1 else 0.0
-    likeness = "ragged, as steps copy different amounts" if ragged else "like those before them"
-    costs = (
-        f"staging as one slab takes {duration(FIXED_SECONDS)}, {duration(leaf_seconds)} for each leaf, and its bytes "
-        f"at {rate(PACK_BYTES_PER_SECOND)} or the bus's speed if that is less, as measured beside an H200 with 16 "
-        f"cores for batches that are {likeness}"
+    waits_for_device = bool(middle("synchronise_seconds") or middle("downloads"))
+    step, wait = middle("seconds"), middle("idle_wait_seconds")
+    waits_for_loader = analysis.has_workers and wait > max(_WAITING * step, _WAITING_SECONDS)
+    added = middle("profiler_idle_seconds" if waits_for_device else "profiler_seconds")
+    factor, spread = 1.0, _PROFILER_SPREAD
+    if step_seconds is not None:
+        factor, spread = max(step - step_seconds, 0.0) / (added or 1.0), _GIVEN_SPREAD
+    real = max(step - factor * added, middle("kernel_seconds"))
+    total, host = cost.total_seconds(leaves, nbytes, bus_rate), cost.host_seconds(leaves, nbytes)
+    staging = middle("staging_seconds" if waits_for_device else "host_staging_seconds")
+
+    def saved(profiler: float, ours: float) -> float:
+        profiler *= factor
+        without = step - profiler * added
+        less = staging - profiler * middle("profiler_staging_seconds") - ours * (total if waits_for_device else host)
+        # The GPU gains what it stood still; and no step is shorter than its kernels, or than its bytes on the bus.
+        stall = middle("stall_seconds") - profiler * middle("profiler_stall_seconds")
+        limit = stall if waits_for_device else without - nbytes / min(bus_rate, cost.slab_bytes_per_second)
+        return max(0.0, min(less, limit, without - middle("kernel_seconds")))
+
+    is_ours = analysis.uses_pinstage and leaves <= 1
+    cannot_save = is_ours or not analysis.has_gpu
+    most = 0.0 if cannot_save else saved(spread[1], _COST_SPREAD[1])
+    nothing = cannot_save or waits_for_loader
+    least, likely = (0.0, 0.0) if nothing else (saved(spread[0], _COST_SPREAD[0]), saved(1.0, 1.0))
+    return Packing(
+        leaves=leaves,
+        nbytes=nbytes,
+        step_seconds=step,
+        real_seconds=real,
+        kernel_seconds=middle("kernel_seconds"),
+        staging_seconds=middle("staging_seconds"),
+        stall_seconds=middle("stall_seconds"),
+        real_staging_seconds=max(staging - factor * middle("profiler_staging_seconds"), 0.0),
+        packed_seconds=total if waits_for_device else host,
+        saved_seconds=likely,
+        least_saved_seconds=least,
+        most_saved_seconds=most,
+        waits_for_device=waits_for_device,
+        waits_for_loader=waits_for_loader,
+        bus_bytes_per_second=bus_rate,
+        assumptions=(
+            *_costs(cost, step_seconds, real, added),
+            f"the bus gives {rate(bus_rate)}: {source}",
+            *_ways(analysis, waits_for_device),
+        ),
+        is_ours=is_ours,
     )
-    assumptions = (
-        costs,
-        f"the bus gives {rate(bus_rate)}: {source}",
-        "each copy to the device is one leaf, and one step stages one batch"
-        if analysis.annotated
-        else "each copy to the device is one leaf, and the whole trace stages one batch, as no steps are annotated",
-        "the GPU's stall shrinks as staging does; prefetching, which can hide the rest, is not counted",
-        "the profiler's own cost, some microseconds a call, is in the times of now",
+
+
+def _costs(cost: Cost, given: float | None, real: float, added: float) -> tuple[str, str]:
+    """Say what pinstage and the profiler are taken to cost."""
+    ours = (
+        f"staging as one slab takes {duration(cost.fixed_seconds)}, {duration(cost.leaf_seconds)} for each leaf, and "
+        f"its bytes at {rate(cost.slab_bytes_per_second)} or the bus's speed if that is less, as measured on "
+        f"{cost.source}; {_rough(_COST_SPREAD)}"
     )
-    return Packing(leaves, nbytes, analysis.middle("seconds"), staging, stall, packed, saved, bus_rate, assumptions)
+    if given is not None:
+        return ours, f"without the profiler a step takes {duration(real)}, as given"
+    return ours, (
+        f"the profiler adds {duration(cost.op_seconds)} to each operator and {duration(cost.call_seconds)} to each "
+        f"call of CUDA, {duration(added)} a step; {_rough(_PROFILER_SPREAD)}; --step-ms states the time without it"
+    )
+
+
+def _ways(analysis: Analysis, waits_for_device: bool) -> tuple[str, str, str]:
+    """Say what kind of loop this is taken for."""
+    batches = "one step stages one batch"
+    if not analysis.annotated:
+        batches = "the whole trace stages one batch, as no steps are annotated"
+    gain = "the host does not wait for the GPU outside staging: saved is the host's time, down to the kernels'"
+    if waits_for_device:
+        gain = "the host waits for the GPU in each step: saved is part of the GPU's stall"
+    return (
+        f"each copy to the device is one leaf, and {batches}",
+        gain,
+        "prefetching, which can hide the rest, is not counted",
+    )
+
+
+def downloads(analysis: Analysis) -> Downloads:
+    """Estimate what fetching each step's copies to the host together would save."""
+    middle = analysis.middle
+    copies, exposed = round(middle("downloads")), middle("exposed_download_seconds")
+    together = FETCH_SECONDS + copies * FETCH_LEAF_SECONDS
+    saved = exposed - middle("profiler_download_seconds") - together if copies > 1 else 0.0
+    nbytes, seconds = round(middle("download_bytes")), middle("download_seconds")
+    return Downloads(copies, nbytes, seconds, exposed, max(saved, 0.0))
+
+
+def _rough(spread: tuple[float, float]) -> str:
+    return f"for the range, {spread[1]:g} to {spread[0]:g} times as much"
 
 
 def _bus_rate(analysis: Analysis, bus: Bus | None) -> tuple[float, str]:
@@ -114,15 +222,71 @@ def _bus_rate(analysis: Analysis, bus: Bus | None) -> tuple[float, str]:
     return 25e9, "16 lanes of PCIe 4, as the trace does not tell; --bus states another figure"
 
 
-def verdict(analysis: Analysis, packing: Packing) -> str:
-    """Say what staging costs, and what packing would change; two sentences."""
-    return f"{_finding(analysis, packing)} {_advice(analysis, packing)}"
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def verdict(analysis: Analysis, packing: Packing) -> tuple[str, ...]:
+    """Say what cannot be gained, what staging costs, and what packing would change."""
+    if not analysis.has_gpu:
+        return (_without_gpu(analysis),)
+    if not analysis.sum_of("copies"):
+        return ("No host-to-device copy is in this trace. There is nothing in it that packing could improve.",)
+    return _limit(packing, analysis), _finding(analysis, packing), _advice(packing)
+
+
+def download_verdict(analysis: Analysis, found: Downloads) -> str:
+    """Say what copies to the host cost, and what `Stager.to_host` would save; empty if there are none."""
+    if not found.copies:
+        return ""
+    what = f"{count(found.copies, 'device-to-host copy', 'device-to-host copies')} a {_step(analysis)}"
+    hidden = max(found.seconds - found.exposed_seconds, 0.0)
+    text = (
+        f"Downloads (.item(), .cpu()): {what}, {format_bytes(found.nbytes)}, hold the host up for "
+        f"{duration(found.seconds)}, {duration(hidden)} of it for kernels that were still to run."
+    )
+    if found.saved_seconds >= _SMALL_SAVING * analysis.middle("seconds"):
+        return f"{text} Fetched together by Stager.to_host they would save up to {duration(found.saved_seconds)}."
+    return (
+        f"{text} To fetch them together would save nothing worth having; Stager.to_host with get() a step later lets "
+        "the host run ahead."
+    )
+
+
+def _step(analysis: Analysis) -> str:
+    return "step" if analysis.annotated else "trace"
+
+
+def _without_gpu(analysis: Analysis) -> str:
+    step, wait, moving = (analysis.middle(name) for name in ("seconds", "wait_seconds", "host_staging_seconds"))
+    return (
+        "Nothing of a GPU is in this trace, so it says nothing of copies to one, nor what packing would save. "
+        f"Of a {_step(analysis)} of {duration(step)}, the loop waits {share(wait, step)} for its loader and is "
+        f"{share(moving, step)} in operators that copy tensors (to, copy_, item). If it ran on a GPU, record it again "
+        "with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."
+    )
+
+
+def _limit(packing: Packing, analysis: Analysis) -> str:
+    real, kernels, step = packing.real_seconds, packing.kernel_seconds, _step(analysis)
+    if packing.waits_for_loader:
+        wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
+        return (
+            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
+            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+        )
+    if real - kernels < _SMALL_STALL * real:
+        return (
+            f"The GPU is at work for {share(kernels, real)} of a {step}: staging cannot save more than "
+            f"{duration(max(real - kernels, 0.0))} of {duration(real)}."
+        )
+    return (
+        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes {duration(packing.step_seconds)} "
+        f"here, and about {duration(real)} without the profiler."
+    )
 
 
 def _finding(analysis: Analysis, packing: Packing) -> str:
-    step = "step" if analysis.annotated else "trace"
-    if not analysis.sum_of("copies"):
-        return "No host-to-device copy is in this trace."
+    step = _step(analysis)
     what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} a {step} ({_nature(analysis)})"
     if not packing.is_stalled:
         hidden, seconds = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
@@ -132,8 +296,7 @@ def _finding(analysis: Analysis, packing: Packing) -> str:
         )
     return (
         f"The GPU stands still for {share(packing.stall_seconds, packing.step_seconds)} of a {step} "
-        f"({duration(packing.stall_seconds)} of {duration(packing.step_seconds)}) while the host stages: "
-        f"{what}."
+        f"({duration(packing.stall_seconds)}) while the host stages: {what}."
     )
 
 
@@ -150,19 +313,22 @@ def _nature(analysis: Analysis) -> str:
     )
 
 
-def _advice(analysis: Analysis, packing: Packing) -> str:
-    wait, step = analysis.middle("wait_seconds"), analysis.middle("seconds")
-    if wait > max(0.2 * step, packing.stall_seconds):
-        return (
-            f"The loop waits {share(wait, step)} of the time for its loader, which packing in this process does "
-            "not cure: give the loader more workers, or let them pack (pinstage.DataLoader)."
-        )
-    if not analysis.sum_of("copies"):
-        return "There is nothing in it that packing could improve."
-    if packing.saved_seconds < _SMALL_SAVING * packing.step_seconds:
+def _advice(packing: Packing) -> str:
+    least, most, real = packing.least_saved_seconds, packing.most_saved_seconds, packing.real_seconds
+    if packing.waits_for_loader:
+        return f"Were the loader fast enough, one slab would save up to {duration(most)} of a step."
+    if packing.is_ours:
+        return "pinstage stages it as one slab already."
+    if packing.saved_seconds < _SMALL_SAVING * real:
         return "Packing them into one slab would change nothing worth having."
+    what = (
+        f"One slab would take about {duration(packing.packed_seconds)} to stage, where this takes about "
+        f"{duration(packing.real_staging_seconds)}"
+    )
+    if least < _SMALL_SAVING * real:
+        return f"{what}, and save up to {duration(most)}, perhaps nothing."
+    times = [real / max(real - saved, 1e-9) for saved in (least, most)]
     return (
-        f"One slab would take about {duration(packing.packed_seconds)} to stage, where this takes "
-        f"{duration(packing.staging_seconds)}, and save about {duration(packing.saved_seconds)}: "
-        f"{packing.speedup:.2f} times as fast."
+        f"{what}, and save {duration(least)} to {duration(most)} of a step: {times[0]:.1f} to {times[1]:.1f} times as "
+        "fast."
     )

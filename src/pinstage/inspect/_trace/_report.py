@@ -11,11 +11,12 @@ from typing import Any
 
 from ..._sizes import format_bytes
 from .._bus import Bus
+from .._cost import Cost, cost_of
 from .._errors import TraceError
 from .._report import Line, Section, TextTable, count, duration, rate, share, table_of
 from ._analysis import Analysis, CopyGroup, HostCall, SizeBucket, Step, analyse
 from ._events import TO_DEVICE, TO_HOST, read
-from ._model import Packing, packing, verdict
+from ._model import Downloads, Packing, download_verdict, downloads, packing, verdict
 from ._stream import TraceFile
 
 _SUFFIXES = (".json", ".json.gz")
@@ -32,11 +33,23 @@ class RankReport:
     rank: int
     analysis: Analysis
     packing: Packing
+    downloads: Downloads
 
     @property
     def verdict(self) -> str:
-        """It in two sentences."""
-        return verdict(self.analysis, self.packing)
+        """It in a few sentences: what cannot be gained, what staging costs, what packing would change."""
+        return " ".join(verdict(self.analysis, self.packing))
+
+    @property
+    def download_verdict(self) -> str:
+        """The same of copies to the host; empty if there are none."""
+        return download_verdict(self.analysis, self.downloads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data. Seconds and bytes."""
+        found = {"rank": self.rank, "verdict": self.verdict, "download_verdict": self.download_verdict}
+        figures: dict[str, Any] = {"packing": self.packing, "downloads": self.downloads, "trace": self.analysis}
+        return found | {name: figure.to_dict() for name, figure in figures.items()}
 
 
 @dataclass(frozen=True)
@@ -55,22 +68,25 @@ class TraceReport:
         return {
             "verdict": self.worst.verdict,
             "worst_rank": self.worst.rank,
-            "ranks": [
-                {"rank": rank.rank, "verdict": rank.verdict, "packing": rank.packing.to_dict()}
-                | {"trace": rank.analysis.to_dict()}
-                for rank in self.ranks
-            ],
+            "ranks": [rank.to_dict() for rank in self.ranks],
         }
 
 
 def trace_report(
-    path: Path | str, *, bus: Bus | None = None, advance: Callable[[int], None] | None = None
+    path: Path | str,
+    *,
+    bus: Bus | None = None,
+    step_seconds: float | None = None,
+    cost: Cost | None = None,
+    advance: Callable[[int], None] | None = None,
 ) -> TraceReport:
     """Read the trace or traces at a path and say what copies cost.
 
     Args:
         path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``, or a folder with one for each rank.
         bus: of the machine that it is from.
+        step_seconds: of a step without the profiler, if that was measured.
+        cost: of staging and of the profiler; None: what ``pinstage doctor`` kept for such a GPU, else the reference.
         advance: called with the bytes of the files that were read since the last call.
 
     Raises:
@@ -78,12 +94,14 @@ def trace_report(
     """
     reports = []
     for index, file in enumerate(trace_files(Path(path))):
-        analysis = analyse(read(TraceFile(file, advance=advance)))
+        trace = read(TraceFile(file, advance=advance))
+        costs = cost_of(trace.device_name) if cost is None else cost
+        analysis = analyse(trace, costs)
         rank = analysis.rank
         if rank is None:
             named = _RANK.search(file.name)
             rank = int(named[1]) if named else index
-        reports.append(RankReport(rank, analysis, packing(analysis, bus)))
+        reports.append(RankReport(rank, analysis, packing(analysis, costs, bus, step_seconds), downloads(analysis)))
     return TraceReport(tuple(sorted(reports, key=lambda report: report.rank)))
 
 
@@ -113,25 +131,41 @@ def sections(report: TraceReport, *, steps: int | None = _STEPS) -> list[Section
         report: the findings.
         steps: rows of the table of steps at most; None for all.
     """
-    shown: list[Section] = []
     worst = report.worst
-    if len(report.ranks) > 1:
-        shown += [ranks_table(report), Line(f"rank {worst.rank}, whose GPU waits most for staging:")]
     analysis = worst.analysis
+    shown: list[Section] = list(verdict_lines(worst))
+    if len(report.ranks) > 1:
+        shown.insert(0, Line(f"rank {worst.rank}, whose GPU waits most for staging:"))
+        shown.append(ranks_table(report))
     counted = count(len(analysis.steps), "step") if analysis.annotated else "no steps annotated"
-    name = analysis.device_name or "GPU"
+    device = f"{analysis.device_name or 'GPU'} (device {analysis.device})" if analysis.has_gpu else "no GPU"
+    shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {counted}, {device}"))
+    if not analysis.has_gpu:
+        return shown
     shown += [
-        Line(f"{analysis.path}: {duration(analysis.seconds)}, {counted}, {name} (device {analysis.device})"),
-        copies_table(analysis, worst.packing.bus_bytes_per_second),
-        sizes_table(analysis),
-        calls_table(analysis),
-        steps_table(analysis.steps, steps, annotated=analysis.annotated),
-        Line(worst.verdict, "warning" if worst.packing.is_stalled else "ok"),
-        Line(""),
+        *tables(worst, steps),
         Line("What packing would save rests on this:"),
         *(Line(f"- {assumption}", "info") for assumption in worst.packing.assumptions),
     ]
     return shown
+
+
+def tables(rank: RankReport, steps: int | None) -> list[TextTable]:
+    """Return what there is of one rank, in text as in HTML; so many steps at most."""
+    analysis = rank.analysis
+    return [
+        copies_table(analysis, rank.packing.bus_bytes_per_second),
+        sizes_table(analysis),
+        calls_table(analysis),
+        steps_table(analysis.steps, steps, annotated=analysis.annotated),
+    ]
+
+
+def verdict_lines(rank: RankReport) -> list[Line]:
+    """Return what is said first."""
+    style = "warning" if rank.packing.is_stalled else "ok"
+    lines = [Line(text, style) for text in verdict(rank.analysis, rank.packing)]
+    return [*lines, Line(rank.download_verdict, "info")] if rank.download_verdict else lines
 
 
 def ranks_table(report: TraceReport) -> TextTable:

@@ -1,0 +1,36 @@
+"""What is said where a transfer is used as the batch that it brings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # typing's has no default before Python 3.13
+
+    B_co = TypeVar("B_co", covariant=True, default=Any)
+    """What a transfer brings."""
+else:
+    from typing import TypeVar
+
+    B_co = TypeVar("B_co", covariant=True)
+
+
+class NotABatch:
+    """A base of transfers: what works on a batch, and not on them, names the call that is missing."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # a type checker finds it by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"{_missing(self)}has no {name!r}; call get() for the batch", name=name, obj=self)
+
+        def __getitem__(self, key: Any) -> NoReturn:
+            raise TypeError(f"{_missing(self)}cannot be indexed by {key!r}; call get() for the batch")
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"{_missing(self)}cannot be iterated over; call get() for the batch")
+
+
+def _missing(transfer: NotABatch) -> str:
+    return f"a {type(transfer).__name__} is a batch on its way, and "

@@ -1,0 +1,121 @@
+"""Interfaces as habits expect them: what a wrong call says, and what objects look like when they are printed."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pinstage as ps
+from pinstage._loader import _loader
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def stager():
+    with ps.Stager("cpu", max_bytes="8MiB") as stager:
+        yield stager
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", 1.5, object()])
+def test_a_device_that_is_none_is_refused_in_our_words(device):
+    with pytest.raises(ValueError, match=r"not a device: .*; write 'cuda', 'cuda:0' or 'cpu'"):
+        ps.Stager(device)
+
+
+@pytest.mark.parametrize("ring", ["1", 1.0, True, [2]])
+def test_a_ring_that_is_no_number_is_refused_in_our_words(ring):
+    with pytest.raises(TypeError, match=r"ring is a number of device slabs: .*; pass an int, such as ring=3"):
+        ps.Stager("cpu", ring=ring)
+
+
+def test_sizes_are_taken_in_any_case_as_floats_and_none_is_auto():
+    for size in ("4mib", "4MIB", 4.0 * MIB, 4 * MIB):
+        with ps.SlabPool(ps.PageableMemory(), max_bytes=size) as pool:
+            assert pool.max_bytes == 4 * MIB
+    with ps.Stager("cpu", max_bytes=None) as stager, ps.Stager("cpu", max_bytes="auto") as automatic:
+        assert stager.pool.stats().max_bytes_reason.partition(" of ")[0] == "25%"
+        assert automatic.pool.stats().max_bytes_reason.partition(" of ")[0] == "25%"
+    loader = ps.DataLoader([torch.ones(2)] * 2, device="cpu", max_bytes=None)
+    assert len(list(loader)) == 2
+
+
+def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
+    batch = torch.zeros(9 * MIB, dtype=torch.uint8)
+    with pytest.raises(ps.errors.BudgetExceededError) as caught:
+        stager.to_device(batch)
+    (size,) = re.findall(r'pass max_bytes="(.*?)"', str(caught.value))
+    with ps.Stager("cpu", max_bytes=size) as larger:
+        assert torch.equal(larger.to_device(batch), batch)
+
+
+def test_the_remedies_of_a_ring_can_be_pasted_and_the_usual_one_comes_first():
+    with ps.Stager("cpu", ring=1) as stager:
+        kept = stager.to_device(torch.ones(1000))
+        with pytest.raises(ps.errors.RingError, match=r"; pass ring=2, or ring_overflow='fresh'; or drop") as caught:
+            stager.to_device(kept.clone())
+        assert str(caught.value).count("; pass") == 1
+        del caught, kept
+        with pytest.raises(ps.errors.RingError) as caught:
+            stager.to_device(torch.ones(100_000))
+    (size,) = re.findall(r'pass ring_bytes="(.*?)"', str(caught.value))
+    with ps.Stager("cpu", ring=1, ring_bytes=size) as larger:
+        assert len(larger.to_device(torch.ones(100_000))) == 100_000
+
+
+@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.to_host(x)])
+def test_a_transfer_that_is_used_as_a_batch_says_get(stager, make):
+    transfer = make(stager, {"x": torch.ones(3)})
+    name = type(transfer).__name__
+    for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
+        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call get\(\)|mapping"):
+            use()
+    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call get\(\)"):
+        transfer.items()
+    assert not hasattr(transfer, "shape")
+    assert transfer  # it is no empty container
+    assert transfer.get()["x"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
+def test_a_lease_takes_numpy_s_dtypes(dtype):
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool, pool.acquire(64) as lease:
+        tensor = lease.as_tensor((2, 3), dtype)
+        assert tensor.numpy().dtype == np.dtype(dtype)
+        del tensor
+        with pytest.raises(TypeError):
+            lease.as_tensor(1, "datetime64[s]")
+
+
+def test_objects_print_as_what_they_are(stager):
+    stager.to_device({"x": torch.ones(MIB)})
+    assert "<Stager cpu batches=1" in repr(stager)
+    text = repr(stager.stats())
+    for line in ("StagerStats\n  batches ", "1, in ", "packed              1 leaves, 4.00 MiB", "PoolStats\n"):
+        assert line in text
+    assert "  max_bytes         8.00 MiB (given: 8MiB)\n  held              4.00 MiB in 1 slabs, at most 4" in text
+    loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
+    assert repr(loader) == "<DataLoader to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
+    assert "Nothing was loaded yet." in repr(loader.stats())
+    list(loader)
+    assert "LoaderStats\n  batches             2, " in repr(loader.stats())
+    assert max(map(len, repr(loader.stats()).splitlines())) <= 110
+
+
+def test_the_loader_s_typed_arguments_are_torch_s():
+    torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    tree = ast.parse(Path(_loader.__file__).read_text())
+    (ours,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "DataLoader"]
+    typed = next(node for node in ast.walk(ours) if isinstance(node, ast.FunctionDef) and node.name == "__init__").args
+    positional = [name for name, found in torchs.items() if found.kind is found.POSITIONAL_OR_KEYWORD]
+    by_name = [name for name, found in torchs.items() if found.kind is found.KEYWORD_ONLY]
+    assert [argument.arg for argument in typed.args] == positional
+    assert [argument.arg for argument in typed.kwonlyargs] == [*by_name, "device", "pool", "max_bytes", "depth"]
+    defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
+    assert defaults[: len(positional) + len(by_name) - 2] == [
+        found.default for found in torchs.values() if found.default is not found.empty
+    ]

@@ -1,0 +1,69 @@
+"""What staging costs is measured, kept for traces of such a GPU, and otherwise the reference machine's."""
+
+import json
+
+import pytest
+import torch
+from trace_maker import naive_loop
+
+from pinstage.inspect import _commands
+from pinstage.inspect._cost import KEPT, REFERENCE, Cost, cost_of, keep, measure_cost
+from pinstage.inspect._doctor import Diagnosis, Measured
+from pinstage.inspect._gpus import Gpu
+from pinstage.inspect._trace import count_events, trace_report
+
+HERE = Cost(1e-4, 2e-6, 10e9, 9e9, 1e-6, 3e-6, "here")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_what_is_kept_of_a_gpu_is_taken_for_traces_of_it_and_of_no_other(cache, tmp_path):
+    path = keep("NVIDIA H200", HERE)
+    assert path == cache / KEPT
+    keep("NVIDIA A100", REFERENCE)
+    assert (cost_of("NVIDIA H200"), cost_of("NVIDIA A100")) == (HERE, REFERENCE)
+    assert cost_of("NVIDIA L40S") is cost_of(None) is REFERENCE
+    packing = trace_report(naive_loop().write(tmp_path / "t.json")).worst.packing
+    assert "as measured on here" in packing.assumptions[0]
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "[]", '{"NVIDIA H200": {"seconds": 1}}'])
+def test_a_file_that_is_not_ours_is_no_reason_to_fail(cache, text):
+    (cache / KEPT).parent.mkdir()
+    (cache / KEPT).write_text(text)
+    assert cost_of("NVIDIA H200") is REFERENCE
+    assert keep("NVIDIA H200", HERE).exists()
+    assert cost_of("NVIDIA H200") == HERE
+
+
+def test_the_cost_is_measured_with_the_profiler_s_own():
+    found = measure_cost(torch.device("cpu"), count_events)
+    assert 0 < found.leaf_seconds < 1e-3
+    assert 0 < found.fixed_seconds < 0.1
+    assert found.slab_bytes_per_second <= found.pack_bytes_per_second * 1.001
+    assert 0 <= found.op_seconds < 1e-3
+    assert found.call_seconds == REFERENCE.call_seconds  # there is no CUDA to call
+    assert found.host_seconds(100, 0) == pytest.approx(found.fixed_seconds + 100 * found.leaf_seconds)
+    assert found.total_seconds(0, 10**9, bus=1e6) == pytest.approx(1000, rel=1e-3)
+
+
+def test_doctor_keeps_what_it_measured_and_says_where(cache, monkeypatch, capsys):
+    from pinstage.inspect import _doctor
+
+    measured = Measured(Gpu(0, "NVIDIA H200"), (), {}, HERE)
+    monkeypatch.setattr(_doctor, "diagnose", lambda **options: Diagnosis((), measured))
+    _commands.run_doctor(device=None, measuring=True, plot=None, as_json=True)
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["cost"]["leaf_seconds"] == 2e-6
+    assert str(cache / KEPT) in captured.err
+    assert cost_of("NVIDIA H200") == HERE
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_no_failure(cache, monkeypatch, capsys):
+    (cache / "pinstage").write_text("a file where a folder should be")
+    _commands._keep("NVIDIA H200", HERE)
+    assert "not kept, so pinstage trace takes the reference" in capsys.readouterr().err

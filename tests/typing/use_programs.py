@@ -1,0 +1,80 @@
+"""Programs as users write them: what goes in comes back, and mistakes are seen. For mypy and pyright, never run."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, assert_type
+
+import numpy as np
+import torch
+
+import pinstage as ps
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+@dataclass
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+class Numbers(torch.utils.data.Dataset[Sample]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(torch.zeros(3), str(index))
+
+
+def what_went_in_comes_back(stager: ps.Stager, tensor: torch.Tensor, sample: Sample) -> None:
+    assert_type(stager.to_device(tensor), torch.Tensor)
+    assert_type(stager.to_device({"x": tensor}), dict[str, torch.Tensor])
+    assert_type(stager.to_device([sample]), list[Sample])
+    assert_type(stager.to_device(Pair(tensor, tensor)), Pair)
+    assert_type(stager.stage(sample), ps.Transfer[Sample])
+    assert_type(stager.stage(sample).get().image, torch.Tensor)
+    assert_type(stager.to_host({"loss": tensor}).get(), dict[str, torch.Tensor])
+
+
+def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
+    assert_type(stager.to_device(array), torch.Tensor)
+    assert_type(stager.to_device({"x": array}), dict[str, torch.Tensor])
+    assert_type(stager.to_device([array]), list[torch.Tensor])
+    assert_type(stager.to_device((array, array)), tuple[torch.Tensor, ...])
+    assert_type(stager.stage(array).get(), torch.Tensor)
+    assert_type(stager.to_host(array).get(), Array)
+
+
+def what_is_not_known_stays_so(stager: ps.Stager, batch: Any) -> None:
+    moved = stager.to_device(batch)
+    moved.anything()
+
+
+def a_transfer_is_no_batch(stager: ps.Stager, tensor: torch.Tensor) -> None:
+    transfer = stager.to_host({"x": tensor})
+    transfer["x"]  # type: ignore[index]
+    for _ in transfer:  # type: ignore[attr-defined]
+        pass
+    transfer.values()  # type: ignore[attr-defined]
+    _ = stager.to_device(tensor).imgae  # type: ignore[attr-defined]
+
+
+def a_loader() -> None:
+    loader = ps.DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, device="cuda", depth=3)
+    ps.DataLoader(Numbers(), 4, True, persistent_workers=True, num_workers=1, prefetch_factor=4, max_bytes="1GiB")
+    assert_type(loader.stats(), ps.LoaderStats)
+    ps.DataLoader(Numbers(), bacth_size=4)  # type: ignore[call-arg]
+    ps.DataLoader(Numbers(), num_worker=2)  # type: ignore[call-arg]
+    ps.DataLoader(Numbers(), batch_size="4")  # type: ignore[arg-type]
+    ps.DataLoader(Numbers(), devise="cuda")  # type: ignore[call-arg]
+    ps.DataLoader(Numbers(), max_bytes=[1])  # type: ignore[arg-type]
+
+
+def leases(lease: ps.Lease) -> None:
+    assert_type(lease.as_tensor((2, 3), np.float32), torch.Tensor)
+    lease.as_tensor(4, np.dtype("int64"))
+    lease.as_tensor(4, "float32")
