@@ -302,6 +302,16 @@ def test_later_passes_allocate_nothing():
     assert loader.stats().pool.misses <= max(misses, 6)
 
 
+def test_a_loader_may_get_workers_between_passes():
+    loader = ps.DataLoader(data.Mapped(data.mixed), 4, device="cpu")
+    expected = list(loader)
+    loader.num_workers, loader.prefetch_factor = 2, 2
+    assert same(list(loader), expected)
+    loader.num_workers, loader.prefetch_factor = 0, None
+    assert same(list(loader), expected)
+    assert loader.stats().fallback_batches == 0
+
+
 def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4))
