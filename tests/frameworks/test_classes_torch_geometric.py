@@ -25,6 +25,7 @@ CASES = [
         made.hetero_graph,
         made.hetero_batch,
         made.temporal,
+        made.temporal_batch,
     )
 ]
 

@@ -86,6 +86,26 @@ def registration_keeps_the_type() -> None:
     assert_type(isinstance(node, StagingNode), bool)
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+@ps.register_tensor
+class Decorated(torch.Tensor):
+    pass
+
+
+def rebuild(tensor: torch.Tensor, attributes: dict[str, Any]) -> Marked:
+    raise NotImplementedError
+
+
+def tensors_and_kept_things() -> None:
+    assert_type(ps.register_tensor(Marked, rebuild), type[Marked])
+    assert_type(Decorated(), Decorated)
+    assert_type(ps.Keep({"a"}).obj, set[str])
+    ps.register_tensor(3)  # type: ignore[arg-type]
+
+
 def wrong(layout: ps.Layout, batch: object) -> None:
     ps.Layout(batch)  # type: ignore[call-arg, arg-type]
     layout.pack(batch)  # type: ignore[call-arg]

@@ -22,6 +22,8 @@ def every_kind_of_device(pool: ps.SlabPool) -> None:
     ps.Stager(None)
     ps.Stager(torch.device("cuda", 1), pool=pool, threads=4)
     ps.Stager(0, max_bytes=1 << 30, threads=None)
+    ps.Stager("cpu", keep=["['lengths']"])
+    ps.Stager("cpu", keep=lambda path, leaf: path.endswith("['lengths']") and leaf is not None)
     with ps.Stager("cpu") as stager:
         assert_type(stager, ps.Stager)
 

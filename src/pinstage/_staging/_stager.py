@@ -197,9 +197,10 @@ class Stager:
         stager's own; `Transfer.get` orders the consumer's stream behind it. The host slab goes back to the pool by the
         copy's own event. When the call returns, all that was packed has been read.
 
-        A tensor that cannot be packed (sparse, quantised, nested, a subclass, one that requires grad, or not on the
-        CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream, and counted. So is
-        an object that holds tensors, is no known container, and has a ``to(device)`` method, after a warning.
+        A tensor that cannot be packed (sparse, quantised, nested, of a class that nobody registered, one that requires
+        grad, or not on the CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream,
+        and counted. So is an object that holds tensors, is no known container, and has a ``to(device)`` method, after
+        a warning.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.

@@ -45,12 +45,13 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
     keys = tuple(td.keys())
     names = tuple(td.names) if any(name is not None for name in td.names) else None
     values = (td.get(key) for key in keys)
-    return (*values, ps.Keep(td.device)), (keys, td.batch_size, names, td.is_locked), (*map(str, keys), "device")
+    kept = ps.Keep((td.batch_size, td.device))  # as different from batch to batch as the shapes of tensors
+    return (*values, kept), (keys, names, td.is_locked), (*map(str, keys), "rest")
 
 
 def _unflatten(metadata: Any, children: Any) -> Any:
-    keys, batch_size, names, is_locked = metadata
-    *values, device = children
+    keys, names, is_locked = metadata
+    *values, (batch_size, device) = children
     return TensorDict(
         dict(zip(keys, values, strict=True)),
         batch_size=batch_size,

@@ -6,6 +6,7 @@ The stores of the result belong to the result: each refers to it, weakly, and no
 from __future__ import annotations
 
 import copyreg
+import weakref
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,7 @@ def nodes(cls: Any) -> Any:
         vars(made).update(attributes)
         for (where, key, kind, private), mapping in zip(stores, mappings, strict=True):
             store = kind.__new__(kind)
-            vars(store).update(private, _mapping=mapping)
-            store._parent = made
+            vars(store).update(private, _mapping=mapping, _parent=weakref.ref(made))
             if key is _ALONE:
                 vars(made)[where] = store
             else:

@@ -40,8 +40,7 @@ def nodes(cls: Any) -> Any:
         made = cls.__new__(cls)
         vars(made).update(stored, **dict(zip(names, staged, strict=True)))
         if base is KeyedJaggedTensor:
-            made._jt_dict = None
-            made._inverse_indices = None if keys is None else (keys, indices)
+            vars(made).update(_jt_dict=None, _inverse_indices=None if keys is None else (keys, indices))
         return made
 
     return flatten, unflatten

@@ -1,0 +1,123 @@
+"""Classes of batches on a device: what stays on the host, what moves by itself, and what is put together there."""
+
+import dataclasses
+
+import pytest
+import torch
+from latch import Latch
+
+import pinstage as ps
+from pinstage import _torch
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+ps.register_tensor(Marked)
+
+
+class Movable:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def to(self, device):
+        return Movable({name: tensor.to(device) for name, tensor in self.inner.items()})
+
+
+@pytest.fixture
+def stager(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        yield stager
+
+
+def test_what_is_kept_stays_on_the_host_and_the_rest_does_not(stager):
+    lengths = torch.tensor([3, 2])
+    staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.Keep(lengths)})
+    assert staged["lengths"] is lengths
+    packed = torch.nn.utils.rnn.pack_padded_sequence(staged["x"], staged["lengths"], batch_first=True)
+    assert packed.data.device == stager.device
+
+
+def test_a_stager_keeps_by_paths_on_the_host(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="1MiB", keep=["['lengths']"]) as stager:
+        batch = {"x": torch.ones(3), "lengths": [torch.ones(1)]}
+        staged = stager.to_device(batch)
+    assert staged["lengths"][0] is batch["lengths"][0]
+    assert staged["x"].is_cuda
+
+
+@pytest.mark.parametrize("ring", [None, 2])
+def test_tensors_of_a_registered_class_travel_in_the_slab(cuda_device, ring):
+    with ps.Stager(cuda_device, max_bytes="16MiB", ring=ring, ring_bytes="1MiB" if ring else None) as stager:
+        for rows in (1, 5, 3, 3):
+            marked = torch.arange(2.0 * rows).view(rows, 2).as_subclass(Marked)
+            marked.note = {rows}
+            staged = stager.to_device({"x": marked, "y": torch.ones(rows)})["x"]
+            assert (type(staged), staged.device, staged.note) == (Marked, stager.device, {rows})
+            fetched = stager.to_host([staged], copy=True).get()[0]
+            assert (type(fetched), fetched.device.type, fetched.tolist()) == (Marked, "cpu", marked.tolist())
+            del staged
+        stats = stager.stats()
+    assert (stats.copies, stats.packed_leaves, stats.passthrough_leaves) == (4, 8, 0)
+
+
+def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameters(stager):
+    model = torch.nn.Linear(3, 4).to(stager.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3, device=stager.device)).sum().backward()
+    optimizer.step()
+    fetched = stager.to_host(optimizer.state).get()
+    assert list(map(id, fetched)) == list(map(id, optimizer.state))
+    for parameter, state in optimizer.state.items():
+        for name, tensor in state.items():
+            assert fetched[parameter][name].device.type == "cpu"
+            assert torch.equal(fetched[parameter][name], tensor.cpu())
+
+
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
+def test_an_object_that_moves_by_itself_is_on_the_device_and_comes_back(stager):
+    staged = stager.to_device([Movable({"x": torch.ones(3)}), torch.ones(2)])[0]
+    assert staged.inner["x"].device == stager.device
+    fetched = stager.to_host([staged]).get()[0]
+    assert fetched.inner["x"].tolist() == [1, 1, 1]
+    assert fetched.inner["x"].device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
+def test_memory_of_an_object_that_moved_is_not_given_away_while_another_stream_reads_it(cuda_device, stager):
+    other = torch.cuda.Stream(cuda_device)
+    count = MIB
+    out = torch.empty(count, device=cuda_device)
+    with torch.cuda.stream(other):  # its kernels are loaded before the stream is held
+        out.copy_(torch.zeros(count, device=cuda_device))
+    torch.cuda.synchronize(cuda_device)
+    with Latch(cuda_device) as latch:
+        latch.hold(other)
+        staged = stager.stage([Movable({"x": torch.full((count,), 7.0)})]).get(other)
+        with torch.cuda.stream(other):
+            out.copy_(staged[0].inner["x"])
+        del staged
+        overwriting = [torch.full((count,), -1.0, device=cuda_device) for _ in range(8)]
+        latch.open()
+        other.synchronize()
+        assert overwriting
+    assert (out == 7).all()
+
+
+def test_a_class_with_pin_memory_is_told_and_packed(stager):
+    @dataclasses.dataclass
+    class Pinned:
+        value: torch.Tensor
+
+        def pin_memory(self):
+            raise AssertionError("it was called")
+
+    _torch._told.clear()
+    with pytest.warns(RuntimeWarning, match=r"pin_memory\(\) is not called"):
+        staged = stager.to_device(Pinned(torch.ones(2)))
+    assert staged.value.device == stager.device
