@@ -1,8 +1,8 @@
 """Trains on shards that webdataset reads: `Stager.prefetch` is the last stage of its `WebLoader`.
 
-    python examples/frameworks/train_webdataset.py
-    python examples/frameworks/train_webdataset.py --way plain                # same losses
-    torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
+python examples/frameworks/train_webdataset.py
+python examples/frameworks/train_webdataset.py --way plain                # same losses
+torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
 """
 
 import tempfile
@@ -54,7 +54,9 @@ def main() -> None:
         urls = write(Path(folder))
         dataset = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False)
         dataset = dataset.decode().map(nested).shuffle(16, seed=0)
-        loader = wds.WebLoader(dataset.batched(4, torch.utils.data.default_collate), batch_size=None, num_workers=arguments.workers)
+        loader = wds.WebLoader(
+            dataset.batched(4, torch.utils.data.default_collate), batch_size=None, num_workers=arguments.workers
+        )
         stager = ps.Stager(device, max_bytes=arguments.max_bytes)
         if arguments.way == "pinstage":
             loader = loader.compose(stager.prefetch)
