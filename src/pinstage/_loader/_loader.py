@@ -230,8 +230,11 @@ def wrap_loader(
     returned, which has `DataLoader.stats` as well. Only a loader that Accelerate prepared is changed itself, and
     returned.
 
+    A ``StatefulDataLoader`` that was asked for its state has begun its first pass, and Accelerate asks. With workers,
+    the batches of that pass are staged in the main process.
+
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It has no iterator yet.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Not iterated over yet.
         device: as for `DataLoader`; None is that of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
@@ -252,13 +255,16 @@ def wrap_loader(
             f"cannot wrap a {type(loader).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
             "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
-    has_state = hasattr(loader, "load_state_dict") and hasattr(loader, "state_dict")
-    if loader._iterator is not None and not has_state:
+    begun = loader._iterator
+    if begun is not None and not hasattr(loader, "load_state_dict"):
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
     made = _wrapped(type(given), checked(device, pool, max_bytes, depth), vars(given) | {"_iterator": None})
-    made._slabs  # noqa: B018 - made here, where the device may be reached for
-    if loader._iterator is not None:  # it was asked for its state
-        made.load_state_dict(given.state_dict())
+    slabs: Slabs = made._slabs  # made here, where the device may be reached for
+    if begun is not None:  # it was asked for its state; what it has drawn from its generator stays drawn
+        slabs.is_used = True
+        vars(made)["_iterator"] = InlineIterator(begun, slabs)
+        if loader.persistent_workers:
+            tell_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
     return made  # type: ignore[no-any-return]
 
 

@@ -72,7 +72,8 @@ class Slabs:
     def shared(self) -> SlabPool:
         """Return the pool that workers get slabs of."""
         with self._lock:
-            if self.pool is None:
+            if self.pool is None or not self.pool.memory.is_shared:  # that of passes without workers
+                self._stager = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
                 self.pool = SlabPool(memory, max_bytes=self.settings.max_bytes)
