@@ -31,6 +31,7 @@ RUN_ELSEWHERE = {
     "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs_from_top_to_bottom",
     "trace.md": "test_inspect_recording.py",
 }
+RUN_ELSEWHERE |= {f"frameworks/{path.name}": "frameworks/test_pages.py" for path in (DOCS / "frameworks").glob("*.md")}
 GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
 RUN_FROM_TOP_TO_BOTTOM = [
     "quickstart.md",

@@ -382,7 +382,7 @@ def test_stats_say_who_waits(workers):
 
 
 STATS = {"batches": 10, "copies": 10, "bytes": 1, "fallback_batches": 0, "passthrough_leaves": 0, "wait_seconds": 5.0}
-STATS |= {"slot_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": None}
+STATS |= {"slab_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": None}
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ STATS |= {"slot_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": N
     [
         ({}, "The workers are the bottleneck"),
         ({"wait_seconds": 0.5}, "The loop is the bottleneck"),
-        ({"slot_wait_seconds": 9.0}, "max_bytes is the bottleneck"),
+        ({"slab_wait_seconds": 9.0}, "max_bytes is the bottleneck"),
         ({"fallback_batches": 9}, "max_bytes is the bottleneck"),
         ({"num_workers": 0}, "Loading is the bottleneck"),
         ({"num_workers": 0, "wait_seconds": 0.5}, "The loop is the bottleneck"),
@@ -404,7 +404,7 @@ def test_the_bottleneck_is_named(changes, sentence):
 def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
     with ps.SlabPool(ps.PageableMemory(), max_bytes=cap) as pool:
         pool.reserve("1MiB", count=2)
-        stats = ps.LoaderStats(**STATS | {"slot_wait_seconds": 9.0, "pool": pool.stats()})
+        stats = ps.LoaderStats(**STATS | {"slab_wait_seconds": 9.0, "pool": pool.stats()})
     assert stats.bottleneck.startswith(sentence)
 
 

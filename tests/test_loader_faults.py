@@ -297,10 +297,10 @@ def test_a_structure_that_cannot_be_unpickled_is_an_error_for_each_of_its_batche
     assert list(iterator) == []
 
 
-def test_a_batch_that_cannot_be_unpickled_gives_its_slot_back():
+def test_a_batch_that_cannot_be_unpickled_gives_its_slab_back():
     options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
     loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
-    for _ in range(6):  # more passes than the worker has slots
+    for _ in range(6):  # more passes than the worker has slabs
         iterator = iter(loader)
         with pytest.raises(ValueError, match="no number"):
             next(iterator)
@@ -610,7 +610,7 @@ def test_a_slow_consumer_makes_workers_wait():
     assert int(first[0, 0]) == 0
     assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
     assert loader.stats().fallback_batches == 0
-    assert loader.stats().slot_wait_seconds > 0
+    assert loader.stats().slab_wait_seconds > 0
 
 
 def test_a_timeout_says_who_holds_the_slabs(monkeypatch):
@@ -661,7 +661,7 @@ def test_slabs_grow_with_the_batches():
     assert loader.stats().fallback_batches == 0
 
 
-def test_a_copy_that_fails_gives_its_slot_back(monkeypatch):
+def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
     def fail(*slabs):
         del slabs  # frames that are not pinstage's keep what they have
         raise MemoryError("none on the device")
@@ -672,7 +672,7 @@ def test_a_copy_that_fails_gives_its_slot_back(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("pinstage._staging._device.CpuTarget.copy", fail)
         kept = []
-        for _ in range(5):  # more than there are slots
+        for _ in range(5):  # more than there are slabs
             with pytest.raises(MemoryError) as caught:
                 next(iterator)
             kept.append(caught)
@@ -888,7 +888,7 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
     assert len(list(loader)) == 200
 
 
-def test_a_copy_under_way_keeps_its_slot_until_its_event_is_done(monkeypatch):
+def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(monkeypatch):
     events = []
 
     def record(target):

@@ -113,7 +113,7 @@ def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
     assert (loop.woken, loop.sent) == (0, [])
 
 
-def test_a_batch_that_comes_before_its_turn_waits_in_its_slot():
+def test_a_batch_that_comes_before_its_turn_waits_in_its_slab():
     loop = Loop(0)
     loop.arrive(loop.batch(1), loop.batch(2))
     assert (loop.ready(), loop.server.free) == ([], [])

@@ -270,23 +270,3 @@ def test_the_loader_of_pyg_stages(geometric, workers):
         assert torch.equal(inputs, expected_inputs)
         assert torch.equal(targets, expected_targets)
     assert loader.stats().batches == 8
-
-
-class Ignoring(DataLoader):
-    """Reads its dataset by itself."""
-
-    def __iter__(self):
-        return iter([torch.ones(1)])
-
-
-class IgnoringWithAGenerator(DataLoader):
-    def __iter__(self):
-        yield torch.ones(1)
-
-
-@pytest.mark.parametrize("cls", [Ignoring, IgnoringWithAGenerator])
-def test_a_loader_that_cannot_be_wrapped_so_says_so_once(cls):
-    loader = ps.wrap_loader(cls([1]), device="cpu")
-    with pytest.warns(RuntimeWarning, match=r"pinstage staged no batch .*its class does not get its iterator") as told:
-        assert [len(list(loader)) for _ in range(2)] == [1, 1]
-    assert len(told) == 1

@@ -166,3 +166,28 @@ def test_a_captured_inference_step_sees_each_new_batch(cuda_device):
                 graph.replay()
                 result = total.clone()
             assert bool((result == 8 * value).all())
+
+
+def test_a_pipeline_that_asks_for_batches_on_a_stream_of_its_own_uses_them_on_that_of_the_loop(
+    cuda_device, latch: Latch
+):
+    """As torchrec's `TrainPipelineSparseDist` does."""
+    loop, copying = torch.cuda.Stream(cuda_device), torch.cuda.Stream(cuda_device)
+    with ps.Stager(cuda_device, max_bytes="64MiB", ring=2) as stager, latch:
+        stager.to_device(numbered(0))[0].clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(loop):
+            batches = iter(stager.prefetch(map(numbered, range(1, 5)), depth=0))
+        with torch.cuda.stream(copying):
+            batch = next(batches)
+        loop.wait_stream(copying)
+        latch.hold(loop)
+        with torch.cuda.stream(loop):
+            seen = [leaf.clone() for leaf in batch]
+        del batch
+        following = [stager.stage(numbered(value)) for value in (8, 9)]  # one of them has the slab of the first
+        assert not following[1].query()
+        latch.open()
+        loop.synchronize()
+        assert all(bool((leaf == 1).all()) for leaf in seen)
+        assert bool((following[1].get()[0] == 9).all())

@@ -1,4 +1,4 @@
-"""What workers run in place of the collate function: collate, and pack into a slot."""
+"""What workers run in place of the collate function: collate, and pack into a slab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import _torch
 from .._layout import Parts, Table, take_apart
 from ._arrivals import Message
 from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
-from ._worker import Terms, WorkerSlots
+from ._worker import Terms, WorkerSlabs
 
 LOOKS_KNOWN = 64
 """Structures of batches that a worker and the main process know by number, each with the last batch's offset table.
@@ -23,7 +23,7 @@ What is only ragged sends its table each time; a batch of a structure that is no
 
 
 class SlabCollate:
-    """Collates with a function of the user's, or torch's default, and packs the result into a slot.
+    """Collates with a function of the user's, or torch's default, and packs the result into a slab.
 
     Runs in workers only; travels there with the process object, whatever the start method.
 
@@ -31,7 +31,7 @@ class SlabCollate:
         collate: the loader's collate function.
         token: number of the main process's server.
         channels: one for each worker.
-        terms: how slots are had.
+        terms: how slabs are had.
     """
 
     def __init__(self, collate: Callable[[Any], Any], token: int, channels: list[Connection], terms: Terms) -> None:
@@ -40,13 +40,13 @@ class SlabCollate:
         self._channels = channels
         self._terms = terms
         self._worker = -1
-        self._slots: WorkerSlots | None = None
+        self._slabs: WorkerSlabs | None = None
         self._known: dict[Any, tuple[int, Table]] = {}  # by the structure's key
 
     def __call__(self, samples: Any) -> Message:
         """Return a small message that stands for the batch."""
-        slots = self._slots if self._slots is not None else self._begin()
-        slots.waited_seconds = 0.0
+        slabs = self._slabs if self._slabs is not None else self._begin()
+        slabs.waited_seconds = 0.0
         stacks: Stacks = {}
         lazily = _torch.is_default_collate(self._collate)
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
@@ -56,25 +56,25 @@ class SlabCollate:
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
         number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes
-        slot, raw = None, None
+        slab, raw = None, None
         if nbytes:
-            slot = slots.take(nbytes)
-            if slot is None:
+            slab = slabs.take(nbytes)
+            if slab is None:
                 raw = bytearray(nbytes)
                 pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
             else:
-                assert slot.tensor is not None
+                assert slab.tensor is not None
                 try:
-                    pack_and_stack(parts, stacks, slot.tensor)
+                    pack_and_stack(parts, stacks, slab.tensor)
                 except BaseException:
-                    slots.give_back(slot)
+                    slabs.give_back(slab)
                     raise
         if table is not None:
             self._told(number, parts)
-        where = None if slot is None else slot.number
-        return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slots.waited_seconds)
+        where = None if slab is None else slab.number
+        return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
 
-    def _begin(self) -> WorkerSlots:
+    def _begin(self) -> WorkerSlabs:
         info = torch.utils.data.get_worker_info()
         assert info is not None, "workers only"
         self._worker = info.id
@@ -84,8 +84,8 @@ class SlabCollate:
         stacking = _torch.stacking()
         if stacking is not None and stacking is _torch.shipped_stacking():
             _torch.set_stacking(stack_privately)  # also for a collate_fn that calls torch's
-        self._slots = WorkerSlots(self._channels[info.id], self._terms)
-        return self._slots
+        self._slabs = WorkerSlabs(self._channels[info.id], self._terms)
+        return self._slabs
 
     def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
         """Return the number of batches that look like this one, and what the main process does not know of them yet."""

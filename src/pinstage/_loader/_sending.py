@@ -43,7 +43,7 @@ class Sender:
         else:
             host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8).data_ptr()
             transfer = self._send_from(host, arrival)
-        self._counters.count(transfer, fallback=arrival.raw is not None, slot_wait_seconds=arrival.waited)
+        self._counters.count(transfer, fallback=arrival.raw is not None, slab_wait_seconds=arrival.waited)
         return transfer
 
     def _send_from(self, host: int | None, arrival: Arrival) -> Transfer:

@@ -1,4 +1,4 @@
-"""Stacking samples where the batch is to lie: default collation, but that nothing is stacked before there is a slot."""
+"""Stacking samples where the batch is to lie: default collation, but that nothing is stacked before there is a slab."""
 
 from __future__ import annotations
 

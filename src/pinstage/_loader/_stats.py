@@ -29,7 +29,7 @@ class LoaderStats:
     """Tensors that cannot be packed: they travelled torch's way."""
     wait_seconds: float
     """Time that the main process waited for workers; without workers, the time that loading took."""
-    slot_wait_seconds: float
+    slab_wait_seconds: float
     """Time that workers waited for a slab, summed over them."""
     seconds: float
     """Time since the first batch was asked for, without the time between iterators."""
@@ -55,10 +55,10 @@ class LoaderStats:
                 f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
                 "travelled the slow way; raise max_bytes, or use fewer workers."
             )
-        if self.slot_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
+        if self.slab_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
             return (
                 f"max_bytes is the bottleneck: the loop waited for workers {text}, and these waited for slabs "
-                f"{self.slot_wait_seconds:.2f} s; raise max_bytes."
+                f"{self.slab_wait_seconds:.2f} s; raise max_bytes."
             )
         return f"The workers are the bottleneck: the loop waited for them {text}; use more, or a faster dataset."
 
@@ -87,10 +87,10 @@ class Counters:
 
     def __init__(self) -> None:
         self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
-        self.wait_seconds = self.slot_wait_seconds = self.seconds = 0.0
+        self.wait_seconds = self.slab_wait_seconds = self.seconds = 0.0
         self._lock = threading.Lock()
 
-    def count(self, transfer: Transfer, *, fallback: bool, slot_wait_seconds: float = 0.0) -> None:
+    def count(self, transfer: Transfer, *, fallback: bool, slab_wait_seconds: float = 0.0) -> None:
         """Count a batch that was sent."""
         with self._lock:
             self.batches += 1
@@ -98,7 +98,7 @@ class Counters:
             self.bytes += transfer.nbytes
             self.fallback_batches += fallback
             self.passthrough_leaves += transfer.passthrough
-            self.slot_wait_seconds += slot_wait_seconds
+            self.slab_wait_seconds += slab_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
         """Return the counters as they are now."""

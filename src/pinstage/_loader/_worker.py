@@ -1,4 +1,4 @@
-"""The worker's side: which slots it may write, and how it gets more. Touches no CUDA."""
+"""The worker's side: which slabs it may write, and how it gets more. Touches no CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARENT_CHECK_SECONDS = 1.0
 """How often a waiting worker looks whether the main process is alive, where the kernel cannot tell it by itself."""
 
 GROWTH = 1.25
-"""A slot that replaces one that was too small has so much more than is needed: batches of random size settle soon."""
+"""A slab that replaces one that was too small has so much more than is needed: batches of random size settle soon."""
 
 ASK_AGAIN_AFTER = 32
 """Batches after a refusal during which a worker makes do with what it has."""
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
 
     main_pid: int
     limit: int
-    """Slots that one worker may have."""
+    """Slabs that one worker may have."""
 
 
 _CLOSED = "the iterator of this worker was shut down"
@@ -39,8 +39,8 @@ class ClosedError(RuntimeError):
     """The iterator is shutting down; nobody will see this."""
 
 
-class WorkerSlot:
-    """A slot as the worker sees it."""
+class WorkerSlab:
+    """A slab as the worker sees it."""
 
     def __init__(self, number: int, mapping: SharedMapping) -> None:
         self.number = number
@@ -56,8 +56,8 @@ class WorkerSlot:
         self._mapping.close()
 
 
-class WorkerSlots:
-    """The slots of this worker.
+class WorkerSlabs:
+    """The slabs of this worker.
 
     Args:
         channel: to the main process.
@@ -67,12 +67,12 @@ class WorkerSlots:
     def __init__(self, channel: Connection, terms: Terms) -> None:
         self._channel = channel
         self._terms = terms
-        self._slots: dict[int, WorkerSlot] = {}
+        self._slabs: dict[int, WorkerSlab] = {}
         self._patience = 0
         self._largest = 0
         self._reply = ""
         self.waited_seconds = 0.0
-        """Time spent waiting for slots since the caller set it to 0."""
+        """Time spent waiting for slabs since the caller set it to 0."""
         try:
             self._main: int | None = os.pidfd_open(terms.main_pid)
         except ProcessLookupError:
@@ -80,29 +80,29 @@ class WorkerSlots:
         except (AttributeError, OSError):  # a kernel before 5.3, or a sandbox
             self._main = None
 
-    def take(self, nbytes: int) -> WorkerSlot | None:
-        """Return a slot to write, at least so large, or None if there can be none.
+    def take(self, nbytes: int) -> WorkerSlab | None:
+        """Return a slab to write, at least so large, or None if there can be none.
 
-        Blocks while all slots that are large enough are in the main process's hands; ends with the iterator, or the
+        Blocks while all slabs that are large enough are in the main process's hands; ends with the iterator, or the
         main process.
         """
         self._patience -= 1
         while self._channel.poll():
             self._receive()
         while True:
-            slot = self._smallest_free(nbytes)
-            if slot is not None:
-                slot.is_free = False
-                return slot
-            fits_later = any(slot.nbytes >= nbytes for slot in self._slots.values())
+            slab = self._smallest_free(nbytes)
+            if slab is not None:
+                slab.is_free = False
+                return slab
+            fits_later = any(slab.nbytes >= nbytes for slab in self._slabs.values())
             if fits_later and self._patience > 0:
-                self._wait_for_slot(nbytes)
+                self._wait_for_slab(nbytes)
                 continue
-            idle = [slot for slot in self._slots.values() if slot.is_free]
-            if len(self._slots) >= self._terms.limit and not idle:
-                self._wait_for_slot(nbytes)
+            idle = [slab for slab in self._slabs.values() if slab.is_free]
+            if len(self._slabs) >= self._terms.limit and not idle:
+                self._wait_for_slab(nbytes)
                 continue
-            dropped = idle if len(self._slots) >= self._terms.limit else []
+            dropped = idle if len(self._slabs) >= self._terms.limit else []
             if self._ask(nbytes, dropped):
                 continue
             if not fits_later and idle and not dropped and self._ask(nbytes, idle):
@@ -111,32 +111,32 @@ class WorkerSlots:
                 return None
             self._patience = ASK_AGAIN_AFTER
 
-    def give_back(self, slot: WorkerSlot) -> None:
-        """Take back a slot that was not sent after all."""
-        slot.is_free = True
+    def give_back(self, slab: WorkerSlab) -> None:
+        """Take back a slab that was not sent after all."""
+        slab.is_free = True
 
-    def _smallest_free(self, nbytes: int) -> WorkerSlot | None:
-        fitting = [slot for slot in self._slots.values() if slot.is_free and slot.nbytes >= nbytes]
-        return min(fitting, key=lambda slot: slot.nbytes, default=None)
+    def _smallest_free(self, nbytes: int) -> WorkerSlab | None:
+        fitting = [slab for slab in self._slabs.values() if slab.is_free and slab.nbytes >= nbytes]
+        return min(fitting, key=lambda slab: slab.nbytes, default=None)
 
-    def _ask(self, nbytes: int, dropped: list[WorkerSlot]) -> bool:
-        """Ask the main process for one more slot; give up others for it. Says whether there is one."""
-        for slot in dropped:
-            del self._slots[slot.number]
-            slot.close()
+    def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> bool:
+        """Ask the main process for one more slab; give up others for it. Says whether there is one."""
+        for slab in dropped:
+            del self._slabs[slab.number]
+            slab.close()
         wanted = nbytes
         if self._largest:
             wanted = max(self._largest, int(nbytes * GROWTH) if nbytes > self._largest else nbytes)
         self._largest = max(self._largest, nbytes)
         self._reply = ""
         began = time.perf_counter()
-        self._send(("ask", nbytes, wanted, [slot.number for slot in dropped]))
+        self._send(("ask", nbytes, wanted, [slab.number for slab in dropped]))
         while not self._reply:
             self._wait()
         self.waited_seconds += time.perf_counter() - began
         return self._reply == "granted"
 
-    def _wait_for_slot(self, nbytes: int) -> None:
+    def _wait_for_slab(self, nbytes: int) -> None:
         began = time.perf_counter()
         self._send(("starved", nbytes))
         self._wait()
@@ -161,9 +161,9 @@ class WorkerSlots:
         if kind == "closed":
             raise ClosedError(_CLOSED)
         if kind == "free":
-            slot = self._slots.get(details[0])
-            if slot is not None:
-                slot.is_free = True
+            slab = self._slabs.get(details[0])
+            if slab is not None:
+                slab.is_free = True
         else:
             self._reply = "granted" if kind == "granted" and self._attach(*details) else "refused"
 
@@ -179,7 +179,7 @@ class WorkerSlots:
         except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: the slow way remains
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
-        self._slots[number] = WorkerSlot(number, mapping)
+        self._slabs[number] = WorkerSlab(number, mapping)
         return True
 
     def _send(self, message: tuple[Any, ...]) -> None:

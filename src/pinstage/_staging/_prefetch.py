@@ -41,6 +41,11 @@ class _Place:
     said: _Said | None = None
     """Of the batch that was yielded last; None before the first one and after the last one."""
 
+    def __init__(self, consumer: Any = None) -> None:
+        self.consumer = consumer
+        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another one of theirs,
+        and use them on this one: a ring has to know both."""
+
 
 class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
@@ -65,10 +70,13 @@ class Prefetcher(Generic[T]):
         self._place = _Place()
 
     def __iter__(self) -> Iterator[T]:
-        """Begin a pass. What was staged ahead is given back when the iterator dies."""
+        """Begin a pass. What was staged ahead is given back when the iterator dies.
+
+        A batch is safe to use on the stream that is current when it is asked for, and on that which is current now.
+        """
         active = _active_loader()
         batches = iter(self._source)
-        self._place = place = _Place()
+        self._place = place = _Place(self._target.consumer(None))
         return self._pass(batches, place, active)
 
     def _pass(self, batches: Iterator[T], place: _Place, active: object) -> Iterator[T]:
@@ -112,6 +120,8 @@ class Prefetcher(Generic[T]):
 
     def _hand_out(self, place: _Place, transfer: Transfer, said: _Said) -> T:
         batch: T = transfer.get()
+        if self._target.consumer(None) != place.consumer:
+            transfer.get(place.consumer)
         for name, value in said.flags.items():
             setattr(self._source, name, value)
         place.said = said

@@ -1,0 +1,39 @@
+"""The snippets of the pages about frameworks run as they stand, and name programs that there are."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import EXAMPLES
+from torchrun import environment
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
+SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", page.read_text()), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_the_snippets_of_a_page_run_from_top_to_bottom(page, tmp_path):
+    """In a process of their own: frameworks keep much of a process for themselves."""
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page)))
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pages_name_every_program():
+    named = {name for page in PAGES for name in re.findall(r"examples/frameworks/(train_\w+\.py)", page.read_text())}
+    assert named == {path.name for path in EXAMPLES.glob("train_*.py")}
+
+
+def test_every_page_is_in_the_table_of_the_first_one():
+    table = (ROOT / "docs" / "frameworks" / "index.md").read_text()
+    assert all(f"]({page.name})" in table for page in PAGES if page.stem != "index")
