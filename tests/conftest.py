@@ -38,6 +38,14 @@ def nothing_left_behind():
     assert not any(live), f"live bytes left behind: {live}"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_ledger(tmp_path_factory):
+    """Keep the ledger of a `HostBudget` out of the user's folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PINSTAGE_LEDGER_DIR", str(tmp_path_factory.mktemp("host") / "ledger"))
+        yield
+
+
 @pytest.fixture
 def interruptible():
     """Let SIGINT interrupt, here and in programs that are started meanwhile, also where our parent ignores it."""

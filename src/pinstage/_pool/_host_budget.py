@@ -268,6 +268,7 @@ class Share:
                 return
             if not self._wanted:
                 self._since = now
+                self._asked.clear()
             self._refused_at = now
             self._write(entries, self._held, nbytes)
             self.allowed = self._held + max(0, room)
