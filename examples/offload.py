@@ -27,6 +27,7 @@ class Block(torch.nn.Module):
         self.wide, self.back = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[batch, tokens, width]``, as it comes."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).flatten(2))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
-    """What `save_on_cpu` has done so far."""
+class OffloadStats:
+    """What `save_on_cpu` has done so far: the answer of its `stats()`, a snapshot."""
 
     copies: int = 0
     """Copies to the host."""
@@ -28,9 +28,3 @@ class Counters:
     """Times that it asked for one that had set out before."""
     late: int = 0
     """Times that it asked for one that set out only then."""
-
-
-class OffloadStats(Counters):
-    """What `save_on_cpu` has done so far. A snapshot."""
-
-    __slots__ = ()
