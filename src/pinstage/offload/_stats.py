@@ -23,7 +23,7 @@ class OffloadStats:
     stayed_at_cap_bytes: int = 0
     """Their bytes."""
     still_there: int = 0
-    """Times that backward asked for a tensor whose copy to the host was under way still, so it was there."""
+    """Times that backward asked for a tensor whose memory on the device had not been let go of yet."""
     ahead: int = 0
     """Times that it asked for one that had set out before."""
     late: int = 0

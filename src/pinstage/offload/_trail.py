@@ -200,11 +200,8 @@ class Trail:
         return saved
 
     def _settle(self) -> None:
-        """Let go of what has left, and take note of what finalisers told."""
-        while self.dropped:
-            seq, nbytes = self.dropped.popleft()
-            self._ahead.pop(seq, None)
-            self._ahead_bytes -= nbytes
+        """Let go of what has left. Not while backward runs: it begins with what was saved last."""
+        self._count_dropped()
         while self._leaving:
             away = self._leaving[0][0]()
             if away is not None and away.source is not None:
@@ -212,6 +209,12 @@ class Trail:
                     break
                 away.source = None
             self._leaving_bytes -= self._leaving.popleft()[1]
+
+    def _count_dropped(self) -> None:
+        while self.dropped:
+            seq, nbytes = self.dropped.popleft()
+            self._ahead.pop(seq, None)
+            self._ahead_bytes -= nbytes
 
     def _hold_back(self) -> None:
         """Let the current stream wait for copies until no more memory than allowed is leaving.
@@ -234,7 +237,7 @@ class Trail:
         """Return a saved tensor, for the current stream, and see that those before it set out."""
         away, is_late = saved.away, False
         with self._lock:
-            self._settle()
+            self._count_dropped()
             if saved.asked_in == self._pass:
                 self._pass += 1  # through a graph that was retained
             saved.asked_in = self._pass
