@@ -60,6 +60,13 @@ def test_each_rank_has_a_pool_of_its_own(reports):
         assert 0 < report["held_bytes"] <= report["max_bytes"] == 32 * MIB  # half of the host's
 
 
+def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
+    small = {"--blocks": 2, "--width": 32, "--batch": 2, "--tokens": 16, "--min-bytes": "1KiB", "--steps": 3}
+    printed = run_example("offload.py", *(word for option in small.items() for word in option))
+    assert "bit for bit: True" in printed
+    assert " tensors sent" in printed
+
+
 # -- the case studies --------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from .._pool import Event, Lease, SlabPool
 from .._reaper import reaper
 from .._staging import Arrival, Events, Kept, Shuttle
-from ..errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
+from ..errors import AcquireTimeoutError, BudgetExceededError, ForkedPoolError, PoolFrozenError
 
 OWNER = "offload"
 """Under which the pool counts the slabs."""
@@ -70,6 +71,7 @@ class Away:
         arrival: the bytes on the device again, while they are kept there.
         device: that they come from.
         event: behind the last copy of the slab.
+        packed: strides of the elements of a tensor with gaps, where the bytes are these alone.
         stream: the stream that was current.
         seqs: numbers of the saved tensors that are in it.
     """
@@ -84,6 +86,7 @@ class Away:
         "event",
         "here",
         "nbytes",
+        "packed",
         "seqs",
         "source",
         "stream",
@@ -103,6 +106,7 @@ class Away:
         self.begin = begin
         self.device = shuttle.device
         self.nbytes = source.numel()
+        self.packed: tuple[int, ...] | None = None
         self.stream = shuttle.stream()
         self.seqs: list[int] = []
         self.dropped = dropped
@@ -147,7 +151,8 @@ class Away:
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:
-            lease.release(after=self.event)
+            with contextlib.suppress(ForkedPoolError):  # in a child that has collected the parent's graph
+                lease.release(after=self.event)
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from .._torch import base_of, check_changes_are_seen, version_of
 from ..errors import StagingError
 from ._away import lease_now, range_of
 from ._stats import OffloadStats
-from ._trail import Saved, Trail, changed, extent_of
+from ._trail import Load, Saved, Trail, changed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -69,13 +69,14 @@ class Saving:
             found = trail.find(tensor)
             if found is not None:
                 return found
-            begin, end = extent_of(tensor)
-            leased = lease_now(self._pool, end - begin)
+            load = Load.of(tensor)
+            nbytes = load.source.numel()
+            leased = lease_now(self._pool, nbytes)
             if leased is None:
                 self.counters.stayed_at_cap += 1
-                self.counters.stayed_at_cap_bytes += end - begin
+                self.counters.stayed_at_cap_bytes += nbytes
                 return Stayed(tensor)
-            return trail.send(tensor, begin, end, *leased)
+            return trail.send(tensor, load, *leased)
 
     def unpack(self, packed: Saved | Stayed) -> torch.Tensor:
         """Give back a tensor that autograd saved."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
-    """What `save_on_cpu` has done so far."""
+class OffloadStats:
+    """What `save_on_cpu` has done so far: the answer of its `stats()`, a snapshot."""
 
     copies: int = 0
     """Copies to the host."""
@@ -23,14 +23,8 @@ class Counters:
     stayed_at_cap_bytes: int = 0
     """Their bytes."""
     still_there: int = 0
-    """Times that backward asked for a tensor whose copy to the host was under way still, so it was there."""
+    """Times that backward asked for a tensor whose memory on the device had not been let go of yet."""
     ahead: int = 0
     """Times that it asked for one that had set out before."""
     late: int = 0
     """Times that it asked for one that set out only then."""
-
-
-class OffloadStats(Counters):
-    """What `save_on_cpu` has done so far. A snapshot."""
-
-    __slots__ = ()

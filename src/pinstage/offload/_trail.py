@@ -6,7 +6,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,21 +14,33 @@ from .._pool import Event, Lease
 from .._staging import Arrival, Shuttle
 from .._torch import Changes, version_of
 from ._away import Away, bytes_of, keep_until, range_of, view_of
-from ._stats import Counters
+from ._stats import OffloadStats
 
 ALIGNMENT = 512
 """What is sent begins at a multiple of it in its storage, as the storage does in CUDA's memory, so that a tensor comes
 back aligned as it was: kernels choose their way by that, and sums depend on it."""
 
-WHOLE = 4
-"""A tensor with gaps takes its whole storage along if that is at most so many times as large: the others that lie in
-the gaps are saved as well, most times (queries, keys and values of one product), and travel with it."""
+GAPS = 2
+"""A tensor whose elements are spread over more than so many times their bytes, such as the queries in a product of
+queries, keys and values, is sent without what lies between them."""
 
 
 class Saved:
     """What autograd keeps in the place of a tensor that has gone. With the last of them the bytes go."""
 
-    __slots__ = ("__weakref__", "asked_in", "away", "begin", "changes", "dtype", "seq", "shape", "stride", "trail")
+    __slots__ = (
+        "__weakref__",
+        "asked_in",
+        "away",
+        "begin",
+        "changes",
+        "dtype",
+        "end",
+        "seq",
+        "shape",
+        "stride",
+        "trail",
+    )
 
     def __init__(self, trail: Trail, tensor: torch.Tensor, away: Away, seq: int) -> None:
         self.trail = trail
@@ -36,7 +48,7 @@ class Saved:
         self.seq = seq
         self.asked_in = 0  # the pass
         self.changes = Changes(tensor)
-        self.begin = range_of(tensor)[0]
+        self.begin, self.end = range_of(tensor)
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
 
     def unpack(self) -> torch.Tensor:
@@ -46,8 +58,13 @@ class Saved:
         return self.trail.bring(self)
 
     def on(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the tensor over memory in which the storage's byte `begin` comes first."""
-        return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
+        """Return the tensor over memory in which the storage's byte `begin` comes first, or its elements alone."""
+        if self.away.packed is None:
+            return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
+        elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.away.packed)
+        start = self.begin % ALIGNMENT
+        room = torch.empty(start + self.end - self.begin, dtype=torch.uint8, device=memory.device)
+        return view_of(room.untyped_storage(), start, self.dtype, self.shape, self.stride).copy_(elements)
 
 
 def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
@@ -56,6 +73,39 @@ def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"{dtype}, shape {tuple(shape)}, after save_on_cpu had saved it; change a clone() of it"
     )
+
+
+class Load(NamedTuple):
+    """What is sent for a tensor."""
+
+    source: torch.Tensor
+    """uint8 ``[n]``"""
+    begin: int
+    """Where it begins in the tensor's storage; 0 for elements alone."""
+    packed: tuple[int, ...] | None
+    """The strides of the elements, where they are sent alone."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Load:
+        """Return what is to be sent. Elements that are spread out are gathered, on the current stream."""
+        begin, end = range_of(tensor)
+        if end - begin > GAPS * tensor.nbytes:
+            elements = tensor.detach().clone()
+            return cls(bytes_of(elements.untyped_storage(), 0, elements.nbytes), 0, elements.stride())
+        begin = begin // ALIGNMENT * ALIGNMENT
+        return cls(bytes_of(tensor.untyped_storage(), begin, end), begin, None)
+
+
+class Known(NamedTuple):
+    """Memory that was saved in this pass."""
+
+    storage: weakref.ref[Any]
+    version: int
+    away: weakref.ref[Away]
+    begin: int
+    end: int
+    geometry: Any
+    """Which elements between `begin` and `end` were saved, where there are others."""
 
 
 class Trail:
@@ -75,13 +125,13 @@ class Trail:
         dropped: what came back and died before all had asked: `Away.ahead_for` and bytes; filled by finalisers.
     """
 
-    def __init__(self, shuttle: Shuttle, device_bytes: int, counters: Counters) -> None:
+    def __init__(self, shuttle: Shuttle, device_bytes: int, counters: OffloadStats) -> None:
         self.shuttle = shuttle
         self.dropped: deque[tuple[int, int]] = deque()
         self._device_bytes = device_bytes
         self._counters = counters
         self._lock = threading.RLock()
-        self._known: dict[int, tuple[weakref.ref[Any], int, weakref.ref[Away]]] = {}  # by address
+        self._known: dict[int, Known] = {}  # by address
         self._count = 0
         self._seqs: list[int] = []  # ascending; what has died is taken out when it is met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
@@ -96,34 +146,41 @@ class Trail:
     # -- away
 
     def find(self, tensor: torch.Tensor) -> Saved | None:
-        """Save a tensor whose bytes have gone before, with another tensor of the same storage, unchanged since."""
+        """Save a tensor whose bytes have gone before, as those of another of the same memory, unchanged since."""
         storage = tensor.untyped_storage()
         with self._lock:
             known = self._known.get(storage.data_ptr())
-            if known is None:
-                return None
-            whose, version, reference = known
-            away = reference()
-            if away is None or whose() is not storage or version != version_of(tensor):
+            away = None if known is None else known.away()
+            if known is None or away is None or known.storage() is not storage or known.version != version_of(tensor):
                 return None
             begin, end = range_of(tensor)
-            if not away.begin <= begin < end <= away.begin + away.nbytes:
+            if known.geometry is None:  # all between its ends was saved, else its elements alone
+                is_in_it = known.begin <= begin < end <= known.end
+            else:
+                is_in_it = known.geometry == (begin, tensor.shape, tensor.stride())
+            if not is_in_it:
                 return None
             self._counters.shared += 1
             return self._save(tensor, away)
 
-    def send(self, tensor: torch.Tensor, begin: int, end: int, lease: Lease, after: Event | None) -> Saved:
-        """Save a tensor by sending a part of its storage to the host."""
+    def send(self, tensor: torch.Tensor, load: Load, lease: Lease, after: Event | None) -> Saved:
+        """Save a tensor by sending a load to the host."""
         storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
-            away = Away(self.shuttle, bytes_of(storage, begin, end), begin, lease, after, self.dropped)
+            away = Away(self.shuttle, load.source, load.begin, lease, after, self.dropped)
+            away.packed = load.packed
             self._counters.copies += 1
             self._counters.copied_bytes += away.nbytes
-            self._known[storage.data_ptr()] = weakref.ref(storage), version_of(tensor), weakref.ref(away)
+            begin, end = range_of(tensor)
+            geometry = None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
+            self._known[storage.data_ptr()] = Known(
+                weakref.ref(storage), version_of(tensor), weakref.ref(away), begin, end, geometry
+            )
             self._streams.add(away.stream)
             if away.source is not None:
-                self._leaving.append((weakref.ref(away), away.nbytes, tensor.grad_fn is not None))
+                is_made_here = tensor.grad_fn is not None or load.packed is not None
+                self._leaving.append((weakref.ref(away), away.nbytes, is_made_here))
                 self._leaving_bytes += away.nbytes
                 self._hold_back()
             return self._save(tensor, away)
@@ -143,11 +200,8 @@ class Trail:
         return saved
 
     def _settle(self) -> None:
-        """Let go of what has left, and take note of what finalisers told."""
-        while self.dropped:
-            seq, nbytes = self.dropped.popleft()
-            self._ahead.pop(seq, None)
-            self._ahead_bytes -= nbytes
+        """Let go of what has left. Not while backward runs: it begins with what was saved last."""
+        self._count_dropped()
         while self._leaving:
             away = self._leaving[0][0]()
             if away is not None and away.source is not None:
@@ -155,6 +209,12 @@ class Trail:
                     break
                 away.source = None
             self._leaving_bytes -= self._leaving.popleft()[1]
+
+    def _count_dropped(self) -> None:
+        while self.dropped:
+            seq, nbytes = self.dropped.popleft()
+            self._ahead.pop(seq, None)
+            self._ahead_bytes -= nbytes
 
     def _hold_back(self) -> None:
         """Let the current stream wait for copies until no more memory than allowed is leaving.
@@ -177,7 +237,7 @@ class Trail:
         """Return a saved tensor, for the current stream, and see that those before it set out."""
         away, is_late = saved.away, False
         with self._lock:
-            self._settle()
+            self._count_dropped()
             if saved.asked_in == self._pass:
                 self._pass += 1  # through a graph that was retained
             saved.asked_in = self._pass
@@ -269,12 +329,3 @@ class Trail:
                 self.shuttle.wait(arrival.event)  # behind the copy, its memory may be used again
             else:
                 keep_until(arrival.event, arrival.there)
-
-
-def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return which bytes of a tensor's storage are to travel with it."""
-    begin, end = range_of(tensor)
-    whole = tensor.untyped_storage().nbytes()
-    if tensor.numel() * tensor.itemsize != end - begin and whole <= WHOLE * (end - begin):
-        return 0, whole
-    return begin // ALIGNMENT * ALIGNMENT, end
