@@ -8,6 +8,7 @@
 #     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
 #     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
 #     scripts/gpu_check.sh doctor                                   # what pinstage doctor says here, and its picture
+#     scripts/gpu_check.sh promises                                 # what pinstage trace promises, and what is saved
 #
 # Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which has what there is
 # after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs
@@ -199,6 +200,8 @@ demo() {
 
 doctor() { step doctor doctor 120 "$PYTHON" -m pinstage doctor --plot "$RESULTS/doctor.png"; }
 
+promises() { step promises record_traces 240 "$PYTHON" scripts/record_traces.py --device "$DEVICE" --out "$RESULTS/loops"; }
+
 cases() {
   step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" \
     --out "$RESULTS/weather_batch.json" --traces "$RESULTS/traces"
@@ -209,12 +212,12 @@ cases() {
 [ $# -gt 0 ] || set -- tests sanitize bench demo
 for name; do
   case $name in
-    tests | distributed | sanitize | demo | cases | doctor) rm -f "$OUT/$name.log" ;;
+    tests | distributed | sanitize | demo | cases | doctor | promises) rm -f "$OUT/$name.log" ;;
     bench) rm -f "$OUT/bench.log" ;;
     series) ;; # it and each benchmark by itself add to the log of bench
     *)
       [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
-        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, series" >&2
+        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, promises, series" >&2
         exit 2
       }
       ;;

@@ -185,6 +185,7 @@ def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None
                 "kept_out": loop.kept_out,
             }
             print(loop.name, {k: round(v * 1e3, 3) for k, v in times[loop.name].items() if "seconds" in k})  # noqa: T201
+    cost = measure_cost(device, count_events)
     for loop in loops:
         record(out / f"{loop.name}.json.gz", loop, make_batches(loop, device, scale), model, device)
     about = {
@@ -192,7 +193,7 @@ def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None
         "torch": torch.__version__,
         "steps": steps,
         "rounds": rounds,
-        "cost": dataclasses.asdict(measure_cost(device, count_events)),
+        "cost": dataclasses.asdict(cost),
         "loops": times,
     }
     (out / "loops.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -107,9 +107,9 @@ OLD = Driver("550.54", "12.4")
         (_checks.host_page_tables(Gpu(0, "g")), "info", "nobody tells"),
         (_checks.host_page_tables(Gpu(0, "NVIDIA GH200 480GB", host_page_tables=True)), "warning", "Grace"),
         (_checks.numa(H200, set(range(16)), 1), "ok", "one node"),
-        (_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 cpus"),
-        (_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 cpus"),
-        (_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 cpus are there"),
+        (_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 CPUs"),
+        (_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 CPUs"),
+        (_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 CPUs are there"),
         (_checks.numa(Gpu(0, "g"), {0}, 2), "info", "does not tell at which"),
     ],
 )
@@ -310,7 +310,7 @@ def test_without_a_gpu_the_host_is_reported(tmp_path):
     assert by_name["CUDA"].status == "info"
     assert by_name["bandwidth"].found == "not measured: no GPU"
     assert by_name["memory"].found == "/proc/meminfo tells nothing"
-    assert {"Python", "cpus", "cgroup limit", "locked-memory limit", "/dev/shm", "huge pages", "WSL"} <= set(by_name)
+    assert {"Python", "CPUs", "cgroup limit", "locked-memory limit", "/dev/shm", "huge pages", "WSL"} <= set(by_name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

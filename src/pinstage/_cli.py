@@ -52,7 +52,7 @@ DataLoader or other iterable, whose first batch is taken. Nothing is moved or ch
 """
 
 DOCTOR_HELP = """
-Look at this machine: CUDA, driver, PCIe, page-locked memory, limits of memory and cpus; say what to do.
+Look at this machine: CUDA, driver, PCIe, page-locked memory, limits of memory and CPUs; say what to do.
 
 Where there is a GPU, copies are measured by size, direction and kind of memory, which takes some seconds and wants
 an idle machine. Each line is ok, info, WARNING or PROBLEM. The exit status is 1 if anything is a PROBLEM.

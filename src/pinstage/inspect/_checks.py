@@ -70,10 +70,10 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
         found += f"; torch starts threads for {usable}, which then wait for each other"
         n = threads_within(usable, quota)
         remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(threads={n}); or more quota"
-        return Check("cpus", "warning", found, remedy)
+        return Check("CPUs", "warning", found, remedy)
     if real < FEW_CPUS:
-        return Check("cpus", "warning", found, f"give this process {FEW_CPUS} or more for loading and packing")
-    return Check("cpus", "ok", found)
+        return Check("CPUs", "warning", found, f"give this process {FEW_CPUS} or more for loading and packing")
+    return Check("CPUs", "ok", found)
 
 
 def memory(total: int | None, available: int | None) -> Check:
@@ -267,7 +267,7 @@ def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
     if gpu.numa_node is None or not gpu.local_cpus:
         return Check(name, "info", f"{nodes} nodes, and the kernel does not tell at which one the GPU is")
     local = len(affinity & gpu.local_cpus)
-    found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} cpus are there"
+    found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} CPUs are there"
     if local == len(affinity):
         return Check(name, "ok", found)
     remedy = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of this GPU"
