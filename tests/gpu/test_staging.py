@@ -307,7 +307,7 @@ def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device):
 
 
 def test_a_prefetcher_begins_again_on_the_device(cuda_device):
-    with Stager(cuda_device, max_bytes="8MiB") as stager:
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
         batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(6)])
         for _ in range(3):
             assert [float(batch["x"].sum()) for batch in batches] == [8.0 * i for i in range(6)]
