@@ -95,11 +95,12 @@ def test_torchs_order_of_children_and_metadata_is_an_error_that_says_so(metadata
     ps.register_node(
         cls, lambda box: ((box.value,), metadata(box)), lambda children, context: cls(children[0], *(context or ()))
     )
-    with pytest.raises(
-        LayoutError, match=r"unflatten takes \(children, metadata\), the order of torch's pytree"
-    ) as caught:
-        ps.Layout.of([cls(torch.ones(1), "note")])
-    assert caught.value.path == "[0]"
+    for _ in range(2):
+        with pytest.raises(
+            LayoutError, match=r"unflatten takes \(children, metadata\), the order of torch's"
+        ) as caught:
+            ps.Layout.of([cls(torch.ones(1), "note")])
+        assert caught.value.path == "[0]"
 
 
 def test_the_other_order_is_an_error_of_the_protocol_too():
@@ -130,6 +131,16 @@ def test_the_functions_are_tried_once_for_each_class_and_not_for_each_batch():
     for count in range(1, 5):
         ps.Layout.of([cls(torch.ones(1), count)])
     assert calls == [1]
+
+
+def test_the_path_is_that_of_the_object_that_is_taken_apart_wrongly():
+    cls = fresh()
+    ps.register_node(
+        cls, lambda box: box.note or ((box.value,), None), lambda metadata, children: cls(next(iter(children)))
+    )
+    with pytest.raises(LayoutError, match="flatten returned a str") as caught:
+        ps.Layout.of({"a": [cls(torch.ones(1)), cls(torch.ones(1), "wrong")]})
+    assert caught.value.path == "['a'][1]"
 
 
 # -- keys that are tensors ---------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Tensors of other classes: `register_tensor` has them packed with the rest."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,6 +169,33 @@ def test_a_freed_tensor_of_a_registered_class_is_an_error_that_names_its_path():
     with pytest.raises(LayoutError, match="has not the memory") as caught:
         ps.Layout.of({"x": tensor})
     assert caught.value.path == "['x']"
+
+
+def test_a_layout_is_unpickled_by_a_process_that_knows_the_class_only_by_it(tmp_path):
+    (tmp_path / "marks.py").write_text("import torch\nclass Base(torch.Tensor): pass\nclass Child(Base): pass\n")
+    sender = """
+import sys, pickle, marks, pinstage, torch
+pinstage.register_tensor(marks.Base)
+tensor = torch.arange(3.0).as_subclass(marks.Child)
+tensor.note = "here"
+layout = pinstage.Layout.of([tensor])
+slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+layout.pack([tensor], slab)
+sys.stdout.buffer.write(pickle.dumps((layout, bytes(slab.numpy()), layout.others([tensor]))))
+"""
+    receiver = """
+import sys, pickle, torch
+layout, content, others = pickle.loads(sys.stdin.buffer.read())
+slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+slab.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+[found] = layout.unpack(slab, others)
+assert (type(found).__name__, found.note, found.tolist()) == ("Child", "here", [0, 1, 2])
+"""
+    sent = b""
+    for code in (sender, receiver):
+        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, input=sent, capture_output=True, check=False)
+        assert run.returncode == 0, run.stderr.decode()
+        sent = run.stdout
 
 
 # -- DTensor -----------------------------------------------------------------------------------------------------------

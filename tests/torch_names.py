@@ -31,7 +31,6 @@ WORKS = {
     "a zero tensor": "staged",
     "registered elsewhere": "staged",
     "registered with pytree": "staged",
-    "a tensor of another class": "packed",
     "audit": "knows what pin_memory does",
     "profile": "has steps",
     "ring": "staged",
@@ -178,11 +177,6 @@ NO_KINDS = {
         "a zero tensor": "refused: .* has not the memory.*",
     },
 }
-NO_SUBCLASSES = {
-    "doctor": "tensor subclasses",
-    "told": "tensors of other classes go by their own .to(), which takes longer: ",
-    "instead": {"a tensor of another class": "moved"},
-}
 NO_COUNT = {"doctor": "ring=", "instead": {"ring": NO_RING}}
 NO_VIEWS = {"doctor": "views", "told": SLOW_VIEWS}
 NO_COLLATION = {
@@ -217,9 +211,6 @@ CASES = {
     "is_functional_tensor says yes": Case(instead(torch, "_is_functional_tensor", lambda _: True), **NO_KINDS),
     "Tensor._is_zerotensor": Case(of_tensors("_is_zerotensor", None), **NO_KINDS),
     "Tensor._is_zerotensor says yes": Case(of_tensors("_is_zerotensor", lambda _: lambda: True), **NO_KINDS),
-    "DisableTorchFunctionSubclass does nothing": Case(
-        for_us_only(torch, "_C", "DisableTorchFunctionSubclass", contextlib.nullcontext), **NO_SUBCLASSES
-    ),
     # -- what the extension has to know
     "the exchange API": Case(has_no_api, "extension", SLOW_PATH),
     "the exchange API of another version": Case(has_another_api, "extension", SLOW_PATH),
@@ -294,15 +285,6 @@ class Elsewhere:
 
 class WithPytree(Elsewhere):
     """A container that was registered with torch's pytree."""
-
-
-class Wrapping(torch.Tensor):
-    """Puts itself around whatever torch returns."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs)
-        return found.as_subclass(cls) if type(found) is torch.Tensor else found
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -400,15 +382,6 @@ def registered_with_pytree(ps: Any, stager: Any) -> str:
     return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
 
 
-def of_another_class(ps: Any, stager: Any) -> str:
-    ps.register_tensor(Wrapping)
-    transfer = stager.stage([torch.ones(2).as_subclass(Wrapping)])
-    [staged] = transfer.get()
-    assert type(staged) is Wrapping
-    assert staged.tolist() == [1, 1]
-    return "moved" if transfer.passthrough else "packed"
-
-
 def profile(ps: Any, stager: Any) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         stager.to_device(batch(0))
@@ -461,7 +434,6 @@ def try_all() -> dict[str, Any]:
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
                 "registered elsewhere": outcome(ps, registered_elsewhere, stager),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
-                "a tensor of another class": outcome(ps, of_another_class, stager),
                 "audit": audit(ps),
                 "profile": profile(ps, stager),
                 "ring": outcome(ps, ring),

@@ -63,7 +63,6 @@ def problems() -> list[Problem]:
             _why_kinds_are_not_seen(),
             "those of forward-mode AD and functionalisation are refused",
         ),
-        ("tensor subclasses", why_subclasses_cannot_be_read(), "tensors of other classes go by their own .to()"),
         ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
@@ -249,36 +248,6 @@ def check_is_plain(made: torch.Tensor) -> None:
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )
-
-
-class _Wrapping(torch.Tensor):
-    """A subclass that puts itself around whatever torch returns."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return found.as_subclass(cls) if type(found) is torch.Tensor else found
-
-
-@cache
-def why_subclasses_cannot_be_read() -> str | None:
-    """Say why the memory of a subclass of `torch.Tensor` cannot be had as a plain tensor; None if it can."""
-    try:
-        wrapped = _PLAIN.as_subclass(_Wrapping)
-        if type(wrapped) is _Wrapping and type(plain_alias(wrapped)) is torch.Tensor:
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not give the memory of a subclass as a plain tensor ({error!r})")
-    return _in_this_torch("does not give the memory of a subclass as a plain tensor")
-
-
-def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor of a subclass as a plain tensor, whatever the subclass makes of torch's functions.
-
-    Not where `why_subclasses_cannot_be_read`.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
 
 
 @cache

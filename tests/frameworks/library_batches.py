@@ -1,5 +1,6 @@
 """Batches of classes of other libraries, made by functions of a number; their sizes depend on it."""
 
+import importlib.machinery
 import os
 import sys
 import types
@@ -307,6 +308,7 @@ def tv_tensors():
         )
         stand_in = types.ModuleType("torchvision")
         stand_in.__path__ = [str(package)]
+        stand_in.__spec__ = importlib.machinery.ModuleSpec("torchvision", None, is_package=True)
         sys.modules["torchvision"] = stand_in
     import torchvision.tv_tensors
 

@@ -1,5 +1,7 @@
 """Tensors of other libraries' classes are packed with the rest, and arrive in their class."""
 
+import sys
+
 import library_batches as made
 import optree
 import pytest
@@ -27,6 +29,16 @@ def memory_mapped_to(batch, device):
     mapped, plain = batch
     moved = mapped.to(device)
     return [moved.clone() if type(moved) is torch.Tensor else torch.Tensor(moved.clone()), plain.to(device)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_torchvision_afterwards():
+    """Other libraries look whether there is a torchvision, and would take the stand-in for the whole."""
+    import monai.data  # noqa: F401 - before the stand-in is there
+
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
 
 
 CASES = [

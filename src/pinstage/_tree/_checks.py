@@ -34,8 +34,8 @@ def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Flatten:
         nonlocal is_tried
         found = _parts(cls, flatten(obj))
         if not is_tried:
-            is_tried = True
             _check_order(cls, obj, found, flatten, unflatten)
+            is_tried = True
         return found
 
     return flatten_checked

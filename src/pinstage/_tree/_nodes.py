@@ -34,7 +34,7 @@ from ._registry import (
     register,
 )
 from ._special import without_sorting
-from ._tensors import REBUILDS, Rebuild, one_walk, tensor_functions
+from ._tensors import REBUILDS, Rebuild, one_walk, registered_base, tensor_functions
 
 T = TypeVar("T")
 
@@ -186,12 +186,16 @@ def flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def _where(batch: Any, error: WrongFunctionsError) -> str:
-    """Return the path of the first object of the class that an error is about."""
+    """Return the path of the first object that an error is about."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(
         batch, is_leaf=lambda obj: type(obj) is error.cls, namespace=NAMESPACE
     )
-    found = (in_words(way) for way, leaf in zip(accessors, leaves, strict=True) if type(leaf) is error.cls)
-    return next(found, "")
+    for way, leaf in zip(accessors, leaves, strict=True):
+        try:
+            optree.tree_flatten(leaf, namespace=NAMESPACE)
+        except LayoutError:
+            return in_words(way)
+    return ""
 
 
 def too_deep() -> LayoutError:
@@ -298,17 +302,17 @@ class NodeType:
         self.cls = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        again: Any = register_node if self.cls in _by_attributes else None
-        if self.cls in REBUILDS and REBUILDS[self.cls] is None:
-            again = register_tensor
-        return _restore_node_type, (self.cls, again)
+        cls, again = self.cls, None
+        if REGISTERED.get(cls) == BY_ATTRIBUTES:
+            again = "node"
+        elif issubclass(cls, torch.Tensor) and REBUILDS.get(registered_base(cls)) is None:
+            again = "tensor"
+        return _restore_node_type, (cls, again)
 
 
-def _restore_node_type(cls: type, again: Callable[[type], Any] | None) -> NodeType:
-    if again is not None and not _learn(cls):
-        again(cls)
-        _learn(cls)
-    else:
+def _restore_node_type(cls: type, again: str | None) -> NodeType:
+    if not _learn(cls) and again is not None:
+        register_node(cls) if again == "node" else register_tensor(cls)
         _learn(cls)
     return NodeType(cls)
 

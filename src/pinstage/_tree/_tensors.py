@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .._torch import plain_alias, tell_once, why_subclasses_cannot_be_read
 from ._keep import Keep, Whole
 from ._paths import Itself
 from ._registry import Functions
@@ -50,18 +49,19 @@ def _once(key: Any, make: Callable[[], Any], *alive: Any) -> Any:
     return _met.made[key][0]
 
 
+def registered_base(cls: type) -> type:
+    """Return the class that `register_tensor` was given, of which a class is made; `object` if there is none."""
+    return next((base for base in cls.__mro__ if base in REBUILDS), object)
+
+
 def tensor_functions(cls: type) -> Functions | None:
     """Return functions that take a tensor of a class apart, and put it together; None if it moves by its ``.to()``."""
-    base = next((base for base in cls.__mro__ if base in REBUILDS), None)
-    if base is None:
+    base = registered_base(cls)
+    if base not in REBUILDS:
         return None
     if hasattr(cls, "__tensor_flatten__"):
         return _wrapper_functions(cls)
-    reason = why_subclasses_cannot_be_read()
-    if reason is None:
-        return _subclass_functions(cls, REBUILDS[base])
-    tell_once(f"tensors of other classes go by their own .to(), which takes longer: {reason}")
-    return None
+    return _subclass_functions(cls, REBUILDS[base])
 
 
 def _as_a_whole(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
@@ -69,12 +69,15 @@ def _as_a_whole(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def _subclass_functions(cls: type, rebuild: Rebuild | None) -> Functions:
-    """Of a class over memory of its own: the tensor itself, and what its ``__dict__`` has beside it."""
+    """Of a class over memory of its own: the tensor itself, and what its ``__dict__`` has beside it.
+
+    ``as_subclass`` is none of the functions that a class may put its own in place of (`torch.overrides` says which).
+    """
 
     def flatten(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
         if tensor.requires_grad:
             return _as_a_whole(tensor)
-        plain = _once(id(tensor), lambda: plain_alias(tensor), tensor)
+        plain = _once(id(tensor), lambda: torch.Tensor.as_subclass(tensor, torch.Tensor), tensor)
         return (plain, Keep(dict(vars(tensor)))), None, (Itself, Itself)
 
     def unflatten(metadata: Any, children: Any) -> Any:
