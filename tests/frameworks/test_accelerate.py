@@ -19,6 +19,8 @@ CASES = {
     "even_batches": ["--samples", "50"],
     "skip_first_batches": ["--skip", "5", "--workers", "1"],
     "dispatch_and_skip": ["--dispatch-batches", "--skip", "3"],
+    "stateful": ["--use-stateful-dataloader"],
+    "stateful_with_workers": ["--use-stateful-dataloader", "--workers", "1"],
 }
 
 
