@@ -75,7 +75,7 @@ class LoaderStats:
                 ("fallback_batches", f"{self.fallback_batches:,}"),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
                 ("seconds", f"{self.seconds:.3f}, of which {self.wait_seconds:.3f} waiting for a batch"),
-                ("workers", f"{self.num_workers}, which waited {self.slot_wait_seconds:.3f} s for slabs"),
+                ("workers", f"{self.num_workers}, which waited {self.slab_wait_seconds:.3f} s for slabs"),
                 ("bottleneck", self.bottleneck),
             ],
         )
