@@ -17,6 +17,7 @@ from torch.utils.data._utils import pin_memory as torchs
 import pinstage as ps
 from pinstage.inspect import Bus, InspectError, TargetError
 from pinstage.inspect._commands import first_batch
+from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._walk import places
 
 approx = pytest.approx
@@ -276,13 +277,19 @@ def test_a_copy_is_counted_for_each_place_and_none_for_empty_leaves():
     assert found.each.seconds_pinned == approx(3 * (10e-6 + 1000 / 50e9))
 
 
+def test_staging_takes_packing_and_the_copy_and_at_least_what_pinstage_takes(no_kept_costs):
+    small, large = ps.audit([torch.zeros(5)] * 3, bus=BUS).slab, ps.audit(torch.zeros(1 << 24), bus=BUS).slab
+    assert small.seconds == approx(REFERENCE.total_seconds(1, 20, BUS.pinned_bytes_per_second), rel=0.01)
+    assert large.seconds >= large.pack_seconds + BUS.seconds(1 << 26, pinned=True)
+
+
 def test_a_slab_is_one_copy_of_all_leaves():
     found = ps.audit({"a": [torch.zeros(5), np.zeros(5)], "s": torch.eye(2).to_sparse()}, bus=BUS)
     slab = found.slab
     assert (slab.nbytes, slab.padding_bytes) == (80, 20)
     assert (slab.copies, slab.unpackable) == (2, 1)
     assert slab.error is None
-    assert slab.seconds == approx(slab.pack_seconds + 10e-6 + 80 / 50e9)
+    assert slab.seconds > slab.pack_seconds + 10e-6 + 80 / 50e9
 
 
 def test_a_slab_is_priced_even_where_a_class_has_to_be_registered_first():

@@ -173,7 +173,7 @@ def build_app() -> Any:
     def trace(
         path: Annotated[Path | None, typer.Argument(metavar="[PATH]", help="A trace, or a folder of them.")] = None,
         html: Annotated[
-            Path | None, typer.Option(help="Write a report with a timeline and plots; one file, no network.")
+            Path | None, typer.Option(help="Write a report with a timeline and all tables; one file, no network.")
         ] = None,
         bus: Annotated[str | None, typer.Option(help=BUS_HELP)] = None,
         step_ms: Annotated[float | None, typer.Option(help=STEP_HELP)] = None,
