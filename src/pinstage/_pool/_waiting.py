@@ -55,7 +55,7 @@ class Line:
         Args:
             me: who waits.
             attempt: called with those who have waited longer. What it raises ends the wait.
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None waits forever.
             timed_out: returns what is raised then; called with how many others wait.
         """
         start = time.monotonic()
