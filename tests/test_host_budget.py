@@ -7,13 +7,15 @@ import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
-from doubles import CountingMemory, Interrupts, outcome, stays_blocked, wait_until
+from doubles import CountingMemory, Interrupts, ManualEvent, outcome, stays_blocked, wait_until
 from host_processes import MIB, crowd, hold, rank
 from test_pool_fork import in_child
 
@@ -553,3 +555,33 @@ def test_a_pool_that_sleeps_is_woken_only_by_others(pools, monkeypatch):
     assert looks == []
     ps.HostBudget.shares()
     assert looks == [b"."]
+
+
+def test_a_program_that_closes_nothing_ends_in_silence():
+    code = (
+        "import pinstage as ps; pool = ps.SlabPool(ps.PageableMemory(), max_bytes=ps.HostBudget('8MiB'));"
+        "lease = pool.acquire('1MiB'); ps.HostBudget.shares()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(ps.__file__).parents[1])}
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert living() == []
+
+
+def test_a_device_that_fails_does_not_end_the_lending(pools):
+    first, second = pools(), pools()
+    event = ManualEvent()
+    event.error = RuntimeError("the device failed")
+    lease = first.acquire("2MiB")
+    idle = first.acquire("4MiB")
+    lease.release(after=event)
+    idle.release()
+    other = second.acquire("2MiB", timeout=0)
+    with pytest.raises(AcquireTimeoutError):
+        second.acquire("2MiB", timeout=0.3)
+    other.release()
+    event.error = None
+    event.finish()
+    with second.acquire("6MiB", timeout=5):
+        pass

@@ -74,7 +74,7 @@ def rows():
 class Clock:
     now = 0.0
 
-    def time(self):
+    def monotonic(self):
         return self.now
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol, SupportsIndex
 
 from .._sizes import format_bytes, parse_bytes
-from ..errors import HostBudgetError
 from ._host_ledger import Bell, Entries, Row, exists, ring, transaction
 
 _NEWS, _LEND, _TELL = b"!", b"?", b"."
@@ -93,7 +92,7 @@ class HostBudget:
             return []
         with transaction() as entries:
             pipes = [entries.pipe(row.key) for row in entries.rows()]
-        asked = time.time()
+        asked = time.monotonic()
         for pipe in pipes:
             ring(pipe, _TELL)
         if pipes:
@@ -259,7 +258,7 @@ class Share:
             if self._bell.closed:  # the pool was closed meanwhile; who waits there is told so
                 raise HostIsFull
             others = self._others(entries)
-            now = time.time()
+            now = time.monotonic()
             room = self._room(others, now)
             if nbytes <= room:
                 self._write(entries, self._held + nbytes, 0)
@@ -317,11 +316,8 @@ class Share:
                 self._lend()
             over, calls = self._settle(heard)
             self._is_behind = False
-        except (
-            HostBudgetError,
-            ValueError,
-        ):  # what it has stays written down for now, which is safe; whoever grows is told
-            self._is_behind = True
+        except Exception:  # noqa: BLE001 - of the ledger or the device: whoever uses the pool is told, nobody here
+            self._is_behind = True  # what it has stays written down, which is safe
             return False
         for pipe, message in calls:
             ring(pipe, message)
@@ -342,7 +338,7 @@ class Share:
     def _settle(self, heard: bytes) -> tuple[bool, list[tuple[Path, bytes]]]:
         """Bring the row up to date; return whether it is gone, and whom to wake with what."""
         pool = None if self._pool is None else self._pool()
-        now = time.time()
+        now = time.monotonic()
         is_old = now - self._told_at >= _TELL_SECONDS or self._told_held != self._held - sum(self._given)
         is_asked = _TELL in heard and is_old
         told = pool.report(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
@@ -417,7 +413,7 @@ class Share:
     def _room(self, others: Sequence[Row], now: float) -> int:
         """Return by how much the pool may grow: not at all while it is the turn of one that has waited longer."""
         mine = (self._since if self._wanted else now, self._key)
-        if any(row.wanted and (row.since, row.key) < mine and now - row.since < _TURN_SECONDS for row in others):
+        if any(row.wanted and (row.since, row.key) < mine and 0 <= now - row.since < _TURN_SECONDS for row in others):
             return 0
         return self._budget.max_bytes - self._taken(others)
 

@@ -68,7 +68,7 @@ class Row:
     wanted: int
     """What it waits for, in bytes; 0 if for nothing."""
     since: float
-    """When it began to wait; seconds since the epoch."""
+    """When it began to wait, by the monotonic clock, which all processes of a host have in common."""
     told: str
     """What it last said of itself: JSON."""
 
