@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test sanitize wheels lint types docs bench bench-smoke clean
+.PHONY: help demo test sanitize wheels release lint types docs bench bench-smoke clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,7 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
+	@echo "The tests take 8 minutes on two idle CPUs."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
@@ -23,6 +24,10 @@ sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (P
 wheels: $(VENV)/.stamp-wheels ## build wheels for x86_64 and aarch64 into dist/, and try one
 	scripts/build_wheels.sh
 
+release: ## build and check what is uploaded (REPOSITORY=https://...)
+	@test -n "$(REPOSITORY)" || { echo "make release REPOSITORY=https://...: the README's links need its address"; exit 2; }
+	PINSTAGE_REPOSITORY=$(REPOSITORY) $(MAKE) wheels
+
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,7 +35,8 @@ lint: $(VENV)/.stamp-lint ## check style and format
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
 
-docs: $(VENV)/.stamp-docs ## build the docs into site/
+docs: $(VENV)/.stamp-docs ## check the words of the docs, and build them into site/
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
@@ -39,6 +45,7 @@ bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENC
 bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU (BENCH_ARGS)
 	$(BIN)/python benchmarks/comparison --smoke $(BENCH_ARGS)
 	$(BIN)/python benchmarks/loader.py --smoke
+	$(BIN)/python benchmarks/loops.py --smoke
 	$(BIN)/python benchmarks/to_host.py --smoke
 
 clean: ## remove what was built; .venv stays
@@ -54,8 +61,9 @@ $(VENV)/.stamp-test: MUST_COMPILE := 1
 # One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
 # first, so that none is left of other sources.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	rm -f src/pinstage/_native/*.so
-	PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
+	@rm -f src/pinstage/_native/*.so
+	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(BIN)/python:

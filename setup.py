@@ -1,10 +1,14 @@
-"""The extension in C. All else is in pyproject.toml, which cannot say where it can be built.
+"""The extension in C, and the README as a package index shows it. All else is in pyproject.toml.
 
 Where it cannot be built, pinstage is installed without it, and takes the plain path; with ``PINSTAGE_NATIVE=1`` in the
 environment that is an error. ``PINSTAGE_NATIVE=0`` leaves it out.
+
+An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links
+absolute; ``make release`` sets it.
 """
 
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -41,7 +45,23 @@ core = Extension(
     optional=wish != "1",
 )
 built = wish != "0" and not lacking
+
+repository = os.environ.get("PINSTAGE_REPOSITORY", "").rstrip("/")
+readme = Path("README.md").read_text()
+urls = {}
+if repository:
+    readme = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", rf"]({repository}/blob/main/\1)", readme)
+    urls = {
+        "Repository": repository,
+        "Issues": f"{repository}/issues",
+        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+    }
+
 setup(
+    long_description=readme,
+    long_description_content_type="text/markdown",
+    project_urls=urls,
     ext_modules=[core] if built else [],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if built else {},
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,24 @@ NAMES = {
     "multi_tensor_copier": "multi_tensor_copier (C++)",
     "multi_tensor_copier_openmp": "the same with OpenMP",
 }
+SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()} | {
+    "multi_tensor_copier": "C++",
+    "multi_tensor_copier_openmp": "C++, OpenMP",
+}
 OURS = {"pinstage": "**pinstage**", "pinstage_ring": "**ring**"}
+
+
+def folded(short: list[str], whole: list[str], said: list[str]) -> str:
+    """Return a table that fits a narrow page, the whole of it to unfold, and what is said of both."""
+    unfold = ['<details markdown="1">', "<summary>Every way</summary>", "", *whole, "", "</details>"]
+    return "\n".join([*short, "", *unfold, "", *said])
+
+
+def best_rival(rows: dict[str, dict[str, Any]], names: dict[str, str]) -> dict[str, Any]:
+    """Return the row of the quickest way that is not ours."""
+    return min(
+        (row for name, row in rows.items() if name in names and row["status"] == "ok"), key=lambda row: row["median"]
+    )
 
 
 def load(name: str) -> dict[str, Any]:
@@ -63,7 +81,9 @@ def staging(result: dict[str, Any] | None = None) -> str:
     heads = [NAMES[name] for name in rivals]
     for name in ours:
         heads += [OURS[name], "beside the best rival"]
-    lines = ["| leaves x size | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    whole = ["| leaves x size | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    ours_names = [OURS[name] for name in ours]
+    short = ["| leaves x size | " + " | ".join(ours_names) + " | best rival | ratio |", "|---" * (len(ours) + 3) + "|"]
     in_place = []
     for case in dict.fromkeys(row["case"] for row in rows):
         of_case = {row["variant"]: row for row in rows if row["case"] == case}
@@ -71,12 +91,16 @@ def staging(result: dict[str, Any] | None = None) -> str:
             in_place.append(_in_place(case, of_case))
             continue
         cells = [figure(of_case.get(name, {}).get("median")) for name in rivals]
-        for name in ours:
-            row = of_case.get(name, {})
-            ratio = row.get("vs_best_rival")
-            cells += [f"**{figure(row.get('median'))}**", "-" if ratio is None else f"{ratio:.2f} x"]
-        lines.append(f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *in_place, source(result)])
+        best = best_rival(of_case, NAMES)
+        medians = [f"**{figure(of_case.get(name, {}).get('median'))}**" for name in ours]
+        ratios = [of_case.get(name, {}).get("vs_best_rival") for name in ours]
+        for median, ratio in zip(medians, ratios, strict=True):
+            cells += [median, "-" if ratio is None else f"{ratio:.2f} x"]
+        title = case.replace("x", " x ", 1).replace("-", ", ")
+        whole.append(f"| {title} | {' | '.join(cells)} |")
+        rival = f"{figure(best['median'])}, {SHORT_NAMES[best['variant']]}"
+        short.append(f"| {title} | {' | '.join(medians)} | {rival} | {ratios[0]:.2f} |")
+    return folded(short, whole, [*in_place, source(result)])
 
 
 def staging_busy() -> str:
@@ -92,12 +116,15 @@ def staging_plain() -> str:
 def staging_short() -> str:
     """Of most batches `.to()`, the best rival, and ours: as many as fit a page."""
     result = load("staging")
-    left_out = {"528x284B", "64x1MiB", "64x1KiB-ragged", "10000x512B-ragged", "1000x16KiB-ragged", "1x512MiB-in-place"}
-    names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP", "pin_to": "pin + `.to()`"}
+    shown = (
+        *("4x1KiB", "4x1KiB-ragged", "64x1KiB", "1000x256B", "1000x256B-ragged", "1000x16KiB"),
+        *("8x256KiB", "1x38MiB", "16x16MiB", "300x1MiB", "1x512MiB"),
+    )
+    names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP"}
     lines = ["| leaves x size | `.to()` | best rival | **pinstage** | **ring** | ratio |", "|---" * 6 + "|"]
-    for case in dict.fromkeys(row["case"] for row in result["rows"] if row["case"] not in left_out):
+    for case in shown:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case and row["status"] == "ok"}
-        best = min((row for row in rows.values() if not row["ours"]), key=lambda row: row["median"])
+        best = best_rival(rows, NAMES)
         ours = rows["pinstage"]
         lines.append(
             f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} | "
@@ -111,12 +138,16 @@ def native_threads() -> str:
     """Large leaves by native threads, and by the bus alone."""
     result = load("native_threads")
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    lines = ["| ms | " + " | ".join(case.replace("x", " x ") for case in cases) + " |", "|---" * (len(cases) + 1) + "|"]
-    for variant, about in result["settings"]["variants"].items():
-        rows = {row["case"]: row for row in result["rows"] if row["variant"] == variant}
-        cells = [figure(rows[case]["median"]) for case in cases]
-        lines.append(f"| {about} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(result)])
+
+    def table(cases: list[str]) -> list[str]:
+        lines = ["| ms | " + " | ".join(case.replace("x", " x ") for case in cases) + " |"]
+        lines.append("|---" * (len(cases) + 1) + "|")
+        for variant, about in result["settings"]["variants"].items():
+            rows = {row["case"]: row for row in result["rows"] if row["variant"] == variant}
+            lines.append(f"| {about} | {' | '.join(figure(rows[case]['median']) for case in cases)} |")
+        return lines
+
+    return folded(table(["64x1MiB", "1x512MiB"]), table(cases), [source(result)])
 
 
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -134,7 +165,8 @@ def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    return f"![Time to stage a batch against its leaves and its bytes, pinstage and the rivals]({PICTURE.name})"
+    text = "Time to stage a batch against its leaves and its bytes, pinstage and the rivals"
+    return f"![{text}]({PICTURE.name}#only-light)\n![{text}]({PICTURE.stem}-dark.png#only-dark)"
 
 
 def waste() -> str:
@@ -174,16 +206,24 @@ def latency() -> str:
 def loader() -> str:
     """Batches of a DataLoader, by every way of bringing them to the device."""
     result = load("loader")
+    about = result["settings"]["variants"]
+    rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    lines = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    whole = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
             idle = f", {row['detail'].partition(' beside')[0]}" if row["detail"].startswith("GPU idle") else ""
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
-        lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(result)])
+        whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
+    short = ["| ms a batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
+    for case in cases:
+        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
+        best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
+        pinned = figure(rows["torch_pin"]["median"])
+        short.append(f"| {case} | **{figure(ours)}** | {pinned} | {figure(best)} | {best / ours:.2f} |")
+    return folded(short, whole, [source(result)])
 
 
 def to_host() -> str:
@@ -192,15 +232,40 @@ def to_host() -> str:
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
     variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    lines = [
-        "| ms | " + " | ".join(f"`{name}`" for name in variants) + " | **share of the bus** |",
-        "|---" * (len(variants) + 2) + "|",
-    ]
-    for case in cases:
-        bus, ours = rows[case, "bus"]["median"], rows[case, "pinstage"]["median"]
-        cells = [figure(rows[case, name]["median"]) for name in variants]
-        lines.append(f"| {case} | {' | '.join(cells)} | **{bus / ours:.0%}** |")
-    return "\n".join([*lines, "", source(result)])
+
+    def table(variants: list[str]) -> list[str]:
+        heads = " | ".join(f"`{name}`" for name in variants)
+        lines = [f"| ms | {heads} | **share of the bus** |", "|---" * (len(variants) + 2) + "|"]
+        for case in cases:
+            bus, ours = rows[case, "bus"]["median"], rows[case, "pinstage"]["median"]
+            cells = [figure(rows[case, name]["median"]) for name in variants]
+            lines.append(f"| {case} | {' | '.join(cells)} | **{bus / ours:.0%}** |")
+        return lines
+
+    return folded(table(["pinstage", "by_hand"]), table(variants), [source(result)])
+
+
+def loops(result: dict[str, Any] | None = None) -> str:
+    """Whole loops: steps a second, and for which share of the time the GPU had one; nothing until it was measured."""
+    result = result or measured("loops")
+    if result is None:
+        return ""
+    ways = {"torch_pin": "`pin_memory=True`", "stager": "`Stager.prefetch`", "pinstage": "**`ps.DataLoader`**"}
+    lines = ["| steps a second | " + " | ".join(ways.values()) + " | times as fast |", "|---" * (len(ways) + 2) + "|"]
+    for case in dict.fromkeys(row["case"] for row in result["rows"]):
+        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
+        cells = []
+        for name in ways:
+            idle = float(re.search(r"GPU idle ([\d.]+)%", rows[name]["detail"])[1])
+            steps = figure(1e3 / rows[name]["median"])
+            cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}, busy {100 - idle:.0f}%")
+        best = min(rows[name]["median"] for name in ("torch_to", "torch_pin"))
+        lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
+    said = (
+        "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; "
+        "samples lie in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
+    )
+    return "\n".join([said, "", *lines, "", source(result)])
 
 
 def trace_reading() -> str:
@@ -213,7 +278,7 @@ def trace_reading() -> str:
 def demo() -> str:
     """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with its commit."""
     commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
-    later = "" if "ps.DataLoader" in printed else " The fourth way came later."
+    later = "" if "DataLoader" in printed else " The fourth way came later."
     return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
 
 
@@ -260,17 +325,24 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
     about = result["settings"]["variants"]
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"] if row["variant"] == "filled_before"))
-    heads = [f"{case}, {unit}" for case in cases for unit in ("ms", "GB/s", "of the bus")]
-    lines = ["## Measured", "", "| way | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for variant in about:
-        cells = []
-        for row in (rows[case, variant] for case in cases):
-            share = row["vs_best_rival"]
-            cells += [figure(row["median"]), figure(row["gb_per_s"]), "-" if share is None else f"{share:.0%}"]
-        lines.append(f"| {about[variant]} | {' | '.join(cells)} |")
+
+    def table(cases: list[str], units: Sequence[str]) -> list[str]:
+        heads = [f"{case}, {unit}" for case in cases for unit in units]
+        lines = ["| way | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for variant in about:
+            cells = []
+            for row in (rows[case, variant] for case in cases):
+                share = row["vs_best_rival"]
+                shown = figure(row["median"]), figure(row["gb_per_s"]), "-" if share is None else f"{share:.0%}"
+                cells += [text for text, unit in zip(shown, ("ms", "GB/s", "of the bus"), strict=True) if unit in units]
+            lines.append(f"| {about[variant]} | {' | '.join(cells)} |")
+        return lines
+
+    units = ("ms", "GB/s", "of the bus")
+    tables = table(cases[-1:], ("ms", "of the bus")), table(cases, units)
     early = next((row for case, row in rows.items() if case[0] == "filled again too early"))
     said = f"The pinned buffer filled again without waiting: {early['detail']}."
-    return "\n".join([*lines, "", said, "", source(result)])
+    return "## Measured\n\n" + folded(*tables, [said, "", source(result)])
 
 
 TABLES = {
@@ -282,6 +354,7 @@ TABLES = {
     "startup": startup,
     "latency": latency,
     "loader": loader,
+    "loops": loops,
     "to_host": to_host,
     "waste": waste,
     "scaling": scaling,

@@ -5,7 +5,7 @@
 # auditwheel says whether a wheel keeps to what its name promises, abi3audit whether it keeps to the limited API. The wheel
 # for this machine is installed into a fresh environment, where tests/smoke.py runs on both paths.
 #
-# Settings: PYTHON (.venv/bin/python, which has the extra `wheels`).
+# Settings: PYTHON (.venv/bin/python, which has the extra `wheels`); PINSTAGE_REPOSITORY, see setup.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,6 +32,7 @@ for machine in x86_64 aarch64; do
   [[ $verdict == *"\"$platform\""* ]] || { echo "$0: $wheel: $verdict" >&2; exit 1; }
   "$PYTHON" -m abi3audit --strict --summary "$wheel"
 done
+"$PYTHON" -m twine check --strict dist/*
 ls -l dist
 
 echo "== a fresh environment"

@@ -233,7 +233,8 @@ def test_a_series_is_measured_drawn_and_drawn_again_from_its_file(tmp_path):
     check_schema(result)
     assert list(result["settings"]["series"]) == ["leaves"]
     assert {row["case"] for row in result["rows"]} == set(result["settings"]["series"]["leaves"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for drawn in (picture, tmp_path / "series-dark.png"):
+        assert drawn.read_bytes().startswith(b"\x89PNG")
 
     settings = Settings(read=(out,), plot=again)
 

@@ -52,6 +52,46 @@ def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
+def test_the_loops_have_a_row_for_each_way_and_say_how_idle_the_device_was(tmp_path):
+    result = run("loops.py", tmp_path / "loops.json", "--only", "torch_to,pinstage")
+
+    check_schema(result)
+    assert {(row["case"], row["status"]) for row in result["rows"]} == {
+        (case, "ok") for case in ("detection", "images", "tokens")
+    }
+    assert all("GPU idle" in row["detail"] for row in result["rows"])
+
+
+def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts):
+    import markdown
+
+    rows = [
+        {
+            "case": "images",
+            "variant": name,
+            "status": "ok",
+            "median": median,
+            "detail": f"GPU idle {idle}% beside steps",
+        }
+        for name, median, idle in (
+            ("torch_to", 20.0, 60.0),
+            ("torch_pin", 16.0, 40.0),
+            ("stager", 10.0, 0.0),
+            ("pinstage", 8.0, 0.0),
+        )
+    ]
+    machine = {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"}
+    result = {
+        "rows": rows,
+        "machine": machine,
+        "versions": {"torch": "2", "python": "3"},
+        "commit": "abc",
+        "date": "2026-11-22",
+    }
+    table = markdown.loops(result).splitlines()
+    assert table[4] == "| images | 62.5, busy 60% | 100, busy 100% | **125**, busy 100% | 2.00 |"
+
+
 def test_of_the_demo_s_batches_little_is_waste(scripts):
     import rounding_waste
 
@@ -89,10 +129,17 @@ def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts
 
     lines = markdown.staging(newer).splitlines()
 
-    assert lines[0].endswith("| **pinstage** | beside the best rival | **ring** | beside the best rival |")
-    assert "multi_tensor_copier (C++)" in lines[0]
-    assert lines[1].count("---") == lines[0].count("|") - 1
+    assert lines[0] == "| leaves x size | **pinstage** | **ring** | best rival | ratio |"
     assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
-    assert lines[2].endswith("| **0.125** | 2.50 x |")
-    assert lines[3].endswith("| **-** | - |")
-    assert lines[4:6] == ["", "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."]
+    assert "| **0.125** |" in lines[2]
+    assert "0.125, C++ |" in lines[2]  # the best rival, by its short name
+    assert "| **-** |" in lines[3]
+    assert lines[5:8] == ['<details markdown="1">', "<summary>Every way</summary>", ""]
+    whole = lines[8:]
+    assert whole[0].endswith("| **pinstage** | beside the best rival | **ring** | beside the best rival |")
+    assert "multi_tensor_copier (C++)" in whole[0]
+    assert whole[1].count("---") == whole[0].count("|") - 1
+    assert whole[2].endswith("| **0.125** | 2.50 x |")
+    assert whole[3].endswith("| **-** | - |")
+    assert whole[4:7] == ["", "</details>", ""]
+    assert whole[7] == "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."

@@ -5,11 +5,13 @@
 
 import importlib.util
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -30,6 +32,13 @@ def missing(what):
     pytest.skip(what)
 
 
+def the_browser():
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        missing("there is no Chromium on the path")
+    return browser
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site."""
@@ -45,9 +54,7 @@ def site(tmp_path_factory):
 @pytest.fixture
 def screenshot(tmp_path):
     """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows it."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        missing("there is no Chromium on the path")
+    browser = the_browser()
     pillow = pytest.importorskip("PIL.Image")
 
     def shoot(path, *options, width=900, height=1400):
@@ -61,6 +68,48 @@ def screenshot(tmp_path):
         return np.asarray(pillow.open(io.BytesIO(target.read_bytes())).convert("RGB"))
 
     return shoot
+
+
+MEASURE = """
+<body><pre id="found"></pre><script>
+const pages = PAGES, found = [];
+(async () => {
+  for (const width of [1280, 390]) for (const page of pages) {
+    const frame = document.createElement("iframe");
+    Object.assign(frame.style, {width: width + "px", height: "2000px"});
+    frame.src = page;
+    document.body.append(frame);
+    await new Promise(done => frame.onload = done);
+    await new Promise(done => setTimeout(done, 100));
+    const root = frame.contentDocument.documentElement;
+    const tables = [...root.querySelectorAll(".md-typeset__scrollwrap")].filter(t => !t.closest("details"));
+    const pictures = [...root.querySelectorAll(".md-typeset img")];
+    found.push([page, width, root.scrollWidth, root.querySelectorAll("h1").length,
+      tables.filter(t => t.scrollWidth > t.clientWidth + 1).map(t => t.innerText.slice(0, 60)),
+      pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src)]);
+    frame.remove();
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+})();
+</script></body>
+"""
+"""Opens each page in a frame as wide as a screen, and says what is wider. Blocks of code may be, and what is folded."""
+
+
+def test_no_page_or_table_or_picture_is_wider_than_a_desk_s_or_a_telephone_s_screen(site, tmp_path):
+    pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
+    (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
+    command = [
+        the_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
+        "--virtual-time-budget=90000", f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    (site / "measure.html").unlink()
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert len(found) == 2 * len(pages)
+    for page, width, reach, headings, tables, pictures in found:
+        assert headings == 1, page  # it was there
+        assert (reach <= width, tables, pictures) == (True, [], []), (page, width)
 
 
 class Assets(HTMLParser):

@@ -203,7 +203,7 @@ def test_the_loader_issues_one_copy_a_batch_and_holds_less_than_its_cap(few: lis
 
 def test_without_cuda_the_rivals_say_what_they_do_instead() -> None:
     assert PlainTo(CPU).note == "copy=True"
-    assert (PinThenTo(CPU).title, PinThenTo(CPU).note) == ("clone, then .to()", "not pinned: no CUDA")
+    assert (PinThenTo(CPU).title, PinThenTo(CPU).note) == ("clone + .to()", "not pinned")
     assert PinThenTo(CPU).memory() == HostMemory(0)
 
 
@@ -280,27 +280,32 @@ def test_determinism_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole
 
 
-def test_the_demo_says_where_it_runs_and_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(SMOKE) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("CPU: ")
-    assert 'device="cpu" on pageable memory' in lines[0]
+    assert "on pageable memory" in lines[0]
     text = "\n".join(lines)
     assert "26,115 hourly weather rows" in text
-    assert "fragments a batch: min" in text
-    assert "not pinned: no CUDA" in text
-    for row in (
-        "time in total, s",
-        "of it in staging calls, s",
-        "staging alone, us a leaf",
-        "host-to-device copies a batch",
-        "bytes a batch",
-        "bytes held",
-        "cap",
-        "rounding waste",
-    ):
-        assert sum(row in line for line in lines) == 1, row
-    assert "losses: 3 batches, equal bit for bit in all 4 ways" in text
+    assert "fragments each, median" in text
+    assert "(not pinned)" in text
+    for title in (".to()", "clone + .to()", "Stager", "DataLoader"):
+        assert f"{title}: 3 batches ..." in lines
+    for row in ("copies a batch", "bytes a batch", "staging bytes held", "cap", "rounding waste"):
+        assert sum(line.strip().startswith(row) for line in lines) == 1, row
+    assert "shown: losses of 3 batches, equal bit for bit in all 4 ways" in lines[-3]
+    assert lines[-2].startswith("no GPU:")
+    assert lines[-1].startswith("next: ")
+
+
+def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMOKE) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "time in total" in line or "staging alone" in line]
+    table = lines[lines.index("DataLoader: 3 batches ...") + 1 : -4]
+    assert max(map(len, table)) <= 80
 
 
 def test_the_output_is_plain_when_it_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,9 +335,9 @@ def test_the_demo_fails_when_one_way_trains_to_another_loss(
     monkeypatch.setattr(run, "make_ways", make_ways)
     assert main(SMOKE) == 1
     captured = capsys.readouterr()
-    assert "time in total, s" in captured.out
+    assert "bytes a batch" in captured.out
     assert "equal bit for bit" not in captured.out
-    assert "losses differ: 'ps.Stager' is not 'plain .to()' bit for bit" in captured.err
+    assert "losses differ: 'Stager' is not '.to()' bit for bit" in captured.err
     assert "first batch 1 " in captured.err
     assert "Traceback" not in captured.err
 

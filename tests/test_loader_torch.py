@@ -89,7 +89,7 @@ def test_loaders_put_indexes_into_a_queue_that_says_what_cannot_be_sent():
 
 
 def test_a_sampler_whose_indexes_cannot_be_pickled_gets_an_error():
-    """torch's own loader waits for ever."""
+    """torch's own loader waits forever."""
     sampler = [0, 1, lambda: 2]
     loader = ps.DataLoader(
         data.Mapped(data.scalar), None, sampler=sampler, num_workers=1, prefetch_factor=1, device="cpu"

@@ -328,7 +328,7 @@ def test_prefetch_raises_after_the_batches_that_found_a_slab(make_stager):
 
 
 def test_no_stager_waits_for_a_negative_time(make_stager):
-    with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits for ever"):
+    with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits forever"):
         make_stager(timeout=-1)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -155,6 +156,16 @@ def test_its_metadata_is_that_of_the_project(installed):
     assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
     assert "pinstage = pinstage._cli:main" in (info / "entry_points.txt").read_text()
     assert (info / "licenses" / "LICENSE").is_file()
+
+
+def test_a_release_has_absolute_links(source, tmp_path):
+    done = build(source, "egg_info", "--egg-base", tmp_path, PINSTAGE_REPOSITORY="https://example.org/pinstage/")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert "https://example.org/pinstage/blob/main/docs/performance.md" in links
+    assert all(link.startswith("https://") for link in links)
+    assert HeaderParser().parsestr(text).get_all("Project-URL")[0] == "Repository, https://example.org/pinstage"
 
 
 def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):

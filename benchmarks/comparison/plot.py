@@ -23,37 +23,62 @@ LABELS = {
     "pinstage": "pinstage",
     "pinstage_ring": "pinstage, ring",
 }
-OURS = ("#c1121f", "#e85d04")
-RIVALS = ("#1d3557", "#457b9d", "#2a9d8f", "#6c757d", "#8d99ae", "#a3b18a", "#7f5539", "#5e548e", "#be95c4")
+OURS = ("#e41a1c", "#ff9f1c")
+RIVALS = ("#4c9be8", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#bcbd22", "#1f5fa8")
+"""Told apart in light and in dark, also by who sees no red or green: markers differ, too."""
+DARK: Any = {  # Any: matplotlib names each key in its type
+    "figure.facecolor": "#1e2129",
+    "axes.facecolor": "#1e2129",
+    "text.color": "#e0e0e0",
+    "axes.labelcolor": "#e0e0e0",
+    "axes.edgecolor": "#9e9e9e",
+    "xtick.color": "#c0c0c0",
+    "ytick.color": "#c0c0c0",
+    "grid.color": "#444a58",
+}
+LIGHT: Any = {"grid.color": "#dddddd"}
 MARKERS = "osv^D<>PhX*p"
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """Draw a panel for each series that was measured, and write the picture.
+    """Draw a panel for each series that was measured, and write the picture, for light pages and for dark ones.
 
     Args:
         results: Result files that were read; a series may be in one of them, or its variants in several.
-        out: The file; its suffix says which kind of picture.
+        out: The file; its suffix says which kind of picture. The dark one has ``-dark`` behind its stem.
 
     Raises:
         BenchError: No series was measured.
     """
-    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+    from matplotlib import rc_context
 
     series = {name: rows for name in SERIES if (rows := _rows_of_series(results, name))}
     if not series:
         raise BenchError("no series was measured, so there is nothing to draw; --series all measures both")
+    for colours, path in ((LIGHT, out), (DARK, dark(out))):
+        with rc_context(colours):
+            _draw(series, "\n".join(dict.fromkeys(map(described, results))), path)
+
+
+def dark(out: Path) -> Path:
+    """Return where the picture for dark pages is."""
+    return out.with_stem(f"{out.stem}-dark")
+
+
+def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+
     style = _styles([row for rows in series.values() for row in rows])
-    figure = Figure(figsize=(6.4 * len(series), 5.4), layout="constrained")
-    axes = figure.subplots(1, len(series), squeeze=False)[0]
+    figure = Figure(figsize=(7.2, 4.6 * len(series) + 1), layout="constrained")  # one below the other, for telephones
+    axes = figure.subplots(len(series), 1, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, series.items(), strict=True):
         _panel(axis, rows, style, by_leaves=name == "leaves")
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.suptitle("\n".join(dict.fromkeys(map(described, results))), fontsize=9, color="#555555")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=9)
     figure.savefig(out, dpi=140)
 
 
@@ -119,5 +144,5 @@ def _panel(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, Any]], *,
         ticks = sorted({row.nbytes for row in rows})[::2]
         axis.set_xticks(ticks, [in_words(tick) for tick in ticks])
         axis.minorticks_off()
-    axis.grid(visible=True, which="major", color="#dddddd", lw=0.6)
+    axis.grid(visible=True, which="major", lw=0.6)
     axis.spines[["top", "right"]].set_visible(False)

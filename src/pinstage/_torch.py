@@ -29,7 +29,7 @@ from ._host import process_exists
 from .errors import StagingError
 
 _WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
-"""What a name raises that is gone, or does something else by now."""
+"""Errors of a private name that is gone, or does something else than it did."""
 
 _told: set[str] = set()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._layout import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, contiguous_stride, place_of
+from .._layout import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, contiguous_stride, view_of
 
 DIRECT_BYTES = 1024 * 1024
 """From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in
@@ -136,7 +136,7 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
 
 def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
     """Copy a leaf whose bytes are not its value as they lie: strided, expanded, lazily conjugated."""
-    place = place_of(row, slab)
+    place = view_of(row, slab)
     if row["kind"] == RowKind.STRIDED and source.itemsize in INTEGERS:
         # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
         integer = INTEGERS[source.itemsize]

@@ -11,7 +11,7 @@ from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot, content_of
 from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
-from ._views import cut, place_of
+from ._views import cut, view_of
 
 __all__ = [
     "ALIGNMENT",
@@ -33,6 +33,6 @@ __all__ = [
     "dense_stride",
     "describe",
     "pack",
-    "place_of",
+    "view_of",
     "take_apart",
 ]

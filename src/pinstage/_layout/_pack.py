@@ -12,7 +12,7 @@ from .._torch import check_is_plain
 from ._describe import Described, Parts
 from ._dtypes import INTEGERS
 from ._table import PACKED, RowKind
-from ._views import place_of
+from ._views import view_of
 
 
 class HostSlab(Protocol):
@@ -57,7 +57,7 @@ def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
     """Write those leaves to their places whose value torch has to compute."""
     slab = _tensor_of(slab)
     for index in parts.table.positions(RowKind.LAZY):
-        place = place_of(parts.table.rows[index], slab)
+        place = view_of(parts.table.rows[index], slab)
         check_is_plain(place)
         place.copy_(parts.leaves[index])
 

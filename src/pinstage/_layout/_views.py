@@ -62,7 +62,7 @@ def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[An
     return leaves
 
 
-def place_of(row: Any, slab: torch.Tensor) -> torch.Tensor:
+def view_of(row: Any, slab: torch.Tensor) -> torch.Tensor:
     """Return the place of one packed leaf, a row of `Table.rows`, as a view of a slab."""
     dtype, offset, ndim = DTYPES[row["dtype"]], int(row["offset"]), int(row["ndim"])
     assert dtype is not None

@@ -13,7 +13,7 @@ A *slot* is a slab that one worker may write: a ``SharedMemory`` slab that the m
 there and mapped in the worker, which touches no CUDA. A worker asks for slots as it needs them, up to one more than the
 batches that it may be ahead, and less where `max_bytes` is reached. A slot is written again only after the main process
 said that it is free, so a slow consumer makes workers wait. A worker that has no slot large enough, and can get none,
-sends its bytes through the queue: slow, but no batch can wait for ever.
+sends its bytes through the queue: slow, but no batch can wait forever.
 
 Everything else, samplers, seeds, order, errors, is torch's own loader at work.
 """

@@ -52,7 +52,7 @@ class SlabCollate:
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
         parts = take_apart(batch)
         others = parts.others()
-        # Here, not in the queue's thread: there an error would be printed, and the main process would wait for ever.
+        # Here, not in the queue's thread: there an error would be printed, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
         number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes

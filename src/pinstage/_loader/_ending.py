@@ -17,7 +17,7 @@ class Ending:
     """Ends the workers of an iterator and gives all slabs back; once, in a thread of its own.
 
     The iterator is not a part of this: it may be gone. A collate function may have the loader, so whoever kept the
-    iterator would keep all of these for ever.
+    iterator would keep all of these forever.
 
     Args:
         batches: torch's iterator, which does not end its workers by itself from now on.

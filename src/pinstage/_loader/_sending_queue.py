@@ -162,7 +162,7 @@ class IndexQueue:
     """A queue to a worker whose `put` raises an error of its message's.
 
     Else a message that cannot be pickled, the indexes of a sampler say, would be a text on the screen, of the queue's
-    own thread, and the loop would wait for its batch for ever. Other attributes are the queue's.
+    own thread, and the loop would wait for its batch forever. Other attributes are the queue's.
 
     Args:
         behind: of torch's iterator.

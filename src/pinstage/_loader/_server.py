@@ -196,7 +196,7 @@ class SlabServer:
         if self._incoming is not None:
             self._incoming.close()
         self.wake()
-        if self._gone.acquire(timeout=5.0):  # for ever only if a message of the user's does not end in unpickling
+        if self._gone.acquire(timeout=5.0):  # forever only if a message of the user's does not end in unpickling
             self._gone.release()
 
     # -- the thread

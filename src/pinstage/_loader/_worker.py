@@ -190,5 +190,5 @@ class WorkerSlots:
 
 
 def _exit() -> NoReturn:
-    # The main process is gone: nobody reads the queue any more, and waiting for its feeder could take for ever.
+    # The main process is gone: nobody reads the queue any more, and waiting for its feeder could take forever.
     os._exit(1)

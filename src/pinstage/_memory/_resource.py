@@ -168,7 +168,7 @@ class Resource(ABC):
 
 
 def leak(block: Block, error: _cuda.CudaError) -> None:
-    """Keep a block for ever because CUDA would not give it up, and say so the first time."""
+    """Keep a block forever because CUDA would not give it up, and say so the first time."""
     LEAKED.append(block)
     if len(LEAKED) == 1 and error.name not in _CUDA_IS_GONE:
         warnings.warn(

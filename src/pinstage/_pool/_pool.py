@@ -79,7 +79,7 @@ class SlabPool:
 
         Args:
             nbytes: bytes needed, at least 1; text such as ``"4MiB"`` is accepted.
-            timeout: seconds to wait at the most; 0 does not wait, None waits for ever.
+            timeout: seconds to wait at the most; 0 does not wait, None waits forever.
 
         Raises:
             BudgetExceededError: more than `max_bytes`; it can never fit.
@@ -93,7 +93,7 @@ class SlabPool:
         if nbytes <= 0:
             raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
         if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         ledger = self._ledger
         if ledger.is_forked or ledger.is_entered() or ledger.forgotten:
             self._check_entry()

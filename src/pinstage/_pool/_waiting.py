@@ -18,7 +18,7 @@ view that dies wake nobody (finalisers do no more than one call of C), so it loo
 class Line:
     """Waiters, first come first served.
 
-    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked for ever, and a
+    Each waits on a bell of its own, a lock: an interrupt may leave a `threading.Event` locked forever, and a
     `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
 
     Args:
@@ -46,7 +46,7 @@ class Line:
 
         Args:
             attempt: called with whether it is the caller's turn. What it raises ends the wait.
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None waits forever.
             timed_out: returns what is raised then; called with how many others wait.
         """
         start = time.monotonic()

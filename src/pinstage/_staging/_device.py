@@ -355,7 +355,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
 # -- from a device -----------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class HostCopy(NamedTuple):
     """What one copy brings to the host."""
 
     there: torch.Tensor
@@ -372,7 +372,7 @@ class Source(Protocol):
     all_copies: Event | None
     """Done when no copy is under way; None where a copy is done when the call returns."""
 
-    def fetch(self, pieces: Sequence[Piece]) -> Event | None:
+    def fetch(self, pieces: Sequence[HostCopy]) -> Event | None:
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
         What that stream is given afterwards comes after the copies that read the caller's own tensors, so these may be
@@ -393,7 +393,7 @@ class CudaSource:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.all_copies: Event | None = self.stream
 
-    def fetch(self, pieces: Sequence[Piece]) -> Event:
+    def fetch(self, pieces: Sequence[HostCopy]) -> Event:
         """See `Source`."""
         consumer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(consumer)
@@ -418,7 +418,7 @@ class CpuSource:
 
     all_copies: Event | None = None
 
-    def fetch(self, pieces: Sequence[Piece]) -> None:
+    def fetch(self, pieces: Sequence[HostCopy]) -> None:
         """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
         for there, here, _ in pieces:
             ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())

@@ -9,9 +9,9 @@
      +--------------------------------------------------------------------------+
 
 The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
-way (``unsqueeze_``, ``.data =``, an attribute). Who still uses a batch is told by counting the users of the slab's
-storage: every tensor that shows it is one, whoever holds it, Python or autograd. When there is none, no more work on
-the batch can be begun, so an event recorded then on the consumer's stream is behind all of it.
+way (``unsqueeze_``, ``.data =``, an attribute). The ring counts the users of the slab's storage: every tensor over it
+is one, whether Python or autograd holds it. When there is none, nobody can issue work on the batch any more. So an
+event recorded then on the consumer's stream is behind all of that work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Overflow = Literal["error", "fresh"]
 _number = attrgetter("number")
 
 
-class Place:
+class RingLease:
     """The right of one batch to a slab: held while it is packed, then by its transfer.
 
     The slab holds no reference to it. So a stage that ends anywhere, by an interrupt say, gives the slab back.
@@ -46,7 +46,7 @@ class Place:
 
     __slots__ = ("__weakref__", "_released", "_target", "is_released", "slab")
 
-    def __init__(self, slab: RingSlab, target: Target, released: deque[Place]) -> None:
+    def __init__(self, slab: RingSlab, target: Target, released: deque[RingLease]) -> None:
         self.slab = slab
         self.is_released = False
         self._target = target
@@ -102,11 +102,11 @@ class RingSlab:
         self.all_consumers: list[Any] = []
         self.events: list[Event] = []
         self._users = StorageUsers(self.memory)
-        self._place: weakref.ref[Place] | None = None
+        self._lease: weakref.ref[RingLease] | None = None
         self._in_use = False
 
     def record_events(self, target: Target) -> None:
-        """Take note of all that the streams which were given the batch have to do by now."""
+        """Record an event on each stream that was given the batch, behind all work it has been given so far."""
         for stream in self.consumers:
             event = target.record_on(stream)
             if event is not None:
@@ -115,33 +115,33 @@ class RingSlab:
 
     # -- for the ring, which holds its lock
 
-    def take(self, number: int, place: Place) -> None:
+    def take(self, number: int, lease: RingLease) -> None:
         """Give the slab to a batch."""
-        self._place, self.content = weakref.ref(place), None
+        self._lease, self.content = weakref.ref(lease), None
         self._in_use, self.number = True, number
 
     def free(self) -> None:
         """Take the slab back, after `record_events`."""
-        self._place = self.content = None
+        self._lease = self.content = None
         self._in_use = False
 
     def is_free(self, target: Target) -> bool:
         """Say whether the slab can be taken, after looking whether somebody still uses the batch in it."""
         if self._in_use:
-            place = self._place
-            if (place is not None and place() is not None) or self._users.are_there():
+            lease = self._lease
+            if (lease is not None and lease() is not None) or self._users.are_there():
                 return False
             self.record_events(target)
             self.free()
         return True
 
-    def is_of(self, place: Place) -> bool:
-        """Say whether a place in it still holds."""
-        return self._place is not None and self._place() is place
+    def is_of(self, lease: RingLease) -> bool:
+        """Say whether a lease of it still holds."""
+        return self._lease is not None and self._lease() is lease
 
     def holder(self) -> str:
         """Say in words who uses the batch."""
-        if self._place is not None and self._place() is not None:
+        if self._lease is not None and self._lease() is not None:
             return "it is being packed" if self.content is None else "its transfer is alive and was not released"
         path = None if self.content is None else _path_of_a_leaf_over(self.memory, Layout(*self.content))
         if path is not None:
@@ -168,7 +168,7 @@ class Ring:
         target: where they are.
         count: how many.
         nbytes: size of each; None takes that of the first batch.
-        overflow: what becomes of a batch that finds no place: an error, or a slab of its own outside of the ring.
+        overflow: what becomes of a batch that finds no free slab: an error, or a slab of its own outside of the ring.
 
     Raises:
         ValueError: `count` or `nbytes` is less than 1, or no such `overflow`.
@@ -191,15 +191,15 @@ class Ring:
         self._target = target
         self._slabs: list[RingSlab] = []
         self._taken = 0
-        self._released: deque[Place] = deque()  # written without the lock: see `Place.release`
+        self._released: deque[RingLease] = deque()  # written without the lock: see `RingLease.release`
         self._lock = threading.RLock()
         self._is_entered = ownership(self._lock)
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> RingLease | None:
         """Take the free slab that was used longest ago.
 
         Returns:
-            A place in it, or None where the batch shall have one of its own.
+            A lease of it, or None if the batch gets a slab of its own.
 
         Raises:
             RingError: the batch is larger than the slabs, or none is free, or a finaliser asks in the middle of a call.
@@ -207,26 +207,26 @@ class Ring:
         if self._is_entered():
             raise RingError(
                 "ring is in the middle of a call of this very thread: a finaliser, such as the end of a generator, "
-                "asked for a place; a finaliser may release() transfers, nothing else"
+                "asked for a slab; a finaliser may release() transfers, nothing else"
             )
-        place = self._try_to_take(nbytes)
-        if place is None and self.overflow == "error":
+        lease = self._try_to_take(nbytes)
+        if lease is None and self.overflow == "error":
             if self._fits(nbytes):
                 gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
-                place = self._try_to_take(nbytes)
-            if place is None:
+                lease = self._try_to_take(nbytes)
+            if lease is None:
                 raise self._error(nbytes)
-        elif place is None:
+        elif lease is None:
             self.overflows += 1
-        return place
+        return lease
 
-    def _try_to_take(self, nbytes: int) -> Place | None:
+    def _try_to_take(self, nbytes: int) -> RingLease | None:
         target = self._target
         with self._lock:
             while self._released:
-                place = self._released[0]
-                if place.slab.is_of(place):
-                    place.slab.free()
+                lease = self._released[0]
+                if lease.slab.is_of(lease):
+                    lease.slab.free()
                 self._released.popleft()  # last: an interrupt would lose it
             if not self._slabs:
                 self._nbytes = nbytes if self._nbytes is None else self._nbytes
@@ -239,10 +239,10 @@ class Ring:
                     found = slab
             if found is None:
                 return None
-            place = Place(found, target, self._released)
+            lease = RingLease(found, target, self._released)
             self._taken += 1
-            found.take(self._taken, place)
-            return place
+            found.take(self._taken, lease)
+            return lease
 
     def _fits(self, nbytes: int) -> bool:
         return self._nbytes is None or nbytes <= self._nbytes

@@ -20,7 +20,7 @@ from .._steps import step
 from .._tree import Keeping
 from ..errors import AcquireTimeoutError
 from ._device import Sources, target_for
-from ._ring import Overflow, Place, Ring
+from ._ring import Overflow, Ring, RingLease
 from ._run_ahead import RunAhead, check_depth
 from ._to_host import HostTransfer, to_host
 from ._transfer import Transfer, copy_event_of, move_others, send_packed
@@ -60,7 +60,7 @@ class StagerStats:
     passthrough_leaves: int
     """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
     ring_overflows: int
-    """Batches that found no place in the ring and got a device slab of their own."""
+    """Batches that found no free slab in the ring and got a device slab of their own."""
     fetches: int
     """Calls of `to_host`."""
     fetch_copies: int
@@ -130,7 +130,7 @@ class Stager:
         if ring is None and (ring_bytes is not None or ring_overflow != "error"):
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         self._target = target_for(device)
         self._timeout = timeout
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
@@ -182,17 +182,17 @@ class Stager:
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
             table, ring = parts.table, self._ring
-            place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
-                slab, event, copies = self._send(parts, place) if table.nbytes else (None, None, 0)
+                slab, event, copies = self._send(parts, ring_lease) if table.nbytes else (None, None, 0)
                 others, moved, moved_event = move_others(self._target, table, parts.others())
                 self._count(table, copies)
                 return Transfer(
-                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, place
+                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, ring_lease
                 )
             except BaseException:
-                if place is not None:
-                    place.release()  # who keeps the error must not keep the slab
+                if ring_lease is not None:
+                    ring_lease.release()  # who keeps the error must not keep the slab
                 raise
 
     def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer:
@@ -223,16 +223,16 @@ class Stager:
                     "live in the slab; pass layout.others(batch)"
                 )
             host, ring, target = lease.data_ptr(), self._ring, self._target
-            place = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             lease.guard(target.all_copies)  # an interrupt may come before the release
             event = None
             try:
-                transfer = send_packed(target, structure, table, host, list(others), place)
+                transfer = send_packed(target, structure, table, host, list(others), ring_lease)
                 event = copy_event_of(transfer)
             except BaseException:
                 event = target.record_copies()
-                if place is not None:
-                    place.release()
+                if ring_lease is not None:
+                    ring_lease.release()
                 raise
             finally:
                 lease.release(after=event)
@@ -337,7 +337,7 @@ class Stager:
             self._padding_bytes += table.nbytes - table.payload_bytes
             self._passthrough_leaves += table.moved
 
-    def _send(self, parts: Parts, place: Place | None) -> tuple[torch.Tensor, Event | None, int]:
+    def _send(self, parts: Parts, ring_lease: RingLease | None) -> tuple[torch.Tensor, Event | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         target, table = self._target, parts.table
         borrowed = borrow(parts) if self._borrow_pinned else None
@@ -348,7 +348,7 @@ class Stager:
                 lease.guard(target.all_copies)  # an interrupt may come before the release
             copies = 0
             try:
-                device = target.empty(table.nbytes) if place is None else place.ready()
+                device = target.empty(table.nbytes) if ring_lease is None else ring_lease.ready()
                 if borrowed is not None:
                     copies = self._copy_borrowed(borrowed, device)
                 if lease is not None:

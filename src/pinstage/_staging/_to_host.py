@@ -24,7 +24,7 @@ from .._pool import Event, Lease
 from .._steps import step
 from .._torch import check_is_plain
 from .._tree import WRAPPERS, Structure, walk
-from ._device import Events, Piece, Sources
+from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
 from ._transfer import move
 
@@ -155,7 +155,7 @@ def to_host(
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
         acquire: leases a host slab of so many bytes.
         sources: the stager's.
-        copy: whether the result shall be ordinary tensors.
+        copy: return ordinary tensors.
     """
     while True:
         with step("walk"):
@@ -247,10 +247,10 @@ def _fetch(shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: 
             slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
             with step("gather"):
                 gather(gathering, leaves, slab)
-            pieces.append(Piece(slab, here[: gathering.gathered_bytes], owned=True))
+            pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
         for index, offset, nbytes in gathering.direct:
             there = flat(leaves[index]).view(torch.uint8)
-            pieces.append(Piece(there, here[offset : offset + nbytes], owned=False))
+            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
         if pieces:
             with step("copy"):
                 event = sources.of(device).fetch(pieces)

@@ -13,7 +13,7 @@ from .._torch import memory_of, tell_once
 from .._tree import Structure, moves_in_silence, tensors_in
 from ..errors import RingError
 from ._device import Target
-from ._ring import Place
+from ._ring import RingLease
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +35,7 @@ class Transfer:
         "_moved",
         "_moved_event",
         "_others",
-        "_place",
+        "_ring_lease",
         "_slab",
         "_structure",
         "_table",
@@ -53,7 +53,7 @@ class Transfer:
         others: list[Any],
         moved: list[Any],
         moved_event: Event | None,
-        place: Place | None = None,
+        ring_lease: RingLease | None = None,
     ) -> None:
         self._target = target
         self._structure = structure
@@ -64,11 +64,11 @@ class Transfer:
         self._others = others
         self._moved = moved
         self._moved_event = moved_event
-        self._place = place
+        self._ring_lease = ring_lease
         self._leaves: list[Any] | None = None  # between `_cut` and `get`
         self._is_whole = False
-        if place is not None:
-            place.slab.content = structure, table
+        if ring_lease is not None:
+            ring_lease.slab.content = structure, table
         self._batch: Any = None
 
     @property
@@ -118,15 +118,15 @@ class Transfer:
             RingError: the transfer was released.
         """
         with step("get"):
-            place, slab = self._place, self._slab
+            ring_lease, slab = self._ring_lease, self._slab
             consumer = self._target.consumer(stream)
-            if place is not None:
-                if place.is_released:
+            if ring_lease is not None:
+                if ring_lease.is_released:
                     raise RingError(
-                        "transfer was released: its device slab may hold another batch by now; get() the batch before "
+                        "transfer was released: its device slab may hold another batch; get() the batch before "
                         "release()"
                     )
-                self._target.hand_over(self._event, place.hand_out(consumer), consumer)
+                self._target.hand_over(self._event, ring_lease.hand_out(consumer), consumer)
             elif slab is not None:
                 self._target.hand_over(self._event, [slab], consumer)
             if self._moved:
@@ -151,14 +151,14 @@ class Transfer:
                 self._leaves = cut(self._table, slab, self._others)
 
     def release(self) -> None:
-        """Say that the batch is done with: nothing more will be asked of the device with it.
+        """Give the device slab back to the ring, although tensors of the batch are still alive.
 
-        Needed only in a stager with a ring, and only where the batch's tensors stay alive on purpose, as those do that
-        a CUDA graph was captured with. The device slab is used again as soon as the work is done that the streams given
-        to `get` have by now, whoever still refers to the tensors. Without a ring it does nothing. Does not block.
+        Call it when all work on the batch has been issued. Only a ring needs it, and only where the tensors stay alive
+        on purpose, such as the inputs that a CUDA graph was captured with. The slab is used again when each stream that
+        `get` was given has done the work issued on it so far. Without a ring it does nothing. Does not block.
         """
-        if self._place is not None:
-            self._place.release()
+        if self._ring_lease is not None:
+            self._ring_lease.release()
             # The slab of the batch, and its views, would count as somebody who uses it.
             self._batch = self._slab = None
             self._leaves, self._others = None, []
@@ -218,9 +218,9 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
         return others, [], None
     kinds = table.rows["kind"][table.positions(RowKind.OTHER, RowKind.MOVED)]
     result, moved = list(others), []
-    for place in (kinds == RowKind.MOVED).nonzero()[0].tolist():
-        result[place] = move(others[place], target.device)
-        moved.append(result[place])
+    for index in (kinds == RowKind.MOVED).nonzero()[0].tolist():
+        result[index] = move(others[index], target.device)
+        moved.append(result[index])
     return result, moved, target.record_current()
 
 
@@ -230,7 +230,7 @@ def send_packed(
     table: Table,
     host: int | None,
     others: list[Any],
-    place: Place | None = None,
+    ring_lease: RingLease | None = None,
 ) -> Transfer:
     """Start the one copy of a batch that lies packed in host memory already, and make its views.
 
@@ -242,19 +242,19 @@ def send_packed(
         table: describes the memory.
         host: address of ``table.nbytes`` bytes; None if the table needs none.
         others: the leaves that do not live in the slab, in order.
-        place: in a ring; None takes a fresh device slab.
+        ring_lease: of a ring; None takes a fresh device slab.
     """
     slab, event, copies = None, None, 0
     nbytes = table.nbytes
     if nbytes and host is not None:
         with target.selected():
-            slab = target.empty(nbytes) if place is None else place.ready()
+            slab = target.empty(nbytes) if ring_lease is None else ring_lease.ready()
             try:
                 target.copy(slab, host, 0, nbytes)
             finally:
                 event = target.record_copies()
         copies = 1
     others, moved, moved_event = move_others(target, table, others)
-    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event, place)
+    transfer = Transfer(target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease)
     transfer._cut()
     return transfer

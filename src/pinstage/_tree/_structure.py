@@ -16,8 +16,8 @@ from ._tensors import one_walk
 _MOST_REMEMBERED = 32
 
 _last: dict[tuple[type, int], Any] = {}
-"""The structure of the last batch of each type and length, as the extension knows it, and the `Structure` of it: to
-verify that a batch has it costs a third of finding out the structure of the batch."""
+"""The structure of the last batch of each type and length, as the extension knows it, and its `Structure`. Verifying
+that a batch has this structure costs a third of flattening it."""
 
 
 class Structure:
