@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 from doubles import ManualEvent
@@ -178,6 +179,8 @@ def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
     with pytest.raises((StagingError, ValueError)):
         verb(busy_pool)
     after = busy_pool.stats()
-    for name in set(before.__slots__) - {"waits", "wait_seconds"}:
+    for name in set(before.__slots__) - {"waits", "wait_seconds", "owners"}:
         assert getattr(after, name) == getattr(before, name), name
+    for owner, stats in after.owners.items():
+        assert replace(stats, waits=0, wait_seconds=0.0) == before.owners[owner], owner
     assert (memory.allocations, memory.deallocations) == (allocations, 0)
