@@ -1,5 +1,6 @@
 """Page-locking that is refused: the pool and its users go on with what there is, and no byte is wrong."""
 
+import os
 import random
 import warnings
 
@@ -17,6 +18,8 @@ from pinstage._memory import _cuda, remedy
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
 MIB = 1024 * 1024
+REFUSALS = int(os.environ.get("PINSTAGE_REFUSALS", "500"))
+"""Of each kind of memory; each takes a thread and some milliseconds on a busy machine."""
 
 quietly = pytest.mark.filterwarnings(
     "ignore:page-locking of", "ignore:pool cannot grow", "ignore:a stager goes on with pageable"
@@ -232,14 +235,15 @@ def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
 
 @quietly
 @pytest.mark.parametrize("kind", [RegisteredMemory, HostAllocMemory])
-def test_ten_thousand_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cuda, monkeypatch):
+def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cuda, monkeypatch):
     monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("pinstage._staging._stager._LEAST_SLAB_BYTES", 4096)
+    monkeypatch.setattr("pinstage._pool._jobs.remedy", lambda nbytes: "")  # it reads files, 10,000 times
     chance = random.Random(17)
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
     refusals = 0
     with SlabPool(kind(0), max_bytes="64MiB") as pool, Stager("cpu", pool=pool, threads=1) as stager:
-        while refusals < 600:
+        while refusals < REFUSALS:
             batch = [torch.randint(256, (chance.choice([1000, 20_000, 50_000]),), dtype=torch.uint8)]
             times = chance.choice([0, 1, 2, 12, 200])
             cuda.refuse(call, chance.choice([1, 2]), times)
@@ -249,7 +253,7 @@ def test_ten_thousand_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(
                     pool.trim()
             refusals += times - cuda.refuse(call, 0, 0)
         assert pool.stats().leased_slabs == 0
-    assert stager.stats().refused_batches > 60
+    assert stager.stats().refused_batches > REFUSALS // 20
 
 
 # -- ranges in parts
