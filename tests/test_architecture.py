@@ -37,9 +37,11 @@ MAY_SEE = {
     "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_staging"},
     "inspect": FACTS | {PUBLIC, "errors", "_torch", "_native", "_memory", "_tree", "_layout"},
     "integrations": {PUBLIC, "errors"},
+    "memory": {"_memory"},
+    "metrics": {PUBLIC, "errors"},
     "_cli": {PUBLIC, "errors", "inspect"},
 }
-MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
+MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "metrics", "memory"}
 MAY_SEE["__main__"] = {"_cli"}
 
 
