@@ -60,3 +60,24 @@ def test_a_folder_that_cannot_be_made_is_named(folder, monkeypatch):
 def test_without_a_word_of_the_user_the_folder_is_named_after_them(monkeypatch):
     monkeypatch.delenv(_host_ledger.VARIABLE, raising=False)
     assert str(_host_ledger._file().parent) == f"/tmp/pinstage-{os.geteuid()}"
+
+
+def test_a_pool_that_ends_between_two_steps_of_waking_it_is_dead(folder, monkeypatch):
+    folder.mkdir(0o700)
+    bell = _host_ledger.Bell(folder / "a.pipe")
+    assert _host_ledger.ring(folder / "a.pipe", b"!")
+    open_ = os.open
+
+    def open_and_end(*arguments):
+        pipe = open_(*arguments)
+        bell.close()
+        return pipe
+
+    monkeypatch.setattr(os, "open", open_and_end)
+    assert not _host_ledger.ring(folder / "a.pipe", b"!")
+
+
+def test_waking_a_pool_that_does_not_read_never_waits(folder):
+    folder.mkdir(0o700)
+    with _host_ledger.Bell(folder / "a.pipe"):
+        assert all(_host_ledger.ring(folder / "a.pipe", b"!" * 4096) for _ in range(100))

@@ -92,8 +92,11 @@ def ring(path: Path, message: bytes) -> bool:
     except OSError:  # nobody reads, or it is gone
         return False
     try:
-        with contextlib.suppress(BlockingIOError):  # full: it has enough to wake up for
-            os.write(pipe, message)
+        os.write(pipe, message)
+    except BlockingIOError:  # full: it has enough to wake up for
+        return True
+    except BrokenPipeError:  # it ended just now
+        return False
     finally:
         os.close(pipe)
     return True

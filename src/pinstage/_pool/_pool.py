@@ -194,7 +194,7 @@ class SlabPool:
 
         Raises:
             BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or what other processes
-            hold of a `HostBudget` and did not give back within a second; nothing was allocated.
+                hold of a `HostBudget` and did not give back within a second; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
