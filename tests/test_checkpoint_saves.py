@@ -144,7 +144,7 @@ def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, s
     assert difference(loaded(tmp_path / "good", state), state) is None
 
 
-def test_a_planner_that_is_used_again_makes_no_save_wait_for_ever(tmp_path):
+def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
     planner, state = DefaultSavePlanner(), adam_state()
     with PoolStager(max_bytes="1MiB") as stager:
         for step in range(4):

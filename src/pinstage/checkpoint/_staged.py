@@ -20,7 +20,6 @@ import time
 import weakref
 from concurrent.futures import Future
 from multiprocessing.reduction import DupFd, ForkingPickler
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,9 +130,10 @@ class Save:
     """
 
     def __init__(self, memory: Bytes | None) -> None:
-        self._came_back: SimpleQueue[Any] = SimpleQueue()
-        # Told by one function of C that may be entered again: the collector may call it anywhere.
-        self._memory = None if memory is None else weakref.ref(memory, self._came_back.put)
+        self._bell = threading.Lock()  # a plain lock: the collector may ring anywhere, in the middle of a wait, too
+        self._bell.acquire()
+        bell = self._bell
+        self._memory = None if memory is None else weakref.ref(memory, lambda _: bell.release())
         self._writers: list[threading.Thread] = []
         self._staged: weakref.ref[StagedState] | None = None
 
@@ -157,10 +157,7 @@ class Save:
             left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            try:
-                self._came_back.get(timeout=min(left, _LOOK_AGAIN_SECONDS))
-            except Empty:
-                continue
+            self._bell.acquire(timeout=min(left, _LOOK_AGAIN_SECONDS))
         return True
 
     def _let_go(self) -> None:

@@ -60,7 +60,7 @@ class PoolStager(AsyncStager):
             training that changes nothing else of the state that is as large as 1 MiB (smaller tensors are always copied
             on the device, at the call); what does, an average of weights, say, calls `wait_before_change` first.
         timeout: seconds that a save waits at the most for the one before to be written, and for a slab. 0 does not
-            wait; None waits for ever.
+            wait; None waits forever.
 
     Raises:
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
@@ -81,7 +81,7 @@ class PoolStager(AsyncStager):
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         self._owns_pool = pool is None
         self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
         self._timeout = timeout
