@@ -252,7 +252,7 @@ def written(staging, left):
     thread.join()
 
 
-def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody_waits_for_ever():
+def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody_waits_forever():
     with ps.SlabPool(max_bytes="1MiB") as pool:
         stager = PoolStager(pool)
         state = {"p": torch.ones(100_000)}

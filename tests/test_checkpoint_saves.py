@@ -25,7 +25,7 @@ from torchrun import torchrun
 
 import pinstage as ps
 from pinstage.checkpoint import PoolStager
-from pinstage.errors import StagingError
+from pinstage.errors import BudgetExceededError, StagingError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
@@ -144,7 +144,7 @@ def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, s
     assert difference(loaded(tmp_path / "good", state), state) is None
 
 
-def test_a_planner_that_is_used_again_makes_no_save_wait_for_ever(tmp_path):
+def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
     planner, state = DefaultSavePlanner(), adam_state()
     with PoolStager(max_bytes="1MiB") as stager:
         for step in range(4):
@@ -217,6 +217,92 @@ def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
         del response
         gc.collect()
         settled(pool)
+
+
+# -- waves -------------------------------------------------------------------------------------------------------------
+
+
+def large_state():
+    """Return a state of three times what `stager` may hold."""
+    state = {f"p{i}": torch.full((30_000,), float(i)) for i in range(26)}
+    return state | {"turned": torch.randn(50, 60).T, "every other": torch.randn(90)[::2], "more": {"epoch": 3}}
+
+
+def read_back(path, state):
+    found = {key: value if isinstance(value, dict) else torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(found, checkpoint_id=path)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_state_larger_than_the_cap_goes_in_waves(tmp_path, stager, threads):
+    state = large_state()
+    for number in range(2):
+        at_the_call = digest(state)
+        path = tmp_path / str(number)
+        writer = stager.in_waves(dcp.FileSystemWriter(path, thread_count=threads))
+        saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+        for key, tensor in state.items():
+            if key != "more":
+                tensor.add_(1)
+        saving.result()
+        assert digest(state) != at_the_call == digest(read_back(path, state))
+    assert settled(stager.pool).peak_held_bytes <= 1 << 20
+
+
+@pytest.mark.usefixtures("alone")
+def test_shards_go_in_waves(tmp_path, stager):
+    mesh = init_device_mesh("cpu", (1,))
+    rows = torch.arange(400_000.0).view(400, 1000)
+    state = {"dtensor": distribute_tensor(rows, mesh, [ShardedAlong(0)])} | {
+        f"s{i}": init_from_local_shards([Shard.from_tensor_and_offsets(rows[i : i + 50], [0, 0], 0)], 50, 1000)
+        for i in range(0, 300, 50)
+    }
+    with PoolStager(max_bytes="2MiB") as stager:
+        writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
+        dcp.async_save(state, storage_writer=writer, async_stager=stager).result()
+    found = {"dtensor": distribute_tensor(torch.zeros_like(rows), mesh, [ShardedAlong(0)])}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["dtensor"].to_local(), rows)
+
+
+def test_a_state_that_fits_does_not_go_in_waves(tmp_path, stager):
+    writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
+    response = dcp.async_save(adam_state(), storage_writer=writer, async_stager=stager)
+    response.upload_completion.result()
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_a_tensor_larger_than_the_cap_is_refused(stager):
+    writer = stager.in_waves(dcp.FileSystemWriter("nowhere"))
+    with pytest.raises(BudgetExceededError, match=r"largest tensor .* 1\.9. MiB, max_bytes 1\.00 MiB; raise max_bytes"):
+        stager.stage({"t": torch.zeros(500_000)})
+    del writer
+
+
+def test_waves_that_fail_let_training_go_on_and_lose_no_slab(tmp_path, stager):
+    (tmp_path / "file").write_text("in the way")
+    for folder in ("file/a", "file/b"):
+        writer = stager.in_waves(dcp.FileSystemWriter(tmp_path / folder))
+        saving = dcp.async_save(large_state(), storage_writer=writer, async_stager=stager)
+        with pytest.raises(dcp.CheckpointException, match="Not a directory"):
+            saving.result()
+    other = dcp.async_save(large_state(), checkpoint_id=tmp_path / "c", async_stager=stager)
+    with pytest.raises(dcp.CheckpointException, match=r"read too early.*storage_writer=stager\.in_waves"):
+        other.result()
+    del saving, other, writer
+    gc.collect()
+    settled(stager.pool)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_writer_in_another_process_refuses_to_write_in_waves(tmp_path, stager):
+    writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
+    saving = dcp.async_save(
+        large_state(), storage_writer=writer, async_stager=stager, async_checkpointer_type=IN_PROCESS
+    )
+    with pytest.raises(StagingError, match="larger than the pool was read too early: 120000 bytes; save in a thread"):
+        saving.result()
 
 
 # -- what is in shards -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed
 from result_files import check_schema
-from torchrun import torchrun
+from torchrun import environment, torchrun
 from trace_maker import TraceMaker, naive_loop
 
 pytest.importorskip("pandas", reason="the demo's extra is not installed")
@@ -203,6 +203,7 @@ def test_the_checkpoint_example_saves_what_there_was_at_each_call(tmp_path):
         timeout=100,
         check=False,
         cwd=tmp_path,
+        env=environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 of 2 checkpoints hold the values of their call")

@@ -511,7 +511,7 @@ def test_pipes_of_processes_that_died_while_they_began_are_tidied_away(pools, fo
         (("much",), ValueError, "not a size: 'much'"),
         (("auto",), ValueError, "not a size: 'auto'"),
         ((0,), ValueError, "a budget must be positive: 0"),
-        ((1.5,), TypeError, "a size is an int"),
+        ((1.5,), ValueError, "not a whole number of bytes"),
         (("1GiB", ""), ValueError, "a budget's name is empty"),
         (("1GiB", 7), TypeError, "a budget's name is text, not int"),
     ],

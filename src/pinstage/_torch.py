@@ -587,6 +587,28 @@ is_profiling: Callable[[], bool] = (
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
+# -- tensors without memory --------------------------------------------------------------------------------------------
+
+
+def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a class of ours that has a shape and a dtype, is on the CPU, and has no memory.
+
+    Raises:
+        StagingError: this torch makes none.
+    """
+    is_dense = source.is_contiguous() or source.untyped_storage().nbytes() == source.nbytes
+    stride = source.stride() if is_dense else torch.empty(source.shape, device="meta").stride()
+    try:
+        shell: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            kind, source.size(), stride, dtype=source.dtype, device=torch.device("cpu")
+        )
+    except _WRONG as error:
+        raise StagingError(
+            f"{_in_this_torch('makes no tensors without memory')}: {error!r}; raise max_bytes"
+        ) from error
+    return shell
+
+
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 

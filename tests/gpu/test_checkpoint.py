@@ -1,4 +1,4 @@
-"""Checkpoints of what is on a GPU: streams instead of waiting, no page-locking after the first, no CUDA in a writer."""
+"""Checkpoints of what is on a GPU: streams instead of waiting, no page-locking after the first, exact bytes."""
 
 import gc
 from pathlib import Path
@@ -91,7 +91,9 @@ def test_with_hold_step_work_goes_on_beside_the_copies_and_the_next_step_waits(c
 def test_with_hold_step_a_temporary_is_kept_until_it_is_copied(cuda_device, latch: Latch):
     with PoolStager(max_bytes="64MiB", hold="step") as stager, latch:
         stager.stage({"t": torch.full((LARGE,), 1.0, device=cuda_device)}).result()
+        cached = [torch.full((LARGE,), 0.0, device=cuda_device) for _ in range(9)]
         torch.cuda.synchronize(cuda_device)
+        del cached
         latch.hold(copies_of(stager, cuda_device))
         staging = stager.stage({"t": torch.full((LARGE,), 3.0, device=cuda_device)})
         others = [torch.full((LARGE,), 5.0, device=cuda_device) for _ in range(8)]
@@ -150,10 +152,6 @@ def test_saves_hold_the_bytes_of_the_call_while_training_goes_on(cuda_device, tm
                 found = {name: torch.zeros_like(tensor) for name, tensor in job.state().items()}
                 dcp.load(found, checkpoint_id=tmp_path / str(number))
                 assert digest(found) == at_the_call != digest(job.state())
-            if kind is AsyncCheckpointerType.PROCESS:
-                pid = processes._CHECKPOINT_PROCESS._save_process.pid
-                files = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-                assert not [file for file in files if file.startswith("/dev/nvidia")], "the writer uses CUDA"
             del saving
     finally:
         processes._CHECKPOINT_PROCESS = None

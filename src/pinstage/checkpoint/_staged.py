@@ -20,7 +20,6 @@ import time
 import weakref
 from concurrent.futures import Future
 from multiprocessing.reduction import DupFd, ForkingPickler
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +36,10 @@ Place = Landing | torch.Tensor
 """Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
 
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+"""A view of a lease."""
+
+
 class Content(NamedTuple):
     """All of a staged state dict but the bytes in its slab."""
 
@@ -46,12 +49,13 @@ class Content(NamedTuple):
 
     def over(self, memory: Any) -> dict[str, Any]:
         """Return the state dict, with tensors over memory that shows the slab's bytes; they keep it alive."""
-        tensors = [place if isinstance(place, torch.Tensor) else _over(memory, place) for place in self.places]
+        tensors = [place if isinstance(place, torch.Tensor) else over(memory, place) for place in self.places]
         state: dict[str, Any] = rebuild(self.message, tensors, self.kept)
         return state
 
 
-def _over(memory: Any, place: Landing) -> torch.Tensor:
+def over(memory: Any, place: Landing) -> torch.Tensor:
+    """Return a tensor over memory, whose storage ends where it ends."""
     count = math.prod(place.shape)
     if not count:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
@@ -62,7 +66,7 @@ def _over(memory: Any, place: Landing) -> torch.Tensor:
 class Slab(NamedTuple):
     """The bytes of a staged state dict."""
 
-    memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    memory: Bytes
     """A view of the lease; it keeps the slab out of the pool."""
     fd: int | None
     """By which another process can map them; None if it cannot."""
@@ -125,10 +129,11 @@ class Save:
         memory: the view that keeps its slab; None if it has none.
     """
 
-    def __init__(self, memory: np.ndarray[Any, Any] | None) -> None:
-        self._came_back: SimpleQueue[Any] = SimpleQueue()
-        # Told by one function of C that may be entered again: the collector may call it anywhere.
-        self._memory = None if memory is None else weakref.ref(memory, self._came_back.put)
+    def __init__(self, memory: Bytes | None) -> None:
+        self._bell = threading.Lock()  # a plain lock: the collector may ring anywhere, in the middle of a wait, too
+        self._bell.acquire()
+        bell = self._bell
+        self._memory = None if memory is None else weakref.ref(memory, lambda _: bell.release())
         self._writers: list[threading.Thread] = []
         self._staged: weakref.ref[StagedState] | None = None
 
@@ -152,10 +157,7 @@ class Save:
             left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return False
-            try:
-                self._came_back.get(timeout=min(left, _LOOK_AGAIN_SECONDS))
-            except Empty:
-                continue
+            self._bell.acquire(timeout=min(left, _LOOK_AGAIN_SECONDS))
         return True
 
     def _let_go(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
@@ -17,8 +18,9 @@ from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
-from ._snapshot import Snapshot, take
-from ._staged import Save, Slab, Staging
+from ._snapshot import Snapshot, rebuild, take
+from ._staged import Bytes, Save, Slab, Staging
+from ._waves import Late, Wave, WaveWriter
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,7 +60,7 @@ class PoolStager(AsyncStager):
             training that changes nothing else of the state that is as large as 1 MiB (smaller tensors are always copied
             on the device, at the call); what does, an average of weights, say, calls `wait_before_change` first.
         timeout: seconds that a save waits at the most for the one before to be written, and for a slab. 0 does not
-            wait; None waits for ever.
+            wait; None waits forever.
 
     Raises:
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
@@ -79,13 +81,15 @@ class PoolStager(AsyncStager):
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits for ever")
+            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         self._owns_pool = pool is None
         self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
         self._timeout = timeout
         self._sources = Sources()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
+        self._wave: Wave | None = None
+        self._wave_writers: weakref.WeakSet[WaveWriter] = weakref.WeakSet()
         self._hold = hold
         self._copies: Event | None = None
         self._hook = register_optimizer_step_pre_hook(_Hook(self)) if hold == "step" else None
@@ -95,7 +99,7 @@ class PoolStager(AsyncStager):
         """Where slabs come from."""
         return self._pool
 
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Start to stage a state dict; ``async_save`` calls this.
 
         Blocks while the save before is being written, while the pool is at its cap, and while CPU tensors are copied;
@@ -106,7 +110,7 @@ class PoolStager(AsyncStager):
 
         Returns:
             What is done when all bytes are on the host: a dict with the same content, in tensors over the slab. The
-            slab goes back to the pool when they have died.
+            slab goes back to the pool when they have died. In waves, a dict of tensors that are not there yet.
 
         Raises:
             BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
@@ -116,6 +120,8 @@ class PoolStager(AsyncStager):
         timeout = self._wait_for_last()
         with step("describe"):
             snapshot = take(state_dict)
+        if self._wave_writers and sum(tensor.nbytes for tensor in snapshot.tensors) > self._pool.max_bytes:
+            return self._stage_in_waves(snapshot)
         transfer, slab = self._fetch(snapshot, timeout)
         self._save = Save(None if slab is None else slab.memory)
         staging = Staging(self._save)
@@ -132,8 +138,49 @@ class PoolStager(AsyncStager):
         copies, self._copies = self._copies, None
         wait_here(copies)
 
+    def in_waves(self, writer: StorageWriter) -> StorageWriter:
+        """Return a writer by which a state larger than the pool's cap can be saved.
+
+        ::
+
+            async_save(state_dict, storage_writer=stager.in_waves(FileSystemWriter(path)), async_stager=stager)
+
+        Such a state is copied and written part by part, each of at most half the cap, to more files than otherwise.
+        The call of ``async_save`` returns when the last tensor has been copied: training waits while all parts but the
+        last are written. A state that fits is saved as ever. For the checkpointer in a thread.
+
+        Args:
+            writer: a ``FileSystemWriter``, or another one that names files by the prefix in its plan.
+        """
+        wrapped = WaveWriter(writer, lambda: self._wave)
+        self._wave_writers.add(wrapped)
+        return wrapped
+
+    def _stage_in_waves(self, snapshot: Snapshot) -> dict[str, Any]:
+        largest = max(tensor.nbytes for tensor in snapshot.tensors)
+        if largest > self._pool.max_bytes:
+            raise BudgetExceededError(
+                f"the largest tensor of the state does not fit the pool: {format_bytes(largest)}, max_bytes "
+                f"{format_bytes(self._pool.max_bytes)}; raise max_bytes",
+                requested_bytes=largest,
+                max_bytes=self._pool.max_bytes,
+            )
+
+        def lease(nbytes: int) -> Bytes:
+            with self._acquire(nbytes, len(snapshot.tensors), self._timeout) as lease:
+                return lease.numpy()
+
+        most = max(1, self._pool.max_bytes // 2)
+        wave = self._wave = Wave(lease, most, snapshot.tensors)
+        late = [Late.of(tensor, wave) for tensor in snapshot.tensors]
+        state: dict[str, Any] = rebuild(snapshot.message, late, snapshot.kept)
+        return state
+
     def synchronize_staging(self) -> None:
         """Wait until the bytes of the last state dict are on the host."""
+        if self._wave is not None:
+            self._wave.wait()
+            self._wave = None
         if self._thread is not None:
             self._thread.join()
 
@@ -187,8 +234,8 @@ class PoolStager(AsyncStager):
             return self._pool.acquire(nbytes, timeout=timeout, owner=_OWNER)
         except BudgetExceededError as error:
             raise BudgetExceededError(
-                f"the state of this rank does not fit the pool: {tensors} tensors; {error}, that is, save parts of the "
-                "state one after the other",
+                f"the state of this rank does not fit the pool: {tensors} tensors; {error}, or save it in "
+                "waves, see PoolStager.in_waves",
                 requested_bytes=nbytes,
                 held_bytes=error.held_bytes,
                 leased_bytes=error.leased_bytes,
