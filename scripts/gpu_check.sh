@@ -156,13 +156,14 @@ staging_plain() {
 
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 pool_latency() { benchmark pool_latency 60; }
+refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
-BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads)
+BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads refusals)
 
 bench() {
   local one

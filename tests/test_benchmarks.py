@@ -30,7 +30,9 @@ def run(script, out, *arguments):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("script", ["memory_startup.py", "pool_latency.py", "to_host.py", "rounding_waste.py"])
+@pytest.mark.parametrize(
+    "script", ["memory_startup.py", "pool_latency.py", "to_host.py", "rounding_waste.py", "refusals.py"]
+)
 def test_the_scripts_write_the_same_schema(tmp_path, script):
     result = run(script, tmp_path / "rows.json")
 
