@@ -31,7 +31,13 @@ RUN_ELSEWHERE = {
     "trace.md": "test_inspect_recording.py",
 }
 GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
-RUN_FROM_TOP_TO_BOTTOM = ["tutorial.md", "errors.md", "performance.md", *sorted(GUIDES - RUN_ELSEWHERE.keys())]
+RUN_FROM_TOP_TO_BOTTOM = [
+    "tutorial.md",
+    "errors.md",
+    "metrics.md",
+    "performance.md",
+    *sorted(GUIDES - RUN_ELSEWHERE.keys()),
+]
 SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
 
 
