@@ -157,6 +157,7 @@ staging_plain() {
 
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 pool_latency() { benchmark pool_latency 60; }
+refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 loops() { benchmark loops 150; }
@@ -167,7 +168,8 @@ rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 
 BENCHMARKS=(
-  staging staging_busy staging_plain memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste native_threads
+  staging staging_busy staging_plain memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste
+  native_threads refusals
 )
 
 bench() {

@@ -31,7 +31,16 @@ def run(script, out, *arguments):
 
 
 @pytest.mark.parametrize(
-    "script", ["memory_startup.py", "pool_latency.py", "to_host.py", "checkpoint.py", "offload.py", "rounding_waste.py"]
+    "script",
+    [
+        "memory_startup.py",
+        "pool_latency.py",
+        "to_host.py",
+        "checkpoint.py",
+        "offload.py",
+        "rounding_waste.py",
+        "refusals.py",
+    ],
 )
 def test_the_scripts_write_the_same_schema(tmp_path, script):
     result = run(script, tmp_path / "rows.json")

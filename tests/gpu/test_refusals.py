@@ -1,0 +1,79 @@
+"""Page-locking that is refused, on a real device: no wrong byte, and no error left behind."""
+
+import random
+import warnings
+
+import pytest
+import torch
+
+from pinstage import RegisteredMemory, SharedMemory, SlabPool, Stager
+from pinstage._memory import _cuda
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+class WalledMemory(RegisteredMemory):
+    """Memory that refuses beyond a wall, and now and then below it."""
+
+    def __init__(self, device, wall, chance=None):
+        super().__init__(device)
+        self.wall, self.chance, self.refusals = wall, chance, 0
+
+    def allocate(self, nbytes):
+        held = sum(block.nbytes for block in list(self._live))
+        if held + nbytes > self.wall or (self.chance is not None and self.chance.random() < 0.5):
+            self.refusals += 1
+            raise MemoryError(f"refused {nbytes}")
+        return super().allocate(nbytes)
+
+
+@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
+def test_a_copy_across_two_registered_parts_is_right(kind, monkeypatch):
+    monkeypatch.setattr(_cuda, "REGISTERED_PART_BYTES", 2 * MIB)
+    with SlabPool(kind("cuda:0"), max_bytes="64MiB") as pool, Stager("cuda:0", pool=pool) as stager:
+        batch = [torch.randint(256, (7 * MIB,), dtype=torch.uint8), torch.randn(3, MIB)]
+        got = stager.to_device(batch)
+        assert all(torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True))
+        back = stager.to_host(got).get()
+        assert all(torch.equal(there, here) for there, here in zip(back, batch, strict=True))
+
+
+def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
+    memory = WalledMemory("cuda:0", 3 * MIB)
+    with SlabPool(memory, max_bytes="1GiB") as pool, Stager("cuda:0", pool=pool) as stager:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for seed in range(50):
+                batch = torch.randint(1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed))
+                assert torch.equal(stager.to_device(batch).cpu(), batch)
+        assert stager.stats().refused_batches == 50
+
+
+def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
+    memory = RegisteredMemory("cuda:0")
+    block = memory.allocate(MIB)
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        _cuda.register(block.ptr, MIB, 0)
+    torch.ones(3, device="cuda:0").sum().item()
+    torch.cuda.synchronize()
+    memory.deallocate(block)
+
+
+@pytest.mark.timeout(600)
+def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
+    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+    chance = random.Random(17)
+    memory = WalledMemory("cuda:0", 8 * MIB, chance)
+    with (
+        SlabPool(memory, max_bytes="1GiB") as pool,
+        Stager("cuda:0", pool=pool) as stager,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        while memory.refusals < 10_000:
+            batch = torch.randint(256, (chance.choice([1000, 70_000, 3 * MIB, 20 * MIB]),), dtype=torch.uint8)
+            assert torch.equal(stager.to_device(batch).cpu(), batch)
+            pool.trim()
+    torch.cuda.synchronize()
