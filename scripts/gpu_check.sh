@@ -161,6 +161,8 @@ loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
+# shellcheck disable=SC2086
+frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(staging staging_busy staging_plain memory_startup pool_latency loader to_host rounding_waste native_threads)
 
