@@ -67,6 +67,21 @@ def assert_all_back(loader):
     assert loader.stats().pool.in_flight_slabs == 0
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapped_loader_yields_on_the_device(cuda_device, workers):
+    class Plain(torch.utils.data.DataLoader):
+        pass
+
+    loader = ps.wrap_loader(Plain(data.Mapped(data.large, 40), 2, num_workers=workers), device=cuda_device)
+    for _ in range(2):
+        batches = list(loader)
+        assert all(batch.device == cuda_device for batch in batches)
+        assert numbers(batches) == list(range(40))
+    assert loader.stats().copies == 40
+    del batches
+    assert_all_back(loader)
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("sample", [data.mixed, data.random_numbers])
 def test_batches_are_those_of_torch_on_the_device(cuda_device, method, sample):

@@ -306,6 +306,14 @@ def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device):
         assert stager.pool.stats().leased_bytes == 0
 
 
+def test_a_prefetcher_begins_again_on_the_device(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
+        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(6)])
+        for _ in range(3):
+            assert [float(batch["x"].sum()) for batch in batches] == [8.0 * i for i in range(6)]
+            assert all(batch["x"].device == cuda_device for batch in batches)
+
+
 def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):

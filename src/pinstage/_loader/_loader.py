@@ -120,9 +120,7 @@ class Staging:
         try:
             terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
             collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
-            if hasattr(
-                self, "load_state_dict"
-            ):  # to go on where it was it may read batches before its iterator is there
+            if hasattr(self, "load_state_dict"):  # it may read batches before its iterator is there
                 server.start()
             batches = self._torchs_iterator(collate)
         except BaseException:

@@ -19,8 +19,10 @@ _read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def arguments_were_read(loader: Any) -> None:
     """Take note of it. If no batch is ever taken from the loader, a warning says so when it has died."""
-    slabs: Slabs | None = vars(loader).get("_own_slabs")  # not in a process to which it was sent
-    if slabs is not None and not slabs.is_used and id(loader) not in _read:
+    slabs: Slabs | None = vars(loader).get("_own_slabs")  # none in a process to which it was sent
+    if slabs is None or slabs.is_used or slabs.pid != os.getpid():
+        return
+    if id(loader) not in _read:
         _read[id(loader)] = loader
         reaper.watch(loader, partial(_tell, slabs, _READ))
 
