@@ -11,7 +11,7 @@ PIP_INSTALL := -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-versi
 .PHONY: help demo test test-frameworks sanitize wheels release lint types docs bench bench-smoke clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_ARGS)
 	$(BIN)/python examples/demo $(DEMO_ARGS)

@@ -6,6 +6,7 @@
 #     scripts/gpu_check.sh loader to_host                           # some of the benchmarks: a step each, see below
 #     scripts/gpu_check.sh distributed                              # needs two devices
 #     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
+#     scripts/gpu_check.sh frameworks                               # training loops; needs Lightning, Accelerate and PyG
 #     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
 #     scripts/gpu_check.sh doctor                                   # what pinstage doctor says here, and its picture
 #     scripts/gpu_check.sh promises                                 # what pinstage trace promises, and what is saved
@@ -15,7 +16,7 @@
 # whatever became of the one before; the exit status is 1 if any failed. Python packages that the machine lacks are taken
 # from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced. The
 # extension is compiled for it first; one that was carried serves where that fails. PINSTAGE_NATIVE=0 goes without.
-# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
+# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS, FRAMEWORKS_ARGS,
 # DEMO_ARGS, PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built
 # there by scripts/build_rival.sh if ACCV_LAB is set.
 set -uo pipefail
@@ -166,6 +167,8 @@ checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
+# shellcheck disable=SC2086
+frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
   staging staging_busy staging_plain memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste
@@ -216,7 +219,7 @@ for name; do
   case $name in
     tests | distributed | sanitize | demo | cases | doctor | promises) rm -f "$OUT/$name.log" ;;
     bench) rm -f "$OUT/bench.log" ;;
-    series) ;; # it and each benchmark by itself add to the log of bench
+    series | frameworks) ;; # they and each benchmark by itself add to the log of bench
     *)
       [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
         echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, promises, series" >&2

@@ -3,18 +3,21 @@
 # of all that .venv has for the extra `test`, but what the machine has of its own. Run `make test` first, which fills .venv.
 #
 #     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
+#     VENV=.venv-frameworks WANTED="lightning accelerate torch-geometric" scripts/wheels.sh    # for benchmarks/frameworks.py
 #
+# WANTED: the packages, with all that they need; VENV: the environment that has them.
 # HAVE: what the machine has, with all that those need; nothing of it is gathered.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=${1:-3.12}
 HAVE=${HAVE:-torch numpy cuda-python pytest pytest-timeout hypothesis rich typer matplotlib psutil}
-python=.venv/bin/python
+WANTED=${WANTED:-pinstage[test]}
+python=${VENV:-.venv}/bin/python
 platforms=(--platform manylinux2014_x86_64)
 for glibc in $(seq 17 39); do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 
-wanted=$("$python" - "$HAVE" <<'PY'
+wanted=$("$python" - "$HAVE" "$WANTED" <<'PY'
 import re, sys
 from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement  # a part of .venv for the tests' sake
@@ -44,7 +47,7 @@ def closure(names: list[str]) -> dict[str, str]:
 
 
 have = closure(sys.argv[1].split())
-for name, package_version in sorted(closure(["pinstage[test]"]).items()):
+for name, package_version in sorted(closure(sys.argv[2].split()).items()):
     if name != "pinstage" and name not in have:
         print(f"{name}=={package_version}")
 PY

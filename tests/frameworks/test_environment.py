@@ -23,9 +23,14 @@ def test_torch_is_the_pinned_one():
     assert f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def test_a_test_that_is_skipped_fails(tmp_path):
+def test_a_test_that_is_skipped_fails_and_so_does_one_that_pinstage_warns_in(tmp_path):
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
-    (tmp_path / "test_x.py").write_text("import pytest\ndef test_a(): pytest.skip('why')\ndef test_b(): pass\n")
+    (tmp_path / "test_x.py").write_text(
+        "import pytest, warnings\n"
+        "def test_a(): pytest.skip('why')\n"
+        "def test_b(): warnings.warn('pinstage staged no batch')\n"
+        "def test_c(): warnings.warn('something else')\n"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "2 failed, 1 passed" in done.stdout, done.stdout

@@ -1,0 +1,360 @@
+"""A training loop of Lightning, one of Accelerate and one of PyG: `pin_memory=True` beside pinstage.
+
+    python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
+    python benchmarks/frameworks.py --smoke                     # in small, on the CPU
+
+Each loop trains one model with one seed in every variant. A sample of the time is that of a whole step, from the start
+of its work on the device to that of the next one. ``detail`` says for which share of the time the GPU had no step to
+work on, and what the losses were; a variant whose losses are not those of ``pin_memory``, bit for bit, is incorrect.
+
+One fresh process for each variant. The losses are read when all is done, so no step waits for the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import script
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from comparison import harness, record, table
+from comparison.harness import Outcome, Variant
+from comparison.record import Row
+
+FIELDS, WIDTH = 100, 256
+WARM_UPS = 16
+"""Steps that are not timed: until then ours takes its slabs, torch's its pinned memory."""
+FEWEST = 4
+
+Batch = Any
+
+
+class Watch:
+    """Takes note of when the device begins and ends each step, and of its loss."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, Any]] = []
+        self._losses: list[torch.Tensor] = []
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1e3
+
+    def begin(self) -> None:
+        """Call it when the batch is there."""
+        self._start = self._mark()
+
+    def end(self, loss: torch.Tensor) -> None:
+        """Call it behind the optimizer's step."""
+        self._marks.append((self._start, self._mark()))
+        self._losses.append(loss.detach())
+
+    def outcome(self, warm_ups: int) -> Outcome:
+        """Return what was measured."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        marks = self._marks[warm_ups:]
+        steps = [self._seconds(one, other) for (one, _), (other, _) in itertools.pairwise(marks)]
+        gaps = [self._seconds(end, start) for (_, end), (start, _) in itertools.pairwise(marks)]
+        losses = torch.stack(self._losses).tolist()
+        digest = hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:12]
+        said = f"{len(losses)} losses, {losses[0]:.6g} to {losses[-1]:.6g}, sha256 {digest}"
+        return {"status": "ok", "detail": f"GPU idle {sum(gaps) / sum(steps):.1%}; {said}", "total": steps}
+
+
+class Nested(Dataset[Batch]):
+    """Samples of many fields that lie in memory."""
+
+    def __init__(self, length: int, fields: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._kept = [
+            {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
+            | {"label": torch.randn((), generator=generator)}
+            for _ in range(128)
+        ]
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._kept[index % len(self._kept)]
+
+
+class Dense(nn.Module):
+    """Reads every field of a batch, and computes for a while."""
+
+    def __init__(self, fields: int, width: int, depth: int) -> None:
+        super().__init__()
+        hidden = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.layers = nn.Sequential(nn.Linear(fields * WIDTH, width), *hidden, nn.Linear(width, 1))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        inputs = torch.cat([leaf for name, leaf in batch.items() if name != "label"], dim=1)
+        return nn.functional.mse_loss(self.layers(inputs).squeeze(1), batch["label"])
+
+
+class Graphs(nn.Module):
+    """Passes messages along the edges, by operations that have a deterministic way."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        value = self.first(batch.x)
+        source, target = batch.edge_index
+        for layer in self.layers:
+            passed = torch.zeros_like(value).index_add(0, target, value.index_select(0, source))
+            value = layer(value + passed / 4).relu()
+        pooled = value.new_zeros(len(batch.y), value.shape[1]).index_add(0, batch.batch, value) / 40
+        return nn.functional.mse_loss(self.last(pooled).squeeze(1), batch.y)
+
+
+def nested_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any] = DataLoader) -> Any:
+    """Return the loader of a variant, before the framework has it."""
+    dataset = Nested(args.steps * args.batch_size, args.fields)
+    pin = way == "pin_memory" and torch.device(args.device).type == "cuda"
+    return loader_class(
+        dataset, args.batch_size, num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
+    )
+
+
+def dense(args: argparse.Namespace) -> nn.Module:
+    """Return the model for nested batches."""
+    return Dense(args.fields, args.width, args.depth)
+
+
+def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train by a trainer of Lightning."""
+    import lightning
+
+    import pinstage as ps
+    from pinstage.integrations.lightning import StageBatches
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = dense(args)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:  # noqa: ARG002
+            watch.begin()
+            loss: torch.Tensor = self.model(batch)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:  # noqa: ARG002
+            watch.end(outputs["loss"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    device = torch.device(args.device)
+    loader_class = partial(ps.DataLoader, device=device, max_bytes="8GiB") if way == "pinstage" else DataLoader
+    trainer = lightning.Trainer(
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+        devices=1 if device.type == "cpu" else [device.index],
+        callbacks=[StageBatches(max_bytes="8GiB")] if way == "pinstage_main" else [],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), nested_loader(way, args, loader_class))
+
+
+def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train with Accelerate."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    import pinstage as ps
+    from pinstage.integrations.accelerate import prepare
+
+    device = torch.device(args.device)
+    accelerator = Accelerator(
+        cpu=device.type == "cpu", dataloader_config=DataLoaderConfiguration(non_blocking=way == "pin_memory")
+    )
+    model = dense(args)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    plain = nested_loader(way, args)
+    if way == "pinstage":
+        loader = prepare(accelerator, plain, max_bytes="8GiB")
+    elif way == "pinstage_main":
+        prepared = accelerator.prepare(plain, device_placement=[False])
+        loader = ps.Stager(accelerator.device, max_bytes="8GiB").prefetch(prepared)
+    else:
+        loader = accelerator.prepare(plain)
+    for batch in loader:
+        watch.begin()
+        loss = model(batch)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        watch.end(loss)
+
+
+def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train on graphs of PyG."""
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader as GraphLoader
+
+    import pinstage as ps
+
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for _ in range(128):
+        nodes = int(torch.randint(20, 60, (), generator=generator))
+        edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
+        values = torch.randn(nodes, 32, generator=generator)
+        kept.append(Data(x=values, edge_index=edges, y=torch.randn(1, generator=generator)))
+    device = torch.device(args.device)
+    model = Graphs(args.width // 4, args.depth).to(device)  # first: an iterator draws a seed
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
+    pin = way == "pin_memory" and device.type == "cuda"
+    loader: Any = GraphLoader(
+        graphs, args.batch_size, num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
+    )
+    batches: Iterable[Batch]
+    if way == "pinstage":
+        batches = ps.wrap_loader(loader, device=device, max_bytes="8GiB")
+    elif way == "pinstage_main":
+        batches = ps.Stager(device, max_bytes="8GiB").prefetch(loader)
+    else:
+        batches = (batch.to(device, non_blocking=True) for batch in loader)
+    for batch in batches:
+        watch.begin()
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        watch.end(loss)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop of a framework."""
+
+    id: str
+    package: str
+    loop: Callable[[str, argparse.Namespace, Watch], None]
+    nbytes: int = 0
+
+
+CASES = (
+    Case("lightning", "lightning", lightning_loop),
+    Case("accelerate", "accelerate", accelerate_loop),
+    Case("pyg", "torch_geometric", pyg_loop),
+)
+
+VARIANTS = (
+    Variant("pin_memory", nullcontext, "torch's (PyG's) loader with pin_memory=True, moved by the framework"),
+    Variant(
+        "pinstage",
+        nullcontext,
+        "packed by the loader's workers: ps.DataLoader, pinstage.integrations.accelerate.prepare, ps.wrap_loader",
+        ours=True,
+    ),
+    Variant(
+        "pinstage_main",
+        nullcontext,
+        "torch's (PyG's) loader, packed in the main process: StageBatches, Stager.prefetch",
+        ours=True,
+    ),
+)
+
+
+def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
+    """Return one variant's status in one loop, and its samples in seconds."""
+    if not harness.importable(case.package):
+        return {"status": "not installed", "detail": case.package}
+    torch.manual_seed(0)
+    watch = Watch(torch.device(args.device))
+    case.loop(variant.id, args, watch)
+    return watch.outcome(FEWEST if args.smoke else WARM_UPS)
+
+
+def check_losses(rows: Sequence[Row]) -> None:
+    """Call a row incorrect whose losses are not those of ``pin_memory``."""
+    losses = {(row.case, row.variant): row.detail.rpartition("; ")[2] for row in rows if row.status == "ok"}
+    for row in rows:
+        expected = losses.get((row.case, "pin_memory"))
+        if row.status == "ok" and expected is not None and losses[row.case, row.variant] != expected:
+            row.detail = f"other losses than pin_memory: {row.detail}"
+            row.status, row.median, row.p10, row.p90 = "incorrect", None, None, None
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print the medians, and how idle the GPU was."""
+    table.grid("ms a step", rows, "median", "p10", "p90")
+    table.show("said", ["loop", "said"], [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows])
+    if any(row.vs_best_rival for row in rows):
+        table.grid("times faster than pin_memory", [row for row in rows if row.ours], "vs_best_rival")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed or trained to other losses."""
+    parser = script.parser(__doc__, repeats=200, repeats_help="timed steps for each variant and loop")
+    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(case.id for case in CASES)}")
+    parser.add_argument("--workers", type=int, default=8, help="worker processes")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--fields", type=int, default=FIELDS, help=f"float32 [{WIDTH}] of a sample")
+    parser.add_argument("--width", type=int, default=4096, help="of the model")
+    parser.add_argument("--depth", type=int, default=8, help="layers of the model")
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    if args.smoke:
+        args.repeats, args.workers, args.batch_size = min(args.repeats, 6), min(args.workers, 1), 4
+        args.fields, args.width, args.depth = 3, 16, 1
+    args.steps = args.repeats + 1 + (FEWEST if args.smoke else WARM_UPS)
+    wanted = args.loops.split(",") if args.loops else [case.id for case in CASES]
+    if set(wanted) - {case.id for case in CASES}:
+        raise SystemExit(f"no such loop: {args.loops}; known: {', '.join(case.id for case in CASES)}")
+    cases = [case for case in CASES if case.id in wanted]
+    if args.child:
+        (variant,) = script.chosen(args.child, VARIANTS)
+        warnings.simplefilter("ignore")
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which fills what is overwritten anyway
+        torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
+        harness.start_device(torch.device(args.device))
+        harness.work(cases, partial(measure, variant, args), lambda: None)
+        return 0
+    variants = script.chosen(args.only, VARIANTS)
+    further = ["--loops", ",".join(wanted), *(["--smoke"] if args.smoke else [])]
+    for name in ("workers", "batch_size", "fields", "width", "depth"):
+        further += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    rows = script.collect("frameworks", __file__, variants, cases, args, further)
+    check_losses(rows)
+    if torch.device(args.device).type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
+        record.compare(rows)
+    report(rows)
+    return script.finish("frameworks", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
