@@ -1,6 +1,7 @@
 """`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and say so where they cannot."""
 
 import gc
+import os
 import time
 
 import lightning
@@ -187,7 +188,9 @@ ALL = sorted(samples().tensors[0][:, 0].tolist() * 2)
 @pytest.fixture
 def distributed():
     """A trainer of one process that is told to be distributed: Lightning makes loaders anew, with its own sampler."""
+    os.environ.pop("MASTER_PORT", None)  # Lightning leaves it there: that of another test may still be taken
     yield trainer(strategy="ddp", devices=1)
+    os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
