@@ -6,11 +6,13 @@ import os
 import signal
 
 import pytest
-from doubles import CountingMemory, wait_until
+from doubles import CountingMemory, shared_files, wait_until
+from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
 from paths import PATHS, on_path
 
 from pinstage import SlabPool
+from pinstage._memory import _cuda, _resource
 
 # How long an example may take is not asked: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -98,6 +100,26 @@ def pool(make_pool):
 
 
 @pytest.fixture
+def growing_again(monkeypatch):
+    """Let a pool that was refused memory ask again at once, rather than after a minute."""
+    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+
+
+@pytest.fixture
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
     monkeypatch.setattr("pinstage._pool._waiting._POLL_SECONDS", (60.0, 60.0))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(fake, fake))
+    monkeypatch.setattr(_resource, "LEAKED", [])
+    open_before = shared_files()
+    yield fake
+    assert fake.context_stack == [], "another context than before stayed current"
+    assert fake.last_error == 0, "an error was left behind"
+    assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(fake.allocated), "bytes are live"
+    if not _resource.LEAKED:
+        assert shared_files() <= open_before, "a descriptor was left open"

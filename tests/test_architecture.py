@@ -36,9 +36,11 @@ MAY_SEE = {
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_staging"},
     "inspect": FACTS | {PUBLIC, "errors", "_torch", "_native", "_memory", "_tree", "_layout"},
     "integrations": {PUBLIC, "errors"},
+    "memory": {"_memory"},
+    "metrics": {PUBLIC, "errors"},
     "_cli": {PUBLIC, "errors", "inspect"},
 }
-MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
+MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "metrics", "memory"}
 MAY_SEE["__main__"] = {"_cli"}
 
 

@@ -1,6 +1,6 @@
 """The page-locked kinds against a double of cuda-python, which counts what is live and fails when told to."""
 
-# ruff: noqa: N802, N815 (the double has the names of what it doubles)
+# ruff: noqa: N802 (the double has the names of what it doubles)
 
 import ctypes
 import mmap
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles import shared_files
+from fake_cuda import NAMES, FakeCuda, is_mapped
 
 from pinstage._memory import (
     HostAllocMemory,
@@ -26,131 +26,6 @@ from pinstage._memory import (
 from pinstage._memory import _pages as pages
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
-NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 4: "cudaErrorCudartUnloading"}
-
-
-class FakeCuda:
-    """Both modules of cuda-python. Answers as they do: a tuple of the code and the results."""
-
-    cudaHostAllocPortable = cudaHostRegisterPortable = 1
-    cudaHostAllocWriteCombined = 4
-    cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyHostToDevice=1)
-
-    def __init__(self):
-        self.calls = []
-        self.registered = {}
-        self.allocated = {}
-        self.context_stack = []
-        self.contexts = []
-        self.last_error = 0
-        self.failing = {}
-        self.offset = 0
-        self.attributes = {"HOST_REGISTER_SUPPORTED": 1, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0}
-        prefix = "CU_DEVICE_ATTRIBUTE_"
-        self.CUdevice_attribute = types.SimpleNamespace(**{prefix + name: name for name in self.attributes})
-
-    def fail(self, call, code, *, nth=1):
-        """Make the ``nth`` next call of that name return ``code``."""
-        self.failing[call] = [nth, code]
-
-    def _code(self, call, *args):
-        self.calls.append((call, *args))
-        if call in self.failing:
-            self.failing[call][0] -= 1
-            if self.failing[call][0] == 0:
-                self.last_error = self.failing.pop(call)[1]
-                return self.last_error
-        return 0
-
-    # the driver's
-
-    def cuDeviceGet(self, index):
-        return self._code("cuDeviceGet", index), f"device {index}"
-
-    def cuDeviceGetAttribute(self, attribute, device):
-        return self._code("cuDeviceGetAttribute", attribute), self.attributes[attribute]
-
-    def cuDevicePrimaryCtxRetain(self, device):
-        self.contexts.append(device)
-        return self._code("cuDevicePrimaryCtxRetain", device), f"context of {device}"
-
-    def cuCtxPushCurrent(self, context):
-        code = self._code("cuCtxPushCurrent", context)
-        if not code:
-            self.context_stack.append(context)
-        return (code,)
-
-    def cuCtxPopCurrent(self):
-        return self._code("cuCtxPopCurrent"), self.context_stack.pop()
-
-    # the runtime's
-
-    def cudaHostAlloc(self, nbytes, flags):
-        code = self._code("cudaHostAlloc", nbytes, flags)
-        if code:
-            return code, None
-        assert self.context_stack
-        address = pages.map_anonymous(pages.round_up(nbytes + self.offset, mmap.PAGESIZE)) + self.offset
-        self.allocated[address] = nbytes
-        return code, address
-
-    def cudaFreeHost(self, address):
-        code = self._code("cudaFreeHost", address)
-        if not code:
-            assert self.context_stack
-            pages.unmap(address - self.offset, self.allocated.pop(address))
-        return (code,)
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        code = self._code("cudaHostRegister", address, nbytes, flags)
-        if not code:
-            assert self.context_stack
-            assert is_mapped(address)
-            self.registered[address] = nbytes
-        return (code,)
-
-    def cudaHostUnregister(self, address):
-        code = self._code("cudaHostUnregister", address)
-        assert is_mapped(address), "unmapped before it was unregistered"
-        if not code:
-            assert self.context_stack
-            del self.registered[address]
-        return (code,)
-
-    def cudaGetLastError(self):
-        self.calls.append(("cudaGetLastError",))
-        code, self.last_error = self.last_error, 0
-        return (code,)
-
-    def cudaGetErrorName(self, code):
-        return 0, NAMES[code].encode()
-
-    def cudaGetErrorString(self, code):
-        return 0, f"text {code}".encode()
-
-    cuGetErrorName, cuGetErrorString = cudaGetErrorName, cudaGetErrorString
-
-    def names(self):
-        return [call[0] for call in self.calls if call[0].startswith("cudaHost") or call[0] == "cudaFreeHost"]
-
-
-def is_mapped(address):
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(fake, fake))
-    monkeypatch.setattr(_resource, "LEAKED", [])
-    open_before = shared_files()
-    yield fake
-    assert fake.context_stack == [], "another context than before stayed current"
-    assert fake.last_error == 0, "an error was left behind"
-    assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(fake.allocated), "bytes are live"
-    if not _resource.LEAKED:
-        assert shared_files() <= open_before, "a descriptor was left open"
 
 
 KINDS = {

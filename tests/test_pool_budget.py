@@ -16,6 +16,7 @@ def idle_in_order(pool, *sizes):
         lease.release()
 
 
+pytestmark = pytest.mark.usefixtures("growing_again")
 slow_polling = pytest.mark.usefixtures("no_polling")
 
 # -- the cap

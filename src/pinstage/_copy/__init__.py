@@ -3,6 +3,7 @@
 from ._borrowing import Borrowed, Run, borrow
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
 from ._packing import most_threads, start_packing
+from ._windows import windows
 
 __all__ = [
     "DIRECT_BYTES",
@@ -16,4 +17,5 @@ __all__ = [
     "gather",
     "most_threads",
     "start_packing",
+    "windows",
 ]

@@ -11,16 +11,20 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
-from ._cuda import as_called_here, disregard_captures, start_copy, why_unusable
+from ._cuda import CudaError, as_called_here, disregard_captures, start_copy, why_unusable
 from ._default import default_memory
 from ._host_alloc import HostAllocMemory
-from ._limits import auto_max_bytes, cap_bytes
+from ._limits import auto_max_bytes, cap_bytes, remedy
 from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory
 
+REFUSALS = (MemoryError, OSError, CudaError)
+"""What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
+
 __all__ = [
+    "REFUSALS",
     "Block",
     "HostAllocMemory",
     "MemoryResource",
@@ -32,6 +36,7 @@ __all__ = [
     "auto_max_bytes",
     "cap_bytes",
     "default_memory",
+    "remedy",
     "disregard_captures",
     "start_copy",
     "why_unusable",

@@ -9,7 +9,7 @@ before, and release the interpreter lock in every call (cuda-bindings 12.9.1 rel
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,9 @@ class CudaOutOfMemoryError(CudaError, MemoryError):
 
     _remedy = "; ask for less, or free page-locked memory first"
 
+
+REGISTERED_PART_BYTES = 64 << 30
+"""The largest range that is registered by one call."""
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
 
@@ -249,16 +252,31 @@ def free_host(address: int, device: int) -> None:
 
 
 def register(address: int, nbytes: int, device: int) -> None:
-    """``cudaHostRegister``: page-lock mapped memory, for all devices."""
+    """``cudaHostRegister``: page-lock mapped memory, for all devices; what is large in parts, all of them or none."""
     runtime = _loaded().runtime
-    with on_device(device):
-        _call(runtime, "cudaHostRegister", address, nbytes, runtime.cudaHostRegisterPortable, nbytes=nbytes)
+    with on_device(device), ExitStack() as undo:
+        for start in range(address, address + nbytes, REGISTERED_PART_BYTES):
+            size = min(REGISTERED_PART_BYTES, address + nbytes - start)
+            _call(runtime, "cudaHostRegister", start, size, runtime.cudaHostRegisterPortable, nbytes=size)
+            undo.callback(_call, runtime, "cudaHostUnregister", start)
+        undo.pop_all()
 
 
-def unregister(address: int, device: int) -> None:
-    """``cudaHostUnregister``: waits for the device. ``address`` is exactly what was registered."""
+def unregister(address: int, nbytes: int, device: int) -> None:
+    """``cudaHostUnregister``: waits for the device. The range is exactly what was registered.
+
+    Raises:
+        CudaError: a part was not given up; the others were.
+    """
+    failed: CudaError | None = None
     with on_device(device):
-        _call(_loaded().runtime, "cudaHostUnregister", address)
+        for start in range(address, address + nbytes, REGISTERED_PART_BYTES):
+            try:
+                _call(_loaded().runtime, "cudaHostUnregister", start)
+            except CudaError as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:

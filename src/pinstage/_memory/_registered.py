@@ -87,7 +87,7 @@ class RegisteredMemory(Resource):
 
     def _give(self, block: Block) -> None:
         try:
-            _cuda.unregister(block.ptr, block._device)
+            _cuda.unregister(block.ptr, block.nbytes, block._device)
         except _cuda.CudaError as error:
             leak(block, error)
         else:

@@ -108,7 +108,7 @@ class SharedMemory(Resource):
         assert block.fd is not None
         try:
             if self._pinned:
-                _cuda.unregister(block.ptr, block._device)
+                _cuda.unregister(block.ptr, block.nbytes, block._device)
         except _cuda.CudaError as error:
             leak(block, error)
         else:

@@ -11,7 +11,7 @@ import _thread
 import contextlib
 from collections.abc import Sequence
 
-from .._memory import MemoryResource, as_called_here
+from .._memory import REFUSALS, MemoryResource, as_called_here, remedy
 from .._reaper import reaper, running
 from ._accounts import Account
 from ._lease import Lease
@@ -40,6 +40,7 @@ class Job:
         settled: victims that the ledger has taken note of.
         gone: victims that are freed, or lost because freeing them failed.
         made: new slabs.
+        refusal: what the platform said when it refused memory, and what to do; empty if it did not.
         error: what ended it; None if nothing did. Nothing is made then.
         finished: whether all of this is final.
         lease: of the first slab.
@@ -66,6 +67,7 @@ class Job:
         self.settled = self.gone = 0
         self.promised = self.room_needed()
         self.made: list[Slab] = []
+        self.refusal = ""
         self.error: BaseException | None = None
         self.finished = False
         self.lease: Lease | None = None
@@ -151,7 +153,12 @@ class Job:
             self.gone += 1
 
     def _make(self) -> None:
-        slab = Slab(self._memory.allocate(self.capacity), self._inbox)
+        try:
+            block = self._memory.allocate(self.capacity)
+        except REFUSALS as error:
+            self.refusal = f"{error}; {remedy(self.capacity)}"
+            raise
+        slab = Slab(block, self._inbox)
         self.made.append(slab)
         self._slabs[slab] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -19,9 +20,12 @@ from ._accounts import Account, Accounts, Request
 from ._classes import reuse_limit, size_class
 from ._jobs import Job, free_what_is_done
 from ._lease import Lease
-from ._refusals import Figures
+from ._refusals import Figures, Refusal
 from ._slab import Event, IdleSlabs, Inbox, Meter, Slab
 from ._stats import OwnerStats, PoolStats
+
+RETRY_SECONDS = 60.0
+"""A pool that was refused memory tries to grow again after so long: a refusal may take as long as an allocation."""
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 """Of this process and its parents."""
@@ -87,6 +91,7 @@ class Ledger:
         self._requested_bytes = 0
         self._promised_bytes = 0  # to jobs
         self._slabs_by_capacity: dict[int, int] = {}
+        self._refusal: Refusal | None = None
         _ledgers.add(self)
         # Not the ledger itself: the garbage collector tells of a death before finalisers have had their last use of it.
         self._life = np.empty(0)
@@ -110,7 +115,7 @@ class Ledger:
 
     def serve(
         self, account: Account, nbytes: int, ahead: Sequence[Request] = ()
-    ) -> Lease | Job | PoolFrozenError | None:
+    ) -> Lease | Job | PoolFrozenError | MemoryError | None:
         """Serve a request from what is there, or begin to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
@@ -124,6 +129,8 @@ class Ledger:
         6. wait.
 
         A frozen pool leaves out 3 and 5, shares what it holds, and refuses at once where it has no slab that would do.
+        So does a pool that was refused memory by the platform, for `RETRY_SECONDS`: meanwhile it asks for no such total
+        again (3), and frees nothing that it might not get back (5).
         """
         room = account.largest
         if ahead or self.accounts.are_shared:
@@ -140,19 +147,19 @@ class Ledger:
         if slab is None and self._pending and self.ask_events():
             slab = self._idle.take(nbytes, limit)
         if slab is None:
-            shortfall = capacity - self._headroom()
-            if shortfall <= 0 and nbytes <= room and not self.frozen:
+            may_grow = nbytes <= room and not self.frozen
+            if may_grow and capacity <= self._headroom():
                 return self._start(capacity=capacity, count=1, nbytes=nbytes, account=account)
             slab = self._idle.take(nbytes, room)
         if slab is not None:
             self._hits += 1
             return self._lend(slab, account, nbytes)
-        if self.frozen:
-            return self._refuse_frozen(account, nbytes)
-        if nbytes <= room and shortfall <= self._idle.bytes:
-            victims = self._idle.take_oldest(shortfall)
-            return self._start(victims, capacity=capacity, count=1, nbytes=nbytes, account=account)
-        return None
+        if may_grow:
+            shortfall = capacity - self._headroom(by_freeing=True)
+            if shortfall <= self._idle.bytes:
+                victims = self._idle.take_oldest(shortfall)
+                return self._start(victims, capacity=capacity, count=1, nbytes=nbytes, account=account)
+        return self.hopeless(account, nbytes)
 
     def serve_in_flight(self, account: Account, nbytes: int) -> tuple[Lease, Event] | None:
         """Lend a slab that its owner has given back, while its event is not done yet, along with that event.
@@ -173,13 +180,21 @@ class Ledger:
                 return lease, event
         return None
 
-    def _refuse_frozen(self, account: Account, nbytes: int) -> PoolFrozenError | None:
-        """Return the error of a request that no slab of the frozen pool will ever serve; None if one will."""
-        largest = self.accounts.largest(account, self._held.bytes)
+    def hopeless(self, account: Account, nbytes: int) -> PoolFrozenError | MemoryError | None:
+        """Return the error of a request that a pool which cannot grow will never serve; None if it may be served."""
+        refusal = self._refusal
+        if not self.frozen and refusal is None:
+            return None
+        largest = self.accounts.largest(account, self._whole())
         sizes = [size for size in self._slabs_by_capacity if size <= largest]
         if any(size >= nbytes for size in sizes):
             return None
-        return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+        if self.frozen or refusal is None:
+            return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+        capacity = min(size_class(nbytes, self._granularity), largest)
+        if capacity <= refusal.held or self._held.bytes + self._promised_bytes + capacity < refusal.total:
+            return None
+        return _refusals.refused(self.figures(), nbytes, refusal)
 
     def _whole(self) -> int:
         """Return the bytes that the owners share."""
@@ -188,6 +203,7 @@ class Ledger:
     def reserve(self, nbytes: int, count: int) -> Job | PoolFrozenError | BudgetExceededError | None:
         """Begin to allocate the slabs that are missing for `count` leases at once; None if none is."""
         self.ask_events()
+        self._refusal = None  # who asks for it beforehand wants to know
         largest = self.max_bytes // self._granularity * self._granularity
         capacity = min(size_class(nbytes, self._granularity), largest)
         missing = max(0, count - self._idle.count(nbytes, reuse_limit(nbytes, capacity)))
@@ -218,8 +234,19 @@ class Ledger:
             self._settle_notices()
         return bool(done)
 
-    def _headroom(self) -> int:
-        return self.max_bytes - self._held.bytes - self._promised_bytes
+    def _headroom(self, *, by_freeing: bool = False) -> int:
+        """Return the bytes by which the pool may grow; negative if so many have to be freed first.
+
+        Args:
+            by_freeing: whether slabs will be freed for it.
+        """
+        most, refusal = self.max_bytes, self._refusal
+        if refusal is not None:
+            if time.monotonic() >= refusal.until:
+                self._refusal = None
+            else:
+                most = min(most, refusal.held if by_freeing else refusal.total - 1)
+        return most - self._held.bytes - self._promised_bytes
 
     def _start(
         self,
@@ -314,6 +341,10 @@ class Ledger:
             self._make_idle(slab)
         if job.account is not None:
             job.account.busy_bytes -= job.capacity
+        if job.refusal:
+            held = self._held.bytes + self._promised_bytes
+            total = held + job.capacity * job.count
+            self._refusal = Refusal(job.refusal, total, held, time.monotonic() + RETRY_SECONDS)
         for slab in job.made:
             self._adopt(slab)
             if job.account is not None:

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
-from .._memory import MemoryResource, cap_bytes, default_memory
-from .._sizes import parse_bytes
+from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
+from .._sizes import format_bytes, parse_bytes
 from .._steps import step
 from ..errors import UnreleasedLeaseWarning
 from . import _refusals
@@ -49,6 +49,7 @@ class SlabPool:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         self._memory: MemoryResource = default_memory() if memory is None else memory
         self._ledger = Ledger(self._memory, cap, reason)
+        self._has_told = False
         self._line = Line(self._ledger.inbox, self._ledger.accounts)
 
     # -- the public verbs
@@ -87,6 +88,9 @@ class SlabPool:
             owner: for whom, in one word: counted in `PoolStats.owners`, and bound by the share of that name.
 
         Raises:
+            MemoryError, OSError, RuntimeError: of `memory`, where it refuses and the pool has no slab as large. Where
+                the pool has one, the request waits for that, and a `RuntimeWarning` says so once. The same total is
+                asked for again after a minute, or by `reserve`.
             BudgetExceededError: more than `max_bytes`, or than shares leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab as large.
@@ -289,12 +293,37 @@ class SlabPool:
             if served is None:
                 served = self._line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             else:
-                served = self._wait_for(served)
+                job = served
+                try:
+                    served = self._wait_for(job)
+                except REFUSALS:
+                    if not job.refusal or self._is_hopeless(account, nbytes):
+                        raise
+                    self._tell_of_refusal(job)
+                    served = None
         if ledger.closed:
             served.release()
             self.trim()
             self._check_open()
         return served
+
+    def _is_hopeless(self, account: Account, nbytes: int) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.begin()
+            found = ledger.hopeless(account, nbytes)
+            ledger.end()
+        return found is not None
+
+    def _tell_of_refusal(self, job: Job) -> None:
+        if not self._has_told:
+            self._has_told = True
+            warnings.warn(
+                f"pool cannot grow by {format_bytes(job.capacity)}, and goes on with the slabs that it has: "
+                f"{self._ledger.figures()}; {job.refusal}; this is said once",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _wait_for(self, job: Job) -> Lease | None:
         """Wait for slow work; return the lease that it was for, unless an interrupt of another thread lost that."""

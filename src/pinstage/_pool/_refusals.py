@@ -69,6 +69,24 @@ def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int)
     )
 
 
+class Refusal(NamedTuple):
+    """The platform would not give more memory."""
+
+    reason: str
+    """What it said, and what to do."""
+    total: int
+    """Bytes that the pool would have held."""
+    held: int
+    """Bytes that it did hold."""
+    until: float
+    """When growing is tried again, by `time.monotonic`."""
+
+
+def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
+    """Return the error of a request that needs what was refused a short time ago."""
+    return MemoryError(f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}")
+
+
 def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
     """Return the error of a request that a frozen pool would have to allocate for."""
     return PoolFrozenError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from .._copy import Borrowed, Run, borrow, most_threads, start_packing
-from .._layout import Layout, Parts, Table, content_of, take_apart
-from .._memory import default_memory
+from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
+from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, take_apart
+from .._memory import REFUSALS, PageableMemory, default_memory, remedy
 from .._pool import Event, Lease, PoolStats, SlabPool
 from .._reaper import reaper
-from .._sizes import parse_bytes
+from .._sizes import format_bytes, parse_bytes
 from .._steps import step
-from ..errors import AcquireTimeoutError
+from .._torch import tell_once
+from ..errors import AcquireTimeoutError, StagingError
 from ._device import Sources, target_for
 from ._ring import Overflow, Place, Ring
 from ._run_ahead import RunAhead, check_depth
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _NO_MORE = object()
+
+_PARTS = 4
+"""Where a slab is smaller than its batch: one part of it is packed while others travel."""
+
+_LEAST_SLAB_BYTES = 1 << 20
+"""Below this size to start a copy of each part takes longer than its bytes do."""
 
 
 class Kept:
@@ -60,6 +68,8 @@ class StagerStats:
     """Tensors that travelled by their own ``.to()``."""
     ring_overflows: int
     """Batches that found no place in the ring and got a device slab of their own."""
+    refused_batches: int
+    """Batches and fetches that went on through a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
     """Calls of `to_host`."""
     fetch_copies: int
@@ -102,8 +112,12 @@ class Stager:
         ValueError: another kind of device, both `pool` and `max_bytes`, a ring of no size, or a negative `timeout`.
         StagingError: a CUDA device without CUDA.
 
-    All methods may be called from any thread. No method but `prefetch` waits for the device; all wait for the pool when
-    it is at its cap. In a forked child nothing can be staged.
+    Where the platform refuses to page-lock as much as a batch needs, the batch goes in parts through a smaller slab,
+    and `stage` waits for its copies; where nothing can be page-locked, it goes from pageable memory. A `RuntimeWarning`
+    says so once, with the reason and what to do, and `StagerStats.refused_batches` counts.
+
+    All methods may be called from any thread. Otherwise no method but `prefetch` waits for the device; all wait for the
+    pool when it is at its cap. In a forked child nothing can be staged.
     """
 
     def __init__(
@@ -141,7 +155,8 @@ class Stager:
         self._batches = self._copies = self._passthrough_leaves = 0
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._sources = Sources()
-        self._fetches = self._fetch_copies = self._fetched_bytes = 0
+        self._fetches = self._fetch_copies = self._fetched_bytes = self._refused_batches = 0
+        self._pageable: SlabPool | None = None  # made where nothing can be page-locked
 
     @property
     def device(self) -> torch.device:
@@ -267,7 +282,7 @@ class Stager:
         """
         # A pool of no device in particular pins on the current one.
         with step("to_host"), self._target.selected():
-            transfer = to_host(tree, self.device, self._acquire, self._sources, copy=copy)
+            transfer = to_host(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
@@ -310,6 +325,7 @@ class Stager:
                 packed_bytes=self._packed_bytes,
                 padding_bytes=self._padding_bytes,
                 passthrough_leaves=self._passthrough_leaves,
+                refused_batches=self._refused_batches,
                 ring_overflows=0 if self._ring is None else self._ring.overflows,
                 fetches=self._fetches,
                 fetch_copies=self._fetch_copies,
@@ -321,6 +337,8 @@ class Stager:
         """Close the pool if the stager made it. Batches that were yielded stay valid."""
         if self._owns_pool:
             self._pool.close()
+        if self._pageable is not None:
+            self._pageable.close()
 
     def _count(self, table: Table, copies: int) -> None:
         with self._lock:
@@ -337,7 +355,7 @@ class Stager:
         borrowed = borrow(parts) if self._borrow_pinned else None
         rest = parts if borrowed is None else borrowed.rest
         with target.selected():
-            lease = self._acquire(rest.table.nbytes) if rest.table.nbytes else None
+            lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
                 lease.guard(target.all_copies)  # an interrupt may come before the release
             copies = 0
@@ -363,6 +381,31 @@ class Stager:
                 self._target.copy(device, address - start, start, start + nbytes)
         return len(borrowed.loans)
 
+    def _copy_in_parts(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
+        """Do what `_pack_and_copy` does through a slab that is smaller than the batch.
+
+        Each part of the slab is written again when the copy from it is done: the host waits for that.
+        """
+        size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
+        host, slab = lease.data_ptr(), lease.tensor()
+        events: list[Event | None] = [None] * _PARTS
+        copies = 0
+        for number, (start, run) in enumerate(windows(parts, size)):
+            part = number % _PARTS
+            event = events[part]
+            if event is not None:
+                with step("wait"):
+                    event.synchronize()
+            with step("pack"):
+                job = start_packing(run, slab[part * size : (part + 1) * size], self._threads)
+                if job is not None:
+                    with job:
+                        for chunk in range(len(job.ends)):
+                            job.wait(chunk)
+            copies += self._copy(device, host + part * size - start, start, start + run.table.nbytes, runs)
+            events[part] = self._target.record_copies()
+        return copies
+
     def _pack_and_copy(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
         """Pack, and send each chunk as soon as it is complete; return the number of copies.
 
@@ -372,6 +415,8 @@ class Stager:
             device: the device slab.
             runs: where the bytes go; None if they go to the same places.
         """
+        if lease.nbytes < parts.table.nbytes:
+            return self._copy_in_parts(parts, lease, device, runs)
         with step("pack"):
             job = start_packing(parts, lease, self._threads)
         host = lease.data_ptr()
@@ -406,6 +451,52 @@ class Stager:
                 "copy=True"
             )
             raise
+
+    def _acquire_or_less(self, nbytes: int) -> Lease:
+        """Lease a slab for a batch; where the platform refuses that much, a smaller one, or at last a pageable one."""
+        size = nbytes
+        while True:
+            try:
+                return self._acquire(size)
+            except REFUSALS as error:
+                if isinstance(error, StagingError):
+                    raise
+                if size == nbytes:
+                    self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
+                size //= 2
+                if size < _LEAST_SLAB_BYTES:
+                    return self._acquire_pageable(nbytes)
+
+    def _acquire_or_pageable(self, nbytes: int) -> Lease:
+        """Lease a slab for what has to be in one; a pageable one where the platform refuses."""
+        try:
+            return self._acquire(nbytes)
+        except REFUSALS as error:
+            if isinstance(error, StagingError):
+                raise
+            self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
+            return self._acquire_pageable(nbytes)
+
+    def _acquire_pageable(self, nbytes: int) -> Lease:
+        with self._lock:
+            if self._pageable is None:
+                self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
+        tell_once(
+            "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
+        )
+        return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
+
+    def _count_refusal(self, nbytes: int, what: str, error: Exception) -> None:
+        with self._lock:
+            self._refused_batches += 1
+            is_first = self._refused_batches == 1
+        if is_first:
+            warnings.warn(
+                f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
+                "once",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _prefetch(self, iterable: Iterable[Any], depth: int) -> Iterator[Any]:
         ahead: deque[Transfer] = deque()

@@ -1,0 +1,105 @@
+"""Pools' figures in Prometheus's own words, read back by its own parser."""
+
+import re
+
+import pytest
+import torch
+from doubles import ManualEvent
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from pinstage.metrics import PoolCollector, TorchHostCollector
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+def read(registry):
+    """Return each sample by its name and labels."""
+    families = parse(generate_latest(registry).decode())
+    order = ("pool", "owner", "state")
+    samples = [sample for family in families for sample in family.samples]
+    return {(s.name, *(s.labels[label] for label in order if label in s.labels)): s.value for s in samples}
+
+
+def test_the_figures_are_those_of_the_pool(pool, registry):
+    registry.register(PoolCollector(pool, name="training"))
+    event = ManualEvent()
+    lease = pool.acquire(100, owner="loader")
+    pool.acquire(200, owner="checkpoint").release(after=event)
+    pool.reserve(300)
+    assert read(registry) == {
+        ("pinstage_pool_bytes", "training", "leased"): 104,
+        ("pinstage_pool_bytes", "training", "in_flight"): 208,
+        ("pinstage_pool_bytes", "training", "free"): 320,
+        ("pinstage_pool_slabs", "training", "leased"): 1,
+        ("pinstage_pool_slabs", "training", "in_flight"): 1,
+        ("pinstage_pool_slabs", "training", "free"): 1,
+        ("pinstage_pool_max_bytes", "training"): 1000,
+        ("pinstage_pool_peak_bytes", "training"): 632,
+        ("pinstage_pool_hits_total", "training"): 0,
+        ("pinstage_pool_misses_total", "training"): 2,
+        ("pinstage_pool_trims_total", "training"): 0,
+        ("pinstage_pool_leased_bytes_total", "training"): 312,
+        ("pinstage_owner_bytes", "training", "loader", "leased"): 104,
+        ("pinstage_owner_bytes", "training", "loader", "in_flight"): 0,
+        ("pinstage_owner_bytes", "training", "checkpoint", "leased"): 0,
+        ("pinstage_owner_bytes", "training", "checkpoint", "in_flight"): 208,
+        ("pinstage_owner_waits_total", "training", "loader"): 0,
+        ("pinstage_owner_waits_total", "training", "checkpoint"): 0,
+        ("pinstage_owner_wait_seconds_total", "training", "loader"): 0,
+        ("pinstage_owner_wait_seconds_total", "training", "checkpoint"): 0,
+    }
+    lease.release()
+    event.finish()
+    assert read(registry)["pinstage_pool_bytes", "training", "free"] == 632
+
+
+def test_names_and_units_are_those_of_prometheus(pool, registry):
+    registry.register(PoolCollector(pool))
+    pool.acquire(100, owner='a "strange"\nowner').release()
+    families = list(parse_openmetrics(generate_openmetrics(registry).decode()))  # strict: it raises
+    assert len(families) == 11
+    for family in families:
+        assert re.fullmatch(r"pinstage_(pool|owner)_[a-z_]+", family.name)
+        assert family.type in ("gauge", "counter")
+        assert family.documentation.endswith(".")
+        assert all(s.name == family.name + ("_total" if family.type == "counter" else "") for s in family.samples)
+
+
+def test_two_pools_of_one_registry_are_told_apart_by_name(make_pool, registry):
+    for name in ("training", "evaluation"):
+        registry.register(PoolCollector(make_pool(), name=name))
+    found = read(registry)
+    assert found["pinstage_pool_max_bytes", "training"] == found["pinstage_pool_max_bytes", "evaluation"] == 1000
+
+
+def test_a_closed_pool_tells_what_is_still_held(pool, registry):
+    registry.register(PoolCollector(pool))
+    with pool.acquire(100):
+        pool.close()
+        assert read(registry)["pinstage_pool_bytes", "default", "leased"] == 104
+    assert read(registry)["pinstage_pool_bytes", "default", "leased"] == 0
+
+
+def test_what_torch_page_locks_stands_beside_it(registry, monkeypatch):
+    figures = {"allocated_bytes.current": 4096, "active_bytes.current": 1024, "num_host_alloc": 3, "num_host_free": 1}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: figures)
+    registry.register(TorchHostCollector())
+    assert read(registry) == {
+        ("torch_host_bytes", "active"): 1024,
+        ("torch_host_bytes", "cached"): 3072,
+        ("torch_host_allocations_total",): 3,
+        ("torch_host_frees_total",): 1,
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_nothing_is_said_of_torch(registry):
+    registry.register(TorchHostCollector())
+    assert read(registry) == {}
