@@ -287,9 +287,9 @@ class _QueuedCopy:
     def run(self):
         if self._after is not None:
             self._shuttle.run(self._after)
-        copy, self._copy, self._after = self._copy, None, None
-        if copy is not None:
-            copy()
+        if self._copy is not None:
+            self._copy()
+        self._copy = self._after = None  # only now: another thread may ask
 
 
 class QueuedShuttle:

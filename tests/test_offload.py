@@ -432,6 +432,20 @@ def test_tensors_stay_when_the_pool_is_frozen(make_pool, shuttle):
     assert_idle(pool, shuttle)
 
 
+def test_tensors_stay_where_the_memory_is_refused(make_pool, memory):
+    pool = make_pool(4 << 20)
+    memory.fail_allocate(MemoryError("no more"))
+    x = torch.randn(40, 40, requires_grad=True)
+    offload = save_on_cpu(pool, min_bytes=KIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the pool's own word for it
+        with offload:
+            y = x.sin()
+    y.sum().backward()
+    assert (offload.stats().copies, offload.stats().stayed_at_cap) == (0, 1)
+    assert torch.equal(x.grad, x.cos())
+
+
 def test_a_closed_pool_is_an_error(make_pool):
     pool = make_pool(4 << 20)
     pool.close()

@@ -5,9 +5,9 @@
     forward   saves a tensor --copy, on a stream of ours--> slab of the pool      its memory goes back to the allocator
     backward  asks for it    <-copy, on another one-------- slab of the pool      those saved before it set out, too
 
-Where to look: `_saving` has the context manager, and says what stays; `_optimizer` does the
-same for an optimizer's state; `_trail` what was saved in which order, and what
-comes back next; `_away` a piece of memory that has gone; `pinstage._staging._shuttle` the streams.
+Where to look: `_saving` has the context manager, and says what stays; `_optimizer` does the same for an optimizer's
+state; `_saved` has what autograd keeps in the place of a tensor; `_trail` what was saved in which order, and what comes
+back next; `_away` a piece of memory that has gone; `pinstage._staging._shuttle` the streams.
 """
 
 from ._optimizer import OffloadedState, optimizer_state

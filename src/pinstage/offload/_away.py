@@ -11,7 +11,7 @@ import torch
 from .._pool import Event, Lease, SlabPool
 from .._reaper import reaper
 from .._staging import Arrival, Events, Kept, Shuttle
-from ..errors import AcquireTimeoutError, BudgetExceededError, ForkedPoolError, PoolFrozenError
+from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
 """Under which the pool counts the slabs."""
@@ -42,7 +42,9 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Event | None] | None:
         lease.release(after=after)  # a stream, where a copy had failed
     try:
         return pool.acquire(nbytes, timeout=0, owner=OWNER), None
-    except (AcquireTimeoutError, BudgetExceededError, PoolFrozenError):
+    except (PoolClosedError, ForkedPoolError, torch.AcceleratorError):
+        raise
+    except (MemoryError, OSError, RuntimeError):  # at the cap, frozen, or refused by the memory
         return None
 
 

@@ -15,30 +15,15 @@ from .._pool import SlabPool
 from .._sizes import parse_bytes
 from .._staging import shuttle_for
 from .._steps import step
-from .._torch import base_of, check_changes_are_seen, version_of
+from .._torch import base_of, check_changes_are_seen
 from ..errors import StagingError
 from ._away import lease_now, range_of
+from ._saved import Load, Saved, Stayed
 from ._stats import OffloadStats
-from ._trail import Load, Saved, Trail, changed
+from ._trail import Trail
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-
-class Stayed:
-    """What autograd keeps in the place of a tensor that stayed."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # the tensor itself would hold the graph that holds this
-        self._version = version_of(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        if version_of(self._tensor) != self._version:
-            raise changed(self._tensor.shape, self._tensor.dtype)
-        return self._tensor
 
 
 class Saving:
