@@ -222,7 +222,7 @@ for name; do
     series | frameworks) ;; # they and each benchmark by itself add to the log of bench
     *)
       [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
-        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, promises, series" >&2
+        echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, promises, series, frameworks" >&2
         exit 2
       }
       ;;
