@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .._sizes import format_bytes, table_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerStats:
@@ -26,9 +28,6 @@ class OwnerStats:
     """Its requests that had to wait."""
     wait_seconds: float
     """Time that they waited, in all."""
-
-
-from .._sizes import format_bytes, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
