@@ -26,7 +26,7 @@ def reports(name, out, *options, ranks=2, timeout=100):
 
 
 def both_ways(name, out, cases):
-    """Train by a program of two processes in each case, ``{case: options}``; return the ranks' results by case and way.
+    """Train by a program, in two processes, in each case, ``{case: options}``; return each rank's results by case.
 
     All by one start of the processes, which takes longer than the training.
     """
