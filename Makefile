@@ -75,7 +75,7 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@touch $@
 
 # What these ask for beside torch, they do not need for what is tested, or it is in the extra: a torch with CUDA, cloud
-# storage, an older numpy.
+# storage, an older numpy. Of torchvision its tv_tensors are tested; its binary does not load beside a torch without CUDA.
 WITHOUT_DEPENDENCIES := torchrec fbgemm-gpu-cpu mosaicml-streaming
 
 $(FRAMEWORKS)/.stamp: MUST_COMPILE := 1
@@ -85,6 +85,7 @@ $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
 	rm -f src/pinstage/_native/*.so
 	PINSTAGE_NATIVE=$(MUST_COMPILE) $(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e '.[frameworks]'
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
+	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(FRAMEWORKS)/torchvision-source torchvision
 	@touch $@
 
 $(BIN)/python:

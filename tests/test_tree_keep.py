@@ -33,7 +33,9 @@ def stager(request):
         yield stager
 
 
-@pytest.mark.parametrize("thing", [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None], ids=repr)
+@pytest.mark.parametrize(
+    "thing", [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None], ids=lambda thing: type(thing).__name__
+)
 def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
     for _ in range(3):
         staged = stager.to_device({"x": torch.ones(2), "kept": ps.Keep(thing), "in a list": [ps.Keep(thing)]})
