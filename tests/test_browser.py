@@ -135,7 +135,7 @@ def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
         for asset in filter(None, Assets(page.read_text()).found):
             assert not re.match(r"(https?:)?//", asset), (page, asset)
             if not asset.startswith("data:"):
-                assert (page.parent / asset.partition("?")[0]).is_file(), (page, asset)
+                assert (page.parent / re.split("[?#]", asset)[0]).is_file(), (page, asset)
 
 
 @pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference"])

@@ -85,7 +85,7 @@ def test_packer_and_doctor_see_the_quota_of_one_cpu_wherever_it_stands(tree, eig
     files = {f"sys/fs/cgroup/{group}/{name}": text for group, files in groups.items() for name, text in files.items()}
     root = tree(files | {"proc/self/cgroup": f"{line}\n"})
     assert _packing.usable_cpus(root) == 1
-    (check,) = (check for check in host_checks(root, _host.affinity()) if check.name == "cpus")
+    (check,) = (check for check in host_checks(root, _host.affinity()) if check.name == "CPUs")
     assert check.found.startswith("1 of 16 (8 by affinity, 1 by the control group's quota)")
     assert "Stager(threads=1)" in check.remedy
 

@@ -178,7 +178,7 @@ def test_two_caps_for_one_name_are_refused_and_both_are_named(started, pools):
     process = started(hold, MIB, True)
     pid = process.pid
     process.hear()
-    with pytest.raises(ValueError, match=rf"9437184 bytes here, and 8388608 bytes in process {pid} \(\w+\); give it"):
+    with pytest.raises(ValueError, match=rf"9437184 bytes here, and 8388608 bytes in process {pid} \([^)]+\); give it"):
         pools(budget("9MiB"))
     process.kill()
     pools(budget("9MiB"))  # nobody has the other one any more

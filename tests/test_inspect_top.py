@@ -69,7 +69,7 @@ def test_a_pool_that_does_not_answer_shows_what_the_ledger_has():
 def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
     main, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "pinstage._cli", "top"]
+    command = [sys.executable, "-m", "pinstage", "top"]
     shown = b""
     with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
         os.close(child)

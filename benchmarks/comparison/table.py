@@ -32,11 +32,15 @@ def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> N
 def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
     """Print a line for each variant and a column for each case: one figure, and its spread in brackets."""
     cases = list(dict.fromkeys(row.case for row in rows))
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, dict[str, str]] = {}
     for row in rows:
         between = f" [{' .. '.join(cell(row, name) for name in spread)}]" if spread and row.status == "ok" else ""
-        lines.setdefault(row.variant, []).append(cell(row, field) + between)
-    show(title, ["variant", *cases], [[variant, *cells] for variant, cells in lines.items()])
+        lines.setdefault(row.variant, {})[row.case] = cell(row, field) + between
+    show(
+        title,
+        ["variant", *cases],
+        [[variant, *(cells.get(case, "-") for case in cases)] for variant, cells in lines.items()],
+    )
 
 
 def cell(row: Row, field: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from pinstage import RegisteredMemory, SharedMemory, SlabPool, Stager
 from pinstage._memory import _cuda
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
 MIB = 1 << 20
 
