@@ -1,10 +1,13 @@
 # `make help` lists the targets. Each one installs what it needs into .venv, once.
 
 PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.15.0` takes another torch, in an environment of its own. pip brings CUDA with it, 5 GB.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
-PIP_INSTALL := -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
+PIP_INSTALL := -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -68,7 +71,7 @@ $(VENV)/.stamp-test: MUST_COMPILE := 1
 
 # One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
 # first, so that none is left of other sources.
-$(VENV)/.stamp-%: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+$(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
 	@rm -f src/pinstage/_native/*.so
 	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python $(PIP_INSTALL) -e '.[$*]'
@@ -87,6 +90,11 @@ $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(FRAMEWORKS)/torchvision-source torchvision
 	@touch $@
+
+ifneq ($(TORCH),)
+$(CONSTRAINTS): constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+endif
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
