@@ -233,7 +233,17 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
 
     else:
 
-        def __init__(self, dataset, *args, device=None, pool=None, max_bytes="auto", owner="loader", depth=2, **kwargs):
+        def __init__(
+            self,
+            dataset: torch.utils.data.Dataset[T_co],
+            *args: Any,
+            device: torch.device | str | int | None = None,
+            pool: SlabPool | None = None,
+            max_bytes: int | str | HostBudget | None = "auto",
+            owner: str = "loader",
+            depth: int = 2,
+            **kwargs: Any,
+        ) -> None:
             super().__init__(dataset, *args, **kwargs)
             settings = checked(device, pool, max_bytes, depth, owner)
             self.device, self.pool, self.max_bytes, self.depth, self.owner = settings
