@@ -178,6 +178,8 @@ def test_a_writer_in_another_process_maps_the_slab_and_copies_nothing(tmp_path, 
 
 
 @pytest.mark.usefixtures("alone")
+# torch tells a process that is gone to end.
+@pytest.mark.filterwarnings(r"ignore:(?s).*_AsyncCheckpointProcess\.__del__:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("holds_the_future", [False, True])
 def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_future):
     state = adam_state()
