@@ -32,14 +32,22 @@ def _storable(dtype):
         return False
 
 
+EXPERIMENTAL = getattr(torch, "bcomplex32", None)
+"""torch 2.15 has few operators for it yet. It has no code in tables, and travels by its own ``.to()``."""
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # complex32 is "experimental", quantised dtypes are "deprecated"
     DTYPES = tuple(
         sorted(
-            {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and _storable(dtype)}, key=str
+            {
+                dtype
+                for dtype in vars(torch).values()
+                if isinstance(dtype, torch.dtype) and dtype is not EXPERIMENTAL and _storable(dtype)
+            },
+            key=str,
         )
     )
-"""Every dtype that torch can store densely."""
+"""Every dtype that torch can store densely, but `EXPERIMENTAL`."""
 
 
 def _printable(dtype):

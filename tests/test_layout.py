@@ -9,11 +9,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from strategies import DTYPES, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
+from strategies import DTYPES, EXPERIMENTAL, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from pinstage import Layout, PageableMemory, SlabPool
+from pinstage import Layout, PageableMemory, SlabPool, Stager
 from pinstage._layout import ALIGNMENT, Slot
 from pinstage.errors import LayoutError, StagingError
 
@@ -146,6 +146,18 @@ FORMS = {
 def test_every_dtype_survives_in_every_form(dtype):
     batch = {form: change(tensor_of(dtype, (3, 4, 6))) for form, change in FORMS.items()}
     assert_same(batch, through_slab(batch), "cpu")
+
+
+@pytest.mark.skipif(EXPERIMENTAL is None, reason="this torch has no bcomplex32")
+@pytest.mark.filterwarnings("ignore:BComplex32")
+def test_a_dtype_without_a_code_goes_by_its_own_to():
+    tensor = torch.arange(12, dtype=torch.int16).view(EXPERIMENTAL)
+    assert Layout.of({"x": tensor}).nbytes == 0
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        staged = stager.to_device({"x": tensor, "y": torch.ones(2)})
+        assert staged["x"].dtype is EXPERIMENTAL
+        assert torch.equal(staged["x"].view(torch.int16), tensor.view(torch.int16))
+        assert stager.stats().passthrough_leaves == 1
 
 
 def test_all_dtypes_that_torch_stores_densely_are_tried():
