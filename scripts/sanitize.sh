@@ -42,8 +42,10 @@ PINSTAGE_NATIVE=1 CFLAGS="-Werror ${memory[*]}" "$PYTHON" setup.py -q build --bu
 libraries=$("$CC" -print-file-name=libasan.so):$("$CC" -print-file-name=libstdc++.so.6)
 package=$(echo "$PWD/$build"/lib.*)
 nm -D "$package"/pinstage/_native/_core.abi3.so | grep __asan_init >/dev/null || { echo "$0: setup.py has built it without the sanitizers" >&2; exit 1; }
+# In files: pytest keeps what is written to stderr, and dies with it.
+trap 'cat "$build"/report.* 2>/dev/null || true' EXIT
 # PYTHONMALLOC: so that ASan sees the ends of objects of Python.
-sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
+sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS=detect_leaks=0:log_path="$PWD/$build/report" PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
 "${sanitized[@]}" tests/smoke.py "$package"
 "${sanitized[@]}" -m pytest -q -p no:cacheprovider --timeout=600 "$@"
 echo "   $((SECONDS - began)) s"
