@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
 
 MIB = 1 << 20
@@ -260,8 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.work(cases, Run(variant, args).measure, lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
-    rows = script.collect("checkpoint", __file__, variants, cases, args, ["--smoke"] if args.smoke else [])
-    record.compare([row for row in rows if row.variant != "none"])
+    further = ["--smoke"] if args.smoke else []
+    judge = script.compare_on_a_gpu(args, "none")
+    rows = script.collect("checkpoint", __file__, variants, cases, args, further, judge=judge)
     table.grid("ms until async_save returned", rows, "main_median")
     table.grid("ms until all is on the host (step: of the whole step)", rows, "median")
     for row in rows:

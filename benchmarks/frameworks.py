@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
@@ -348,10 +348,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     further = ["--loops", ",".join(wanted), *(["--smoke"] if args.smoke else [])]
     for name in ("workers", "batch_size", "fields", "width", "depth"):
         further += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    rows = script.collect("frameworks", __file__, variants, cases, args, further)
-    check_losses(rows)
-    if torch.device(args.device).type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
-        record.compare(rows)
+
+    def judge(rows: list[Row]) -> None:
+        check_losses(rows)
+        script.compare_on_a_gpu(args)(rows)
+
+    rows = script.collect("frameworks", __file__, variants, cases, args, further, judge=judge)
     report(rows)
     return script.finish("frameworks", rows, variants, args)
 

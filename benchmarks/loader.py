@@ -36,7 +36,7 @@ import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
@@ -396,9 +396,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = script.chosen(args.only, VARIANTS)
     further = ["--scenario", ",".join(wanted), "--workers", str(args.workers), "--step-ms", str(args.step_ms)]
     further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    rows = script.collect("loader", __file__, variants, cases, args, further)
-    if torch.device(args.device).type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
-        record.compare([row for row in rows if row.variant != "by_hand"])  # which is no loader
+    judge = script.compare_on_a_gpu(args, "by_hand")  # which is no loader
+    rows = script.collect("loader", __file__, variants, cases, args, further, judge=judge)
     report(rows)
     return script.finish("loader", rows, variants, args)
 

@@ -32,7 +32,7 @@ import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
@@ -222,9 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     variants = script.chosen(args.only, VARIANTS)
     further = ["--workers", str(args.workers), "--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    rows = script.collect("loops", __file__, variants, cases, args, further)
-    if torch.device(args.device).type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
-        record.compare(rows)
+    judge = script.compare_on_a_gpu(args)
+    rows = script.collect("loops", __file__, variants, cases, args, further, judge=judge)
     report(rows)
     return script.finish("loops", rows, variants, args)
 

@@ -7,8 +7,10 @@ python benchmarks/markdown.py --write    # puts them between the markers `<!-- t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
+BANDWIDTH = ROOT / "docs" / "bandwidth.png"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {
     "to": "`.to()` each",
@@ -48,13 +51,22 @@ def best_rival(rows: dict[str, dict[str, Any]], names: dict[str, str]) -> dict[s
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read a result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """Read a result file.
+
+    Raises:
+        ValueError: It is what a run left that was killed: a comparison with what is not there would be wrong.
+    """
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    if "incomplete" in result:
+        raise ValueError(f"{name}.json is incomplete: {result['incomplete']}; run it to its end, or with --only")
+    return result
 
 
 def figure(value: float | None) -> str:
     """Three digits are all that a median on a shared machine is worth."""
-    return "-" if value is None else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def source(result: dict[str, Any]) -> str:
@@ -251,21 +263,164 @@ def loops(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     ways = {"torch_pin": "`pin_memory=True`", "stager": "`Stager.prefetch`", "pinstage": "**`ps.DataLoader`**"}
-    lines = ["| steps a second | " + " | ".join(ways.values()) + " | times as fast |", "|---" * (len(ways) + 2) + "|"]
-    for case in dict.fromkeys(row["case"] for row in result["rows"]):
-        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
+    lines = head(["steps a second", *ways.values(), "times as fast"])
+    for case, rows in by_case(result).items():
         cells = []
         for name in ways:
-            idle = float(re.search(r"GPU idle ([\d.]+)%", rows[name]["detail"])[1])
-            steps = figure(1e3 / rows[name]["median"])
-            cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}, busy {100 - idle:.0f}%")
-        best = min(rows[name]["median"] for name in ("torch_to", "torch_pin"))
+            steps = "-" if rows[name]["median"] is None else figure(1e3 / rows[name]["median"])
+            cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}{_busy(rows[name])}")
+        best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
         "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; "
         "samples lie in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
     )
     return "\n".join([said, "", *lines, "", source(result)])
+
+
+def frameworks(result: dict[str, Any] | None = None) -> str:
+    """Loops of frameworks, with their heading; nothing until they were measured."""
+    result = result or measured("frameworks")
+    if result is None:
+        return ""
+    ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
+            "pinstage": "**packed by workers**"}  # fmt: skip
+    lines = head(["ms a step", *ways.values(), "times as fast"])
+    for case, rows in by_case(result).items():
+        cells = [f"{shown(rows[name])}{_busy(rows[name])}" for name in ways]
+        lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
+    said = (
+        "A step of a training loop, and for which share of the time the GPU was busy. The last column compares what "
+        "workers pack with `pin_memory=True`."
+    )
+    if all(row["status"] == "ok" for row in result["rows"]):
+        said += " Losses are the same in every way, bit for bit."
+    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+
+
+def checkpoint(result: dict[str, Any] | None = None) -> str:
+    """How long training stands still for a save, with its heading; nothing until it was measured."""
+    result = result or measured("checkpoint")
+    if result is None:
+        return ""
+    about, cases = result["settings"]["variants"], by_case(result)
+    heads = ["ms", "the call, first", "later", "all on the host, first", "later", "a step beside a save", "page-locked"]
+
+    def table(names: Sequence[str]) -> list[str]:
+        lines = head(heads)
+        for name in names:
+            first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
+            cells = [shown(first, "main_median"), shown(later, "main_median"), shown(first), shown(later), shown(step)]
+            gigabytes = sum(map(float, re.findall(r"([\d.]+) GB by", step["detail"])))
+            cells.append("-" if step["median"] is None else f"{gigabytes:.1f} GB")
+            lines.append(f"| {about[name]} | {' | '.join(cells)} |")
+        return lines
+
+    ran = [name for name in about if name in cases["step"]]
+    few = ("none", "blocking", "default_pinned_shared_thread", "pinstage", "pinstage_step")
+    nbytes = max(row["nbytes"] for row in result["rows"])
+    said = (
+        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors. The call is the time until `async_save` returned. In the "
+        "step a save begins and all tensors are changed at its end, as soon as the stager allows it."
+    )
+    return "## Measured\n\n" + folded(
+        table([name for name in few if name in ran]), table(ran), [said, "", source(result)]
+    )
+
+
+def offload(result: dict[str, Any] | None = None) -> str:
+    """Activations and an optimizer's state on the host, with their heading; nothing until they were measured."""
+    result = result or measured("offload")
+    if result is None:
+        return ""
+    about, cases = result["settings"]["variants"], by_case(result)
+    first, later = cases["first step"], cases["later steps"]
+    heads = ["way", "first step, ms", "later, ms", "over the bus alone", "peak on the device", "page-locked"]
+
+    def table(names: Sequence[str]) -> list[str]:
+        lines = head(heads)
+        for name in names:
+            said = later[name]["detail"]
+            cells = [shown(first[name]), shown(later[name]), times(later[name], later["bus"])]
+            cells += [_said(r"device peak ([\d.]+ GiB)", said), _said(r"page-locked ([\d.]+ GB)", said)]
+            lines.append(f"| {about[name]} | {' | '.join(cells)} |")
+        return lines
+
+    ran = [name for name in about if name in later]
+    few = ("kept", "recomputed", "save_on_cpu_pinned", "bus", "pinstage", "pinstage_reserved")
+    out, back = cases["state out"], cases["state back"]
+    said = (
+        f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in {shown(out['state_pinstage'])} "
+        f"ms and comes back in {shown(back['state_pinstage'])}; the bus alone takes {shown(out['state_bus'])} and "
+        f"{shown(back['state_bus'])}."
+    )
+    return "## Measured\n\n" + folded(
+        table([name for name in few if name in ran]), table(ran), [said, "", source(result)]
+    )
+
+
+def refusals(result: dict[str, Any] | None = None) -> str:
+    """What is left of the speed where page-locking is refused, with its heading; nothing until it was measured."""
+    result = result or measured("refusals")
+    if result is None:
+        return ""
+    cases = by_case(result)
+    lines = head(["ms a batch", *(heading for case in cases for heading in (case, "of the speed"))])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for rows in cases.values():
+            cells += [shown(rows[variant]), f"{rows['all']['median'] / rows[variant]['median']:.0%}"]
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(["## Measured", "", *lines, "", source(result)])
+
+
+def by_case(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows of each case by their variants."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"], {})[row["variant"]] = row
+    return cases
+
+
+def head(heads: Sequence[str]) -> list[str]:
+    """Return the first two lines of a table."""
+    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+
+
+def shown(row: dict[str, Any], field: str = "median") -> str:
+    """Return a figure of a row in bold where it is ours, or why there is none."""
+    if row.get(field) is None:
+        return row["status"] if row.get("status", "ok") != "ok" else "-"
+    return f"**{figure(row[field])}**" if row["ours"] else figure(row[field])
+
+
+def times(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return how many times as long as the other a row took."""
+    return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
+
+
+def _busy(row: dict[str, Any]) -> str:
+    idle = _said(r"GPU idle ([\d.]+)%", row["detail"])
+    return "" if idle == "-" else f", busy {100 - float(idle):.0f}%"
+
+
+def _said(pattern: str, detail: str) -> str:
+    found = re.search(pattern, detail)
+    return found[1] if found else "-"
+
+
+def trace_loops() -> str:
+    """What `pinstage trace` promises beside what was saved: of the recorded loops, by the script that recorded them."""
+    spec = importlib.util.spec_from_file_location("record_traces", ROOT / "scripts" / "record_traces.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look a class's module up
+    spec.loader.exec_module(script)
+    folder = ROOT / "tests" / "traces" / "loops"
+    about = json.loads((folder / "loops.json").read_text())
+    rows, _ = script.check(folder)
+    said = f"{about['device']}, torch {about['torch']}; medians of {about['rounds']} rounds of {about['steps']} steps"
+    return "\n".join([*rows, "", f"{said}; in ms."])
 
 
 def trace_reading() -> str:
@@ -282,8 +437,21 @@ def demo() -> str:
     return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
 
 
+def doctor() -> str:
+    """What doctor printed: `doctor.txt` is the log of `scripts/gpu_check.sh doctor` under a line with its commit.
+
+    Beside it stands what `--plot` drew there, copied to `docs/bandwidth.png`.
+    """
+    commit, _, printed = (RESULTS / "doctor.txt").read_text().partition("\n")
+    machine = "without a GPU, where nothing is measured" if "no NVIDIA driver here" in printed else "with a GPU"
+    printed = re.sub(r"^== .*\n|^written: .*\n", "", printed, flags=re.MULTILINE).strip("\n")
+    text = f"What it printed on a machine {machine} ({commit}):\n\n```text\n{printed}\n```"
+    picture = f"\n\n![Bandwidth by size, for each kind of memory, in both directions]({BANDWIDTH.name})"
+    return text + picture * BANDWIDTH.exists()
+
+
 def measured(name: str) -> dict[str, Any] | None:
-    """Read a result file of a case study, which says nothing without a GPU; None until there is one."""
+    """Read a result file that says nothing without a GPU; None until there is one."""
     if not (RESULTS / f"{name}.json").exists():
         return None
     result = load(name)
@@ -355,10 +523,16 @@ TABLES = {
     "latency": latency,
     "loader": loader,
     "loops": loops,
+    "frameworks": frameworks,
+    "checkpoint": checkpoint,
+    "offload": offload,
+    "refusals": refusals,
     "to_host": to_host,
     "waste": waste,
     "scaling": scaling,
     "demo": demo,
+    "trace_loops": trace_loops,
+    "doctor": doctor,
     "trace_reading": trace_reading,
     "weather_batch": weather_batch,
     "frame_bandwidth": frame_bandwidth,

@@ -122,8 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = tuple(script.chosen(args.only, variants))
     if not args.smoke:
         torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
-    rows = script.collect("memory_startup", __file__, variants, cases, args, ["--nbytes", str(args.nbytes)])
-    record.compare(rows)
+    further = ["--nbytes", str(args.nbytes)]
+    rows = script.collect("memory_startup", __file__, variants, cases, args, further, judge=record.compare)
     table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
     table.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
     return script.finish("memory_startup", rows, variants, args)

@@ -30,7 +30,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Variant
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -206,17 +206,25 @@ def _pinstage(
         yield step, said
 
 
+class Way(Variant):
+    """A way of a step."""
+
+    def suits(self, case: harness.Case) -> bool:
+        """Return whether the case is a step."""
+        return case in (*STEPS, *SMOKE_STEPS)
+
+
 WAYS = (
-    Variant("kept", _kept, "all activations stay on the device"),
-    Variant("recomputed", _recomputed, "`torch.utils.checkpoint` around each block"),
-    Variant("save_on_cpu", partial(_torch, pin=False), "torch's `save_on_cpu()`"),
-    Variant("save_on_cpu_pinned", partial(_torch, pin=True), "torch's `save_on_cpu(pin_memory=True)`"),
-    Variant("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
-    Variant("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
-    Variant("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
-            ours=True),
-    Variant("pinstage_4GiB", partial(_pinstage, device_bytes=4 * GIB), 'with `device_bytes="4GiB"`',
-            package="pinstage", ours=True),
+    Way("kept", _kept, "all activations stay on the device"),
+    Way("recomputed", _recomputed, "`torch.utils.checkpoint` around each block"),
+    Way("save_on_cpu", partial(_torch, pin=False), "torch's `save_on_cpu()`"),
+    Way("save_on_cpu_pinned", partial(_torch, pin=True), "torch's `save_on_cpu(pin_memory=True)`"),
+    Way("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
+    Way("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
+    Way("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
+        ours=True),
+    Way("pinstage_4GiB", partial(_pinstage, device_bytes=4 * GIB), 'with `device_bytes="4GiB"`',
+        package="pinstage", ours=True),
 )  # fmt: skip
 
 
@@ -286,9 +294,17 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
         offloaded.close()
 
 
+class StateWay(Variant):
+    """A way of an optimizer's state."""
+
+    def suits(self, case: harness.Case) -> bool:
+        """Return whether the case is a state."""
+        return case in (*STATES, *SMOKE_STATES)
+
+
 STATE_WAYS = (
-    Variant("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
-    Variant("state_pinstage", _state_pinstage, "`ps.offload.optimizer_state(...)`", package="pinstage", ours=True),
+    StateWay("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
+    StateWay("state_pinstage", _state_pinstage, "`ps.offload.optimizer_state(...)`", package="pinstage", ours=True),
 )
 
 
@@ -339,12 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     variants = script.chosen(args.only, known)
     further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    rows = []
-    for ways, cases in ((WAYS, steps), (STATE_WAYS, states)):
-        chosen = [variant for variant in variants if variant in ways]
-        rows += script.collect("offload", __file__, chosen, cases, args, further)
-    if torch.device(args.device).type == "cuda":
-        record.compare([row for row in rows if row.variant != "bus"])
+    judge = script.compare_on_a_gpu(args, "bus")
+    rows = script.collect("offload", __file__, variants, [*steps, *states], args, further, judge=judge)
     for ways in (WAYS, STATE_WAYS):
         ids = [variant.id for variant in ways]
         table.grid("median ms", [row for row in rows if row.variant in ids], "median")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,22 @@ def collect(
     args: argparse.Namespace,
     further: Sequence[str] = (),
     unit: str = "ms",
+    judge: Callable[[list[Row]], None] = lambda rows: None,  # noqa: ARG005
 ) -> list[Row]:
-    """Run the script at `path` as the child of each variant, and return a row for each variant and case."""
+    """Run the script at `path` as the child of each variant, and return a row for each variant and case.
+
+    After each process what there is goes into the result file, which says that it is incomplete: so a run that is
+    killed leaves what it has measured. `judge` compares rows with one another, of the whole and of such a part.
+    """
+
+    def keep(rows: list[Row], incomplete: str) -> None:
+        if args.out:
+            judge(rows)
+            _save(benchmark, rows, variants, args, incomplete)
+
     command = [sys.executable, path, "--device", args.device, "--repeats", str(args.repeats), *further]
     device = torch.device(args.device)
-    return harness.collect(
+    rows = harness.collect(
         benchmark,
         command,
         variants,
@@ -69,7 +80,10 @@ def collect(
         timeout=args.timeout,
         at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
         unit=unit,
+        keep=keep,
     )
+    judge(rows)
+    return rows
 
 
 def finish(benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], args: argparse.Namespace) -> int:
@@ -78,8 +92,28 @@ def finish(benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], arg
     for row in failed:
         print(f"{row.variant} on {row.case}: {row.status}: {row.detail}")
     if args.out:
-        internal = ("out", "only", "child", "timeout")
-        settings: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in internal}
-        settings["variants"] = {variant.id: variant.about for variant in variants}
-        record.save(args.out, record.result_of(benchmark, settings, rows))
+        _save(benchmark, rows, variants, args)
     return 1 if failed else 0
+
+
+def _save(
+    benchmark: str,
+    rows: Sequence[Row],
+    variants: Sequence[Variant],
+    args: argparse.Namespace,
+    incomplete: str | None = None,
+) -> None:
+    internal = ("out", "only", "child", "timeout")
+    settings: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in internal}
+    settings["variants"] = {variant.id: variant.about for variant in variants}
+    record.save(args.out, record.result_of(benchmark, settings, rows, incomplete))
+
+
+def compare_on_a_gpu(args: argparse.Namespace, *left_out: str) -> Callable[[list[Row]], None]:
+    """Return what compares all variants but these, where there is a race: on the CPU `.to()` moves nothing."""
+
+    def judge(rows: list[Row]) -> None:
+        if torch.device(args.device).type == "cuda":
+            record.compare([row for row in rows if row.variant not in left_out])
+
+    return judge

@@ -31,7 +31,7 @@ from typing import Any
 import script
 import torch
 
-from comparison import harness, record, table
+from comparison import harness, table
 from comparison.harness import Outcome, Variant
 
 MIB = 1 << 20
@@ -402,9 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     variants = script.chosen(args.only, VARIANTS)
     further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    rows = script.collect("to_host", __file__, variants, cases, args, further)
-    if torch.device(args.device).type == "cuda":
-        record.compare(rows)
+    judge = script.compare_on_a_gpu(args)
+    rows = script.collect("to_host", __file__, variants, cases, args, further, judge=judge)
     table.grid("median ms until all is on the host (frames: for a batch, there and back)", rows, "median")
     table.grid("GB/s", rows, "gb_per_s")
     table.grid("times as fast as the best rival; on large tensors, the share of the bus", rows, "vs_best_rival")

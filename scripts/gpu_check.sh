@@ -205,7 +205,7 @@ demo() {
 
 doctor() { step doctor doctor 120 "$PYTHON" -m pinstage doctor --plot "$RESULTS/doctor.png"; }
 
-promises() { step promises record_traces 240 "$PYTHON" scripts/record_traces.py --device "$DEVICE" --out "$RESULTS/loops"; }
+promises() { step promises record_traces 400 "$PYTHON" scripts/record_traces.py --device "$DEVICE" --out "$RESULTS/loops"; }
 
 cases() {
   step cases weather_batch 120 "$PYTHON" examples/weather_batch.py --device "$DEVICE" \

@@ -1,9 +1,10 @@
-"""Read the pages for words and turns that a reader would stumble over. `make docs` calls it.
+"""Check the pages and docstrings for words that readers stumble over, and pages for long sentences. For `make docs`.
 
-proselint has the rules of style, without those for typography. What this project words in one way is listed below.
-Code, tables and names in backticks are left out.
+proselint has the rules of style, without those for typography. `INSTEAD` has the words of this project. Code, tables
+and names in backticks are left out.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -15,10 +16,15 @@ from proselint.tools import LintFile
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = sorted((ROOT / "src").rglob("*.py"))
+MOST_WORDS = 42
+"""Of a sentence of a page."""
 
 INSTEAD = {
     r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
+    r"at the most": "at most",
+    r"as ever": "leave it out",
     r"\w+ish to say": "say it",
     r"so as to": "to",
     r"in order to": "to",
@@ -33,31 +39,65 @@ INSTEAD = {
 """Patterns that are not to stand in prose, and what is."""
 
 LEFT_OUT = dict.fromkeys(("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False)
+CODE = r"`+[^`]*`+"
+
+
+def blanked(text: str, *patterns: str) -> str:
+    """Return a text in which the patterns are spaces, its lines at their numbers."""
+    for pattern in patterns:
+        text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.MULTILINE | re.DOTALL)
+    return text
 
 
 def prose(text: str) -> str:
-    """Return a page without code, tables, comments and addresses, its lines at their numbers."""
-    for pattern in (r"^(```|~~~).*?^\1$", r"<!--.*?-->", r"`[^`]*`", r"\]\([^)]*\)", r"^\|.*?$", r"^ {4,}.*?$"):
-        text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.MULTILINE | re.DOTALL)
-    return text
+    """Return a page without code, tables, comments and addresses."""
+    return blanked(text, r"^(```|~~~).*?^\1$", "<!--.*?-->", CODE, r"\]\([^)]*\)", r"^\|.*?$", r"^ {4,}.*?$")
+
+
+def words(text: str, first: int = 1) -> list[tuple[int, str]]:
+    """Return the words of `INSTEAD` in a text whose first line has the given number."""
+    return [
+        (first + text.count("\n", 0, match.start()), f"{match[0]!r}: {instead}")
+        for pattern, instead in INSTEAD.items()
+        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+    ]
+
+
+def long_sentences(page: str) -> list[tuple[int, str]]:
+    """Return the sentences of a page that have too many words; what stands in backticks counts as one."""
+    text = re.sub(
+        CODE, lambda found: "x" * len(found[0]), blanked(page, r"^(```|~~~).*?^\1$", "<!--.*?-->", r"^\|.*?$")
+    )
+    found = []
+    for match in re.finditer(r"\S(?:(?!(?<=[.:!?])\s|\n\n|\n *(?:- |\d\. )).)*", text, re.DOTALL):
+        count = len(match[0].split())
+        if count > MOST_WORDS:
+            found.append((1 + text.count("\n", 0, match.start()), f"a sentence of {count} words: two or three"))
+    return found
 
 
 def findings(page: Path) -> list[str]:
     """Return what is wrong with a page, a line each."""
     text = prose(page.read_text())
     name = page.relative_to(ROOT)
-    found = [
-        (text.count("\n", 0, match.start()) + 1, f"{match[0]!r}: {instead}")
-        for pattern, instead in INSTEAD.items()
-        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
-    ]
     result = LintFile(str(name), text).lint({"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT})
+    found = words(text) + long_sentences(page.read_text())
     found += [(item.pos[0], item.check_result.message) for item in result]
     return [f"{name}:{line}: {message}" for line, message in sorted(found)]
+
+
+def findings_in_docstrings(module: Path) -> list[str]:
+    """Return the words of `INSTEAD` in a module's docstrings, a line each."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found += words(blanked(node.value.value, CODE, r"^ +\w+:"), node.lineno)
+    return [f"{module.relative_to(ROOT)}:{line}: {message}" for line, message in sorted(found)]
 
 
 if __name__ == "__main__":
     CheckRegistry().register_many(checks)
     wrong = [line for page in PAGES for line in findings(page)]
+    wrong += [line for module in MODULES for line in findings_in_docstrings(module)]
     sys.stderr.write("".join(f"{line}\n" for line in wrong))
     sys.exit(bool(wrong))

@@ -3,9 +3,12 @@
 import concurrent.futures
 import contextlib
 import ctypes
+import faulthandler
+import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +139,26 @@ class ManualEvent:
         if self.error is not None:
             raise self.error
         assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
+
+
+def in_child(claim: Callable[[], object]) -> int:
+    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        status = 1
+        try:
+            status = 0 if claim() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
 def shared_files() -> set[int]:

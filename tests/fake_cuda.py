@@ -4,7 +4,8 @@
 
 import mmap
 import types
-from pathlib import Path
+
+from doubles import is_mapped
 
 from pinstage._memory import _pages as pages
 
@@ -126,8 +127,3 @@ class FakeCuda:
 
     def names(self):
         return [call[0] for call in self.calls if call[0].startswith("cudaHost") or call[0] == "cudaFreeHost"]
-
-
-def is_mapped(address):
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)

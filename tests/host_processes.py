@@ -61,11 +61,11 @@ class Truth:
         return self.held() > cap and (time.sleep(0.2) or self.held() > cap)
 
 
-class TruthfulMemory(ps.PageableMemory):
-    """Memory whose bytes stand in the file."""
+class Truthful:
+    """Makes a kind of memory one whose bytes stand in the file."""
 
-    def __init__(self, truth, place, cap):
-        super().__init__()
+    def __init__(self, truth, place, cap, *arguments):
+        super().__init__(*arguments)
         self._truth, self._place, self._cap = truth, place, cap
         self.excesses = 0
         truth.begin(place)
@@ -73,11 +73,17 @@ class TruthfulMemory(ps.PageableMemory):
     def allocate(self, nbytes):
         self._truth.add(self._place, nbytes)
         self.excesses += self._truth.exceeds(self._cap)
-        return super().allocate(nbytes)
+        block = super().allocate(nbytes)
+        self._truth.add(self._place, block.nbytes - nbytes)
+        return block
 
     def deallocate(self, block):
         super().deallocate(block)
         self._truth.add(self._place, -block.nbytes)
+
+
+class TruthfulMemory(Truthful, ps.PageableMemory):
+    pass
 
 
 def say(**what):

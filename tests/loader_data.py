@@ -340,3 +340,20 @@ def same(found, expected):
     if isinstance(expected, Graph):
         return same(vars(found), vars(expected))
     return found == expected
+
+
+# -- what stays on the host --------------------------------------------------------------------------------------------
+
+KEPT_PATHS = ["['lengths']", "['more'][0]"]
+
+
+def sample_of_which_some_stays(index):
+    return {
+        "values": torch.full((3, 4), float(index)),
+        "lengths": torch.arange(index, index + 5),
+        "more": [torch.full((2,), index), torch.full((6,), -index), index],
+    }
+
+
+def is_kept(path, leaf):
+    return path in KEPT_PATHS and isinstance(leaf, torch.Tensor) and int(leaf.flatten()[0]) >= 0

@@ -4,8 +4,10 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,57 @@ def test_processes_at_a_time_give_the_rows_of_processes_in_turn(tmp_path):
         "test", [sys.executable, str(script)], variants, [Size("1B", 1)], device=CPU, at_once=3, rounds=2, unit="s"
     )
     assert [(row.variant, row.median, row.repeats) for row in rows] == [(str(n), float(n), 2) for n in range(1, 6)]
+
+
+def test_rows_are_kept_after_each_process_but_the_last(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(EMIT)
+    variants = [Variant(name, print, "") for name in "ab"]
+    kept = []
+    rows = harness.collect(
+        "test",
+        [sys.executable, str(script)],
+        variants,
+        [Size("1B", 1)],
+        device=CPU,
+        rounds=2,
+        keep=lambda rows, said: kept.append((said, [(row.variant, row.repeats) for row in rows])),
+    )
+    assert kept == [
+        ("1 of 4 processes", [("a", 1)]),
+        ("2 of 4 processes", [("a", 1), ("b", 1)]),
+        ("3 of 4 processes", [("a", 1), ("b", 2)]),
+    ]
+    assert [(row.variant, row.repeats) for row in rows] == [("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    "script", [("comparison", "--only", "to,pinstage,pinstage_ring,pinstage_lease"), ("pool_latency.py",)]
+)
+def test_a_run_that_is_killed_leaves_what_it_had_measured_in_a_file_that_says_so(tmp_path, script):
+    out = tmp_path / "killed.json"
+    whole = [sys.executable, str(ROOT / "benchmarks" / script[0]), *script[1:]]
+    whole += ["--smoke", "--device", "cpu", "--rounds", "3", "--out", str(out)]
+    with subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:
+        try:
+            began = time.monotonic()
+            while not out.exists() and run.poll() is None and time.monotonic() - began < 100:
+                time.sleep(0.02)
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+
+    result = json.loads(out.read_text())
+    check_schema(result)
+    assert re.fullmatch(r"\d+ of (12|15) processes", result["incomplete"])
+    assert {row["status"] for row in result["rows"]} <= {"ok", "needs CUDA"}
+    assert result["rows"]
+
+
+def test_a_file_that_is_incomplete_is_shown_with_a_word_about_it(tmp_path, capsys):
+    part = record.result_of("staging", {}, [a_row("to", "a", 4.0)], "9 of 28 processes")
+    record.save(tmp_path / "part.json", json.loads(json.dumps(part)))
+    assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
+    assert "part.json is incomplete: 9 of 28 processes" in capsys.readouterr().err
 
 
 def test_a_variant_that_hangs_is_ended(tmp_path):

@@ -21,6 +21,8 @@ from trace_maker import TraceMaker
 
 from pinstage.inspect._trace import html, trace_report
 
+pytestmark = pytest.mark.timeout(500)  # a browser on a loaded machine
+
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 DARK = "--blink-settings=preferredColorScheme=0"
@@ -46,7 +48,7 @@ def site(tmp_path_factory):
         missing("mkdocs is not installed: make docs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -74,19 +76,22 @@ MEASURE = """
 <body><pre id="found"></pre><script>
 const pages = PAGES, found = [];
 (async () => {
-  for (const width of [1280, 390]) for (const page of pages) {
+  for (const page of pages) {
     const frame = document.createElement("iframe");
-    Object.assign(frame.style, {width: width + "px", height: "2000px"});
+    Object.assign(frame.style, {width: "1280px", height: "2000px"});
     frame.src = page;
     document.body.append(frame);
     await new Promise(done => frame.onload = done);
-    await new Promise(done => setTimeout(done, 100));
-    const root = frame.contentDocument.documentElement;
-    const tables = [...root.querySelectorAll(".md-typeset__scrollwrap")].filter(t => !t.closest("details"));
-    const pictures = [...root.querySelectorAll(".md-typeset img")];
-    found.push([page, width, root.scrollWidth, root.querySelectorAll("h1").length,
-      tables.filter(t => t.scrollWidth > t.clientWidth + 1).map(t => t.innerText.slice(0, 60)),
-      pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src)]);
+    for (const width of [1280, 390]) {
+      frame.style.width = width + "px";
+      await new Promise(done => setTimeout(done, 300));
+      const root = frame.contentDocument.documentElement;
+      const tables = [...root.querySelectorAll(".md-typeset__scrollwrap")].filter(t => !t.closest("details"));
+      const pictures = [...root.querySelectorAll(".md-typeset img")];
+      found.push([page, width, root.scrollWidth, root.querySelectorAll("h1").length,
+        tables.filter(t => t.scrollWidth > t.clientWidth + 1).map(t => t.innerText.slice(0, 60)),
+        pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src)]);
+    }
     frame.remove();
   }
   document.getElementById("found").textContent = JSON.stringify(found);
@@ -103,13 +108,13 @@ def test_no_page_or_table_or_picture_is_wider_than_a_desk_s_or_a_telephone_s_scr
         the_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
         "--virtual-time-budget=90000", f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
     (site / "measure.html").unlink()
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
     assert len(found) == 2 * len(pages)
-    for page, width, reach, headings, tables, pictures in found:
-        assert headings == 1, page  # it was there
-        assert (reach <= width, tables, pictures) == (True, [], []), (page, width)
+    assert [page for page, _, _, headings, _, _ in found if headings != 1] == []  # they were there
+    too_wide = [row for row in found if row[2] > row[1] or row[4] or row[5]]
+    assert too_wide == []
 
 
 class Assets(HTMLParser):
@@ -138,7 +143,7 @@ def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
                 assert (page.parent / re.split("[?#]", asset)[0]).is_file(), (page, asset)
 
 
-@pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference"])
+@pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference", "reference/stager"])
 def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, page):
     path = site / page / "index.html"
     light, dark = screenshot(path), screenshot(path, DARK)

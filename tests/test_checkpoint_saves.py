@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_states import adam_state, difference, digest
-from doubles import wait_until
+from doubles import outcome, stays_blocked, wait_until
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint import _async_process_executor as processes
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,7 +25,7 @@ from torchrun import torchrun
 
 import pinstage as ps
 from pinstage.checkpoint import PoolStager
-from pinstage.errors import BudgetExceededError, StagingError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
@@ -305,6 +305,42 @@ def test_a_writer_in_another_process_refuses_to_write_in_waves(tmp_path, stager)
     )
     with pytest.raises(StagingError, match="larger than the pool was read too early: 120000 bytes; save in a thread"):
         saving.result()
+
+
+class Gated(dcp.FileSystemWriter):
+    """Writes when it is let."""
+
+    def __init__(self, path, gate):
+        super().__init__(path)
+        self.gate = gate
+
+    def write_data(self, plan, planner):
+        assert self.gate.wait(60)
+        return super().write_data(plan, planner)
+
+
+def test_with_hold_step_training_goes_on_beside_waves_and_the_next_step_waits(tmp_path, background):
+    parameters = [torch.nn.Parameter(torch.full((300_000,), float(i))) for i in range(20)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    mean = torch.zeros(100)  # as forward changes it
+    state = {f"p{i}": parameter.detach() for i, parameter in enumerate(parameters)} | {"mean": mean}
+    at_the_call = digest(state)
+    gate = threading.Event()
+    with PoolStager(max_bytes="8MiB", hold="step", timeout=0) as stager:
+        writer = stager.in_waves(Gated(tmp_path, gate))
+        saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+        mean.add_(1)
+        step = background(optimizer.step)
+        assert stays_blocked(step)
+        with pytest.raises(AcquireTimeoutError, match=r"still being written after 0 s"):
+            stager.stage(state)
+        gate.set()
+        outcome(step)
+        saving.result()
+        assert digest(state) != at_the_call == digest(read_back(tmp_path, state))
+        assert settled(stager.pool).peak_held_bytes <= 8 << 20
 
 
 # -- what is in shards -------------------------------------------------------------------------------------------------

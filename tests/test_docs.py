@@ -33,6 +33,7 @@ RUN_ELSEWHERE = {
 }
 RUN_ELSEWHERE |= {f"frameworks/{path.name}": "frameworks/test_pages.py" for path in (DOCS / "frameworks").glob("*.md")}
 GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
+REFERENCE = sorted(path for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
 RUN_FROM_TOP_TO_BOTTOM = [
     "quickstart.md",
     "tutorial.md",
@@ -40,6 +41,7 @@ RUN_FROM_TOP_TO_BOTTOM = [
     "metrics.md",
     "performance.md",
     *sorted(GUIDES - RUN_ELSEWHERE.keys()),
+    *(f"reference/{path.name}" for path in REFERENCE),
 ]
 SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -146,16 +148,50 @@ def test_every_error_has_its_section():
     assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == error_names()
 
 
-BESIDE = {"memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector"}
-"""Public names of modules that `import pinstage` does not load."""
+BESIDE = {
+    *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
+    *("checkpoint.PoolStager", "offload.save_on_cpu", "offload.OffloadStats"),
+    *("offload.optimizer_state", "offload.OffloadedState"),
+}
+"""Public names that are not in `pinstage.__all__`."""
+MADE_BY_CALLS = {
+    "HostShare",
+    "HostTransfer",
+    "Lease",
+    "LoaderStats",
+    "PoolStats",
+    "Prefetcher",
+    "StagerStats",
+    "Transfer",
+}
 
 
-def test_every_public_name_is_on_the_reference_page():
-    shown = set(re.findall(r"^::: pinstage\.([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE))
+def names_of(page):
+    """The names that a page of the reference describes."""
+    return re.findall(r"^::: pinstage\.([\w.]+)$", page.read_text(), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference_once():
+    shown = [name for page in REFERENCE for name in names_of(page)]
+    assert len(shown) == len(set(shown))
     elsewhere = {name for name in shown if name.startswith("_")}  # types of the calls that are public
-    of_rooms = {"inspect", "offload", "checkpoint.PoolStager", *BESIDE}
-    assert shown - elsewhere == {*pinstage.__all__, *(f"errors.{name}" for name in error_names()), *of_rooms}
+    assert set(shown) - elsewhere == {*pinstage.__all__, *(f"errors.{name}" for name in error_names()), *BESIDE}
     assert all(isinstance(operator.attrgetter(name)(pinstage), type) for name in elsewhere)
+
+
+@pytest.mark.parametrize("name", pinstage.__all__)
+def test_every_public_name_has_a_page_of_its_own_with_an_example(name):
+    [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name}\n")]
+    assert names_of(page)[0] == name
+    [example] = python_blocks(page)
+    assert name in example or name in MADE_BY_CALLS
+
+
+def test_the_overview_of_the_reference_and_the_site_s_menu_have_every_page_of_it():
+    overview, menu = (DOCS / "reference" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in REFERENCE:
+        assert f"]({page.name})" in overview, page
+        assert f"reference/{page.name}" in menu, page
 
 
 @pytest.fixture(scope="module")

@@ -139,27 +139,6 @@ def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
     assert remedy == 'release leases, trim() idle slabs, or pass max_bytes="1KiB"'
 
 
-def test_a_request_that_waited_in_vain_says_so_with_the_numbers(busy_pool):
-    with pytest.raises(TimeoutError) as caught:
-        busy_pool.acquire(600, timeout=0)
-    remedy = check(
-        caught.value, requested_bytes=600, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
-    )
-    assert type(caught.value) is AcquireTimeoutError
-    assert "release leases sooner" in remedy
-
-
-def test_a_frozen_pool_says_so_with_the_numbers(busy_pool):
-    busy_pool.freeze()
-    with pytest.raises(RuntimeError) as caught:
-        busy_pool.acquire(600)
-    remedy = check(
-        caught.value, requested_bytes=600, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
-    )
-    assert type(caught.value) is PoolFrozenError
-    assert remedy == "reserve() all that is needed before freeze()"
-
-
 @pytest.mark.parametrize(
     "verb",
     [

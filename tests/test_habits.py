@@ -121,6 +121,7 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "max_bytes",
         "owner",
         "depth",
+        "keep",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [

@@ -279,7 +279,7 @@ def test_a_copy_is_counted_for_each_place_and_none_for_empty_leaves():
 
 def test_staging_takes_packing_and_the_copy_and_at_least_what_pinstage_takes(no_kept_costs):
     small, large = ps.audit([torch.zeros(5)] * 3, bus=BUS).slab, ps.audit(torch.zeros(1 << 24), bus=BUS).slab
-    assert small.seconds == approx(REFERENCE.total_seconds(1, 20, BUS.pinned_bytes_per_second), rel=0.01)
+    assert small.seconds == approx(REFERENCE.seconds(1, 20, BUS.pinned_bytes_per_second), rel=0.01)
     assert large.seconds >= large.pack_seconds + BUS.seconds(1 << 26, pinned=True)
 
 

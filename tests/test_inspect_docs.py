@@ -69,13 +69,12 @@ def test_the_trace_page_shows_what_the_command_prints_of_the_example(capsys):
 
 def test_the_model_s_figures_are_those_of_the_page():
     from pinstage.inspect._cost import KEPT, REFERENCE
-    from pinstage.inspect._trace import _model
+    from pinstage.inspect._trace import _analysis, _model
 
     page = " ".join((DOCS / "trace.md").read_text().split())
     assert f"{REFERENCE.fixed_seconds * 1e6:.0f} us, {REFERENCE.leaf_seconds * 1e6:.1f} us for each leaf" in page
-    assert f"its bytes at {REFERENCE.slab_bytes_per_second / 1e9:.0f} GB/s" in page
-    profiler = f"operator takes {REFERENCE.op_seconds * 1e6:.2f} us longer, and each call of CUDA"
-    assert f"{profiler} {REFERENCE.call_seconds * 1e6:.1f} us" in page
+    assert f"its bytes at {REFERENCE.bytes_per_second / 1e9:.0f} GB/s" in page
+    assert f"cost {_analysis.OP_UNITS} times that time, and a call of CUDA {_analysis.CALL_UNITS} times" in page
     for most, least in (_model._PROFILER_SPREAD, _model._COST_SPREAD):
         assert f"{least:g} to {most:g} times as much" in page
     assert KEPT in page

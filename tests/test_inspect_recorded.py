@@ -62,30 +62,49 @@ def test_the_step_without_the_profiler_is_estimated_within_an_eighth():
         assert found.real_seconds == pytest.approx(ABOUT["step_seconds_without_profiler"][name], rel=0.15)
 
 
-LOOPS = TRACES / "loops"
-
-
-@pytest.mark.skipif(not (LOOPS / "loops.json").exists(), reason="not recorded: scripts/record_traces.py, on a GPU")
 def test_every_recorded_loop_saves_what_was_promised():
-    rows, missed = record_traces.check(LOOPS)
-    assert len(rows) >= 2 + 10
-    assert sum("(kept out)" in row for row in rows) >= 2
+    """With the time of a step without the profiler. One loop's own rounds differ too much for any promise."""
+    rows, missed = record_traces.check(TRACES / "loops")
     assert not missed, "\n".join(rows)
+    found = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in rows[2:]}
+    assert {name for name, cells in found.items() if cells[5] != "yes"} == {"workers-small-leaves"}
+    assert sum("(kept out)" in name for name in found) == 2
+    assert len(found) == 12
+
+
+def test_a_trace_alone_promises_a_range_that_the_saving_is_in_or_near():
+    about = json.loads((TRACES / "loops" / "loops.json").read_text())["loops"]
+    inside = 0
+    for name, found in about.items():
+        packing = trace_report(TRACES / "loops" / f"{name}.json.gz").worst.packing
+        saved = found["own_seconds"] - found["pinstage_seconds"]
+        noise = max(0.2 * abs(saved), 0.2e-3, found["own_spread"] / 2, found["pinstage_spread"] / 2)
+        assert packing.least_saved_seconds - noise <= max(saved, 0) <= packing.most_saved_seconds + noise, name
+        inside += packing.least_saved_seconds <= max(saved, 0) <= packing.most_saved_seconds
+    assert inside == 9
 
 
 def test_the_recording_of_loops_works_in_small(tmp_path):
     command = [sys.executable, SCRIPT, "--out", tmp_path, "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     for loop in record_traces.LOOPS:
         assert f"| {loop.name}" in done.stdout
         assert (tmp_path / f"{loop.name}.json.gz").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize(("own", "kept"), [(2.0e-3, True), (2.3e-3, False), (1.2e-3, False)])
-def test_the_check_of_recorded_loops_fails_where_a_promise_is_not_kept(tmp_path, own, kept):
+@pytest.mark.parametrize(
+    ("own", "spread", "found"),
+    [(1.7e-3, 0, "yes"), (2.3e-3, 0, "**no**"), (1.2e-3, 0, "**no**"), (2.3e-3, 2e-3, "not decided")],
+)
+def test_the_check_of_recorded_loops_fails_where_a_promise_is_not_kept(tmp_path, own, spread, found):
+    """The promise for a step of 1.7 ms is 0.55 ms, of 2.3 ms it is 1.0, and of 1.2 it is 0.2."""
+    saved = {1.7e-3: 0.6e-3, 2.3e-3: 0.4e-3, 1.2e-3: 0.9e-3}[own]
     (tmp_path / "naive.json.gz").write_bytes((TRACES / "naive.json.gz").read_bytes())
-    loop = {"own_seconds": own, "pinstage_seconds": 1.1e-3, "kept_out": False}
+    loop = {"own_seconds": own, "pinstage_seconds": own - saved, "kept_out": False}
+    loop |= {"own_spread": spread, "pinstage_spread": 0}
     cost = dataclasses.asdict(REFERENCE)
     (tmp_path / "loops.json").write_text(json.dumps({"cost": cost, "loops": {"naive": loop}}))
-    assert record_traces.check(tmp_path)[1] == ([] if kept else ["naive"])
+    rows, missed = record_traces.check(tmp_path)
+    assert rows[-1].split("|")[5].strip() == found, rows[-1]
+    assert missed == (["naive"] if found == "**no**" else [])

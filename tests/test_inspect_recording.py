@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from pinstage import _cli
@@ -14,7 +13,6 @@ from pinstage.inspect._trace._stream import TraceFile
 PAGE = (Path(__file__).parents[1] / "docs" / "trace.md").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")  # torch 2.11, in any case
 def test_the_recording_of_the_docs_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -66,6 +66,7 @@ def test_a_pool_that_does_not_answer_shows_what_the_ledger_has():
     assert "process 4711 does not answer, so it gives nothing back: is it stopped?" in text
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
     main, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
@@ -76,7 +77,10 @@ def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
         while shown.count(b"job7") < 2:
             shown += os.read(main, 1 << 16)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     os.close(main)
     assert "─" in shown.decode(errors="replace")
 

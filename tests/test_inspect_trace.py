@@ -11,11 +11,13 @@ from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
 from pinstage.inspect import Bus, TraceError
 from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
-from pinstage.inspect._trace import _stream, html, sections, trace_report
+from pinstage.inspect._trace import _analysis, _stream, html, sections, trace_report
 
 pytestmark = pytest.mark.usefixtures("no_kept_costs")
 
 US = 1e-6
+ADDED = (_analysis.OP_UNITS + _analysis.CALL_UNITS) * _analysis._UNIT_SECONDS
+"""By the profiler, to an operator with a call of CUDA in it, where the trace has no measure of it."""
 approx = pytest.approx
 
 
@@ -49,7 +51,7 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
     found = {(group.direction, group.kind): group for group in analysis(trace).groups}
     assert set(found) == {("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device")}
     pageable = found["HtoD", "pageable"]
-    assert (pageable.copies, pageable.nbytes, pageable.median_bytes, pageable.largest_bytes) == (2, 4000, 2000, 3000)
+    assert (pageable.copies, pageable.nbytes, pageable.median_bytes) == (2, 4000, 2000)
     assert pageable.seconds == approx(20 * US)
     assert pageable.bytes_per_second == approx(4000 / (20 * US))
     assert found["HtoD", "pinned"].copies == 1
@@ -169,7 +171,6 @@ def test_a_stall_is_staging_without_a_kernel(analysis):
     assert step.staging_seconds == approx(50 * US)  # the operator until 40, the copy until 50
     assert step.stall_seconds == approx(15 * US)
     assert step.copy_seconds == approx(20 * US)
-    assert step.exposed_seconds == approx(15 * US)
 
 
 def test_a_copy_belongs_to_the_step_that_asked_for_it(analysis):
@@ -219,13 +220,13 @@ def waiting_loop(**options):
 
 def test_a_loop_that_waits_for_the_gpu_saves_what_staging_takes_less_without_the_profiler(report):
     packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).worst.packing
-    added = 700 * (REFERENCE.op_seconds + REFERENCE.call_seconds)
+    added = 700 * ADDED
     assert packing.waits_for_device
     assert (packing.leaves, packing.nbytes) == (700, 700 * 4096)
     assert (packing.step_seconds, packing.kernel_seconds) == (approx(16e-3), approx(2e-3))
     assert packing.stall_seconds == approx(14e-3)
     assert packing.real_staging_seconds == approx(14e-3 - added, rel=1e-3)
-    assert packing.packed_seconds == approx(52e-6 + 700 * 0.9e-6 + 700 * 4096 / 32e9)
+    assert packing.packed_seconds == approx(250e-6 + 700 * 0.7e-6 + 700 * 4096 / 42e9)
     assert packing.saved_seconds == approx(14e-3 - added - packing.packed_seconds, rel=1e-3)
     assert packing.least_saved_seconds < packing.saved_seconds < packing.most_saved_seconds
     assert packing.speedup == approx(packing.real_seconds / (packing.real_seconds - packing.saved_seconds))
@@ -238,7 +239,7 @@ def test_many_small_calls_cost_the_profiler_and_that_is_no_saving(report):
         for index in range(100 * 30):
             many.op("aten::empty", step * 4000 + index * 2000 / 3000, 0.1)
     few, many = (report(trace).worst.packing for trace in (few, many))
-    assert few.saved_seconds > 1.5e-3
+    assert few.saved_seconds > 1.3e-3
     assert many.saved_seconds < few.saved_seconds - 1.2e-3
 
 
@@ -251,6 +252,41 @@ def test_the_step_that_is_given_says_what_the_profiler_cost(report):
     loose = report(trace).worst.packing
     width = loose.most_saved_seconds - loose.least_saved_seconds
     assert given.most_saved_seconds - given.least_saved_seconds < width
+
+
+def test_what_the_profiler_cannot_explain_of_a_given_step_is_the_pace_of_the_host(report):
+    """As a loop of a large copy that takes 4 ms, and took 8 when it was traced."""
+    trace = TraceMaker()
+    for number in range(4):
+        start = number * 9000
+        trace.step(number, start, 9000).op("aten::to", start, 8000)
+        trace.copy(start + 10, 7900, 32 << 20, asked=start + 5, call_lasts=7900)
+        trace.kernel(start + 8000, 1000).call("cudaStreamSynchronize", start + 8001, 999)
+    found = report(trace, step_seconds=5e-3).worst.packing
+    assert found.real_staging_seconds == approx(4e-3, rel=0.01)
+    assert found.saved_seconds == approx(4e-3 - found.packed_seconds, rel=0.01)
+
+
+def test_the_profiler_s_cost_is_measured_by_the_trace_itself(report):
+    def trace(unit_us):
+        found = TraceMaker()
+        for number in range(4):
+            start = number * 3000
+            found.step(number, start, 3000).kernel(start + 2000, 1000)
+            for leaf in range(100):
+                at = start + leaf * 20
+                found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(at + 9, 2, 64, asked=at + 8)
+        return report(found).worst
+
+    quick, slow = trace(0.2), trace(0.8)
+    assert slow.analysis.op_seconds == approx(_analysis.OP_UNITS * 0.8 * US, rel=0.01)
+    assert quick.analysis.call_seconds == approx(_analysis.CALL_UNITS * 0.2 * US, rel=0.01)
+    assert slow.packing.real_seconds < quick.packing.real_seconds
+
+
+def test_gaps_within_a_run_of_kernels_cannot_be_saved(analysis):
+    run = TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20).op("aten::to", 90, 5)
+    assert analysis(run).steps[0].kernel_seconds == approx(62 * US)
 
 
 def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
@@ -276,15 +312,23 @@ def test_a_loop_that_is_bound_by_its_model_saves_nothing_and_is_told_so_first(re
 
 def test_of_overlapped_copies_the_host_s_part_can_be_saved_down_to_the_kernels(report):
     packing = report(loop_ahead(host_us=3000, kernel_us=50)).worst.packing
-    added = 100 * (REFERENCE.op_seconds + REFERENCE.call_seconds)
-    assert packing.saved_seconds == approx(3e-3 - added - REFERENCE.host_seconds(100, 6400), rel=0.01)
+    added = 100 * ADDED
+    assert packing.saved_seconds == approx(3e-3 - added - REFERENCE.seconds(100, 6400, 55e9), rel=0.01)
     bound = report(loop_ahead(host_us=3000, kernel_us=2000)).worst.packing
     assert bound.saved_seconds == approx(3.1e-3 - added - 2e-3, rel=0.01)
 
 
 def test_the_promise_errs_on_the_low_side_of_what_is_uncertain(report):
-    verdict = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400)).worst.verdict
-    assert re.search(r"and save up to [\d.]+ us, perhaps nothing\.$", verdict), verdict
+    verdict = report(waiting_loop(leaves=40, leaf_us=12, kernel_us=400)).worst.verdict
+    assert re.search(r"and save up to [\d.]+ us, perhaps nothing\. The profiler's own time makes", verdict), verdict
+
+
+def test_a_loop_that_stages_faster_than_one_slab_is_told_to_stay(report):
+    worst = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400)).worst
+    assert worst.packing.saved_seconds == 0
+    assert worst.verdict.endswith(
+        "One slab would take about 256 us to stage, longer than this, 73.0 us: leave it as it is."
+    )
 
 
 def test_a_batch_that_pinstage_staged_is_told_that_it_is_one_slab(report):
@@ -301,7 +345,7 @@ def test_a_batch_that_pinstage_staged_is_told_that_it_is_one_slab(report):
 def test_the_bus_that_is_given_counts(report):
     slow = Bus.of_figures(pageable=1, pinned=2, call=0)
     packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).worst.packing
-    assert packing.packed_seconds == approx(52e-6 + 50 * 0.9e-6 + 50 * (1 << 20) / 2e9)
+    assert packing.packed_seconds == approx(250e-6 + 50 * 0.7e-6 + 50 * (1 << 20) / 2e9)
     assert "as given: 1 GB/s pageable" in " ".join(packing.assumptions)
 
 
@@ -326,10 +370,10 @@ def test_else_the_bus_is_what_such_gpus_have(report, name, rate):
 def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report):
     worst = report(waiting_loop(leaves=700)).worst
     assert worst.verdict == (
-        "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.3 ms without the "
+        "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.1 ms without the "
         "profiler. The GPU stands still for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
-        "a step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 772 us to "
-        "stage, where this takes about 12.3 ms, and save 10.1 ms to 12.3 ms of a step: 3.4 to 7.2 times as fast."
+        "a step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
+        "stage, where this takes about 12.1 ms, and save 10.2 ms to 12.1 ms of a step: 4.1 to 5.6 times as fast."
     )
 
 
@@ -341,7 +385,7 @@ def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(rep
             start + 100, 50, 1 << 20, kind="Pinned", asked=start + 20
         )
     verdict = report(trace).worst.verdict
-    assert verdict.startswith("The GPU is at work for 100% of a step: staging cannot save more than 0 of 999 us")
+    assert verdict.startswith("The GPU is at work for 100% of a step: staging cannot save more than 0 of 1.00 ms")
     assert "Staging holds the GPU up for 0% of a step only: 1 host-to-device copy a step" in verdict
     assert "100% of their time behind kernels" in verdict
     assert verdict.endswith("Packing them into one slab would change nothing worth having.")
@@ -403,7 +447,7 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
 def test_downloads_get_a_verdict_of_their_own(report):
     worst = report(downloading_loop(100)).worst
     found = worst.downloads
-    added = 100 * (REFERENCE.op_seconds + REFERENCE.call_seconds)
+    added = 100 * ADDED
     assert (found.copies, found.nbytes, found.seconds) == (100, 400, approx(2e-3))
     assert found.saved_seconds == approx(2e-3 - added - 60e-6 - 100 * 1.5e-6)
     assert worst.download_verdict.startswith("Downloads (.item(), .cpu()): 100 device-to-host copies a step, 400 B")
@@ -597,15 +641,6 @@ def test_only_complete_events_count(analysis):
     (event,) = trace.events
     trace.events += [event | {"ph": phase} for phase in "iBEbf"]
     assert analysis(trace).sum_of("copies") == 1
-
-
-def test_categories_of_old_profilers_are_known(analysis):
-    trace = TraceMaker()
-    trace.add("Memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 10, bytes=64, device=0)
-    trace.add("Kernel", "gemm", 20, 5, device=0).add("Runtime", "cudaStreamSynchronize", 0, 3)
-    found = analysis(trace)
-    assert found.sum_of("copies") == 1
-    assert found.calls[0].name == "cudaStreamSynchronize"
 
 
 def test_progress_is_told_in_bytes_of_the_file(tmp_path):

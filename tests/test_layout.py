@@ -206,6 +206,19 @@ def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
     assert Layout.of(tensor).nbytes < tensor.numel() * 4 + ALIGNMENT
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(1).byte().expand(2**60), torch.zeros(1).byte().expand(2**63 - 2**10)],
+        [torch.zeros(0).as_strided((0, 2**40, 2**40), (0, 0, 0))],
+    ],
+    ids=["bytes", "steps of nothing"],
+)
+def test_a_batch_with_more_than_can_be_counted_is_an_error(tensors):
+    with pytest.raises(OverflowError):
+        Layout.of(tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_lazy_conjugation_and_negation_are_carried_out(dtype):
     z = torch.randn(3, 4, dtype=dtype)

@@ -415,4 +415,4 @@ def test_structures_that_come_again_are_known_by_number_and_no_more_of_them_than
     for index, batch in enumerate(iterator):
         assert same(batch, dataset[index])
     # The second half brought none that was not known.
-    assert len(iterator._server.known) == min(kinds, LOOKS_KNOWN)
+    assert len(iterator._broker.known) == min(kinds, LOOKS_KNOWN)

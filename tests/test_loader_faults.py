@@ -24,7 +24,7 @@ import torch
 from doubles import PATIENCE_SECONDS, Background, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
-from pinstage._loader._server import LEAKED
+from pinstage._loader._broker import LEAKED
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
 
@@ -45,7 +45,7 @@ def resources():
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:pinstage"),
         "children": len([pid for pid in children if not is_helper(pid)]),
-        "threads": len([thing for thing in list(running) if type(thing).__name__ in ("SlabServer", "Ending")]),
+        "threads": len([thing for thing in list(running) if type(thing).__name__ in ("SlabBroker", "Ending")]),
     }
 
 
@@ -344,13 +344,13 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_ends_the_pass():
 
 
 def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
-    def no_answer(server):
+    def no_answer(broker):
         raise OSError("the device is gone")
 
     loader = make()
     iterator = iter(loader)
     next(iterator)
-    monkeypatch.setattr("pinstage._loader._server.SlabServer._sweep", no_answer)
+    monkeypatch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
     with pytest.raises(OSError, match="the device is gone"):
         list(iterator)
     with pytest.raises(OSError, match="the device is gone"):
@@ -401,7 +401,7 @@ def test_no_thread_is_left_when_the_interpreter_ends():
         loader = ps.DataLoader(torch.arange(1000), 2, num_workers=2, device="cpu", depth=100)
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
-        assert "SlabServer" in names()
+        assert "SlabBroker" in names()
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -604,24 +604,30 @@ def test_a_slow_consumer_makes_workers_wait():
     loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
     iterator = iter(loader)
     first = next(iterator)
-    starved = iterator._server._starved
+    starved = iterator._broker._starved
     wait_until(lambda: len(starved) == 2)  # both have filled what they have
-    assert "0 are being copied" in iterator._server.waiting()
+    assert "0 are being copied" in iterator._broker.waiting()
     assert int(first[0, 0]) == 0
     assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
     assert loader.stats().fallback_batches == 0
     assert loader.stats().slab_wait_seconds > 0
 
 
-def test_a_timeout_says_who_holds_the_slabs(monkeypatch):
-    events = []
+@pytest.fixture
+def copies(monkeypatch):
+    """The events of all copies, which are done when the test says so."""
+    found = []
 
     def record(target):
-        events.append(ManualEvent())
-        return events[-1]
+        found.append(ManualEvent())
+        return found[-1]
 
     monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_copies", record)
     monkeypatch.setattr("pinstage._staging._device.CpuTarget.hand_over", lambda *_: None)
+    return found
+
+
+def test_a_timeout_says_who_holds_the_slabs(copies):
     loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
     iterator = iter(loader)
     next(iterator)
@@ -631,14 +637,14 @@ def test_a_timeout_says_who_holds_the_slabs(monkeypatch):
     with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
         next(iterator)
     del iterator
-    wait_until(lambda: [event.finish() for event in events] and all_back(loader))  # perhaps one more was sent
+    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))  # perhaps one more was sent
 
 
 def test_workers_that_wait_end_with_the_iterator():
     loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
     iterator = iter(loader)
     next(iterator)
-    starved = iterator._server._starved
+    starved = iterator._broker._starved
     wait_until(lambda: len(starved) == 2)
     workers = iterator._workers
     del iterator
@@ -695,7 +701,7 @@ def test_workers_end_when_the_main_process_is_killed():
         loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
         iterator = iter(loader)
         next(iterator)
-        while not iterator._server._starved:
+        while not iterator._broker._starved:
             pass
         print(iterator._workers[0].pid, flush=True)
         os.kill(os.getpid(), 9)
@@ -743,11 +749,11 @@ def test_interrupting_the_whole_group_ends_all_of_it():
 def test_a_forked_child_may_drop_everything_whatever_the_threads_did_at_the_time():
     iterator = [iter(make())]
     next(iterator[0])
-    server = iterator[0]._server
+    broker = iterator[0]._broker
     held, ended = threading.Event(), threading.Event()
 
     def hold():
-        with server._wake_lock:
+        with broker._wake_lock:
             held.set()
             ended.wait(PATIENCE_SECONDS)
 
@@ -887,26 +893,18 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
     assert len(list(loader)) == 200
 
 
-def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(monkeypatch):
-    events = []
-
-    def record(target):
-        events.append(ManualEvent())
-        return events[-1]
-
-    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_copies", record)
-    monkeypatch.setattr("pinstage._staging._device.CpuTarget.hand_over", lambda *_: None)
+def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(copies):
     loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]
-    starved = iterator._server._starved
+    starved = iterator._broker._starved
     wait_until(lambda: starved)  # the only slab is still read: the worker must not write it
     assert loader.stats().pool.leased_slabs == 1
-    events[0].finish()
-    copying = iterator._server._copying
+    copies[0].finish()
+    copying = iterator._broker._copying
     wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
     assert next(iterator)[:, 0].tolist() == [2, 3]
     del iterator
     wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second, which nobody has finished
-    events[1].finish()
+    copies[1].finish()
     assert_all_back(loader)

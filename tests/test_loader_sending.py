@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data._utils.worker import _ResumeIteration
 
-from pinstage._loader._arrivals import Arrival, Failed
+from pinstage._loader._messages import Failed, PackedBatch
 from pinstage._loader._sending import SendingQueue
 from pinstage._staging import Transfer
 
@@ -25,7 +25,7 @@ class Sent(Transfer):
         self.number = arrival.number
 
 
-class Server:
+class Broker:
     """Tells which batches were dropped unsent."""
 
     def __init__(self):
@@ -52,11 +52,11 @@ class Loop:
 
     def __init__(self, depth, *, in_order=True):
         self.batches = Batches(in_order)
-        self.arrived, self.server, self.sent, self.woken = deque(), Server(), [], 0
-        self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self, depth, self.wake)
+        self.arrived, self.broker, self.sent, self.woken = deque(), Broker(), [], 0
+        self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self.send, depth, self.wake)
 
     def send(self, arrival):
-        self.server.arrivals.pop(arrival.number)
+        self.broker.arrivals.pop(arrival.number)
         if arrival.others == ["cannot be sent"]:
             raise ValueError("no")
         self.sent.append(arrival.number)
@@ -64,7 +64,7 @@ class Loop:
 
     def wake(self):
         self.woken += 1
-        self.queue.send()
+        self.queue.send_ready()
 
     def read(self):
         item = self.arrived.popleft()
@@ -73,14 +73,14 @@ class Loop:
         return item
 
     def arrive(self, *items):
-        """Let the server's thread find messages."""
+        """Let the broker's thread find messages."""
         for item in items:
             self.arrived.append(item)
             self.queue.receive()
-            self.queue.send()
+            self.queue.send_ready()
 
     def batch(self, number, *others):
-        return number, Arrival(self.server, None, None, number, None, list(others), 0.0)
+        return number, PackedBatch(self.broker, None, None, number, None, list(others), 0.0)
 
     def ready(self):
         """Take what is there."""
@@ -116,7 +116,7 @@ def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
 def test_a_batch_that_comes_before_its_turn_waits_in_its_slab():
     loop = Loop(0)
     loop.arrive(loop.batch(1), loop.batch(2))
-    assert (loop.ready(), loop.server.free) == ([], [])
+    assert (loop.ready(), loop.broker.free) == ([], [])
     loop.arrive(loop.batch(0))
     assert loop.ready() == [0]
 
@@ -225,9 +225,9 @@ def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_s
     loop = Loop(0)
     loop.arrive(loop.batch(3), loop.batch(4))
     loop.queue.drop_until_resumed(2)
-    assert sorted(loop.server.free) == [3, 4]
+    assert sorted(loop.broker.free) == [3, 4]
     loop.arrive(loop.batch(5), (_ResumeIteration(), None), loop.batch(6))
-    assert sorted(loop.server.free) == [3, 4, 5, 6]
+    assert sorted(loop.broker.free) == [3, 4, 5, 6]
     loop.arrive((_ResumeIteration(), None))
     loop.queue.begin()
     loop.arrive(loop.batch(0))

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802 (the double has the names of what it doubles)
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import NAMES, FakeCuda, is_mapped
+from doubles import in_child, is_mapped
+from fake_cuda import NAMES, FakeCuda
 
 from pinstage._memory import (
     HostAllocMemory,
@@ -225,19 +227,6 @@ def test_an_interpreter_that_shuts_down_calls_no_cuda(kind, memory, cuda, monkey
     memory.deallocate(block)
 
 
-def in_child(claim):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            status = 0 if claim() else 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def test_a_forked_child_gives_nothing_back_and_calls_no_cuda(kind, memory, cuda):
     block = memory.allocate(4096)
 
@@ -361,3 +350,17 @@ def test_working_bindings_are_asked_once(torch_with_a_gpu, bindings):
     assert _cuda.why_unusable() is None
     assert _cuda.why_unusable() is None
     assert asked == [0]
+
+
+def test_another_thread_sets_no_device_that_is_current_there(monkeypatch):
+    # torch may have gone back to a device without setting it; to set it then would make a context there
+    current, entered = [1], []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
+    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext(entered.append(index)))
+    surroundings = _cuda.as_called_here()
+    with surroundings():
+        assert entered == []
+    current[0] = 0
+    with surroundings():
+        assert entered == [1]

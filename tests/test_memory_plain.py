@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from doubles import shared_files
+from doubles import in_child, is_mapped, shared_files
 
 from pinstage._memory import (
     Block,
@@ -43,26 +42,6 @@ def fill(ptr, nbytes, byte):
 
 def read(ptr, nbytes):
     return ctypes.string_at(ptr, nbytes)
-
-
-def is_mapped(address):
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    spans = ([int(end, 16) for end in line.split()[0].split("-")] for line in lines)
-    return any(start <= address < end for start, end in spans)
-
-
-def in_child(claim):
-    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            status = 0 if claim() else 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.fixture(params=[PageableMemory, plain_shared], ids=["pageable", "shared"])

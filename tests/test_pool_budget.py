@@ -50,18 +50,6 @@ def test_the_automatic_cap_is_a_share_of_what_is_available_and_the_stats_say_of_
     assert "available (" in stats.max_bytes_reason
 
 
-def test_the_automatic_cap_is_divided_among_the_ranks_of_this_host(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with SlabPool(PageableMemory()) as alone:
-        pass
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with SlabPool(PageableMemory(), max_bytes="auto") as shared:
-        assert shared.max_bytes < alone.max_bytes / 2  # not exactly a quarter: other programs take memory meanwhile
-        assert "divided by 4 local ranks" in shared.stats().max_bytes_reason
-        with pytest.raises(BudgetExceededError, match="divided by 4 local ranks"):
-            shared.acquire(alone.max_bytes * 2)
-
-
 def test_a_request_above_the_cap_fails_at_once_even_without_a_timeout(pool, memory):
     with pytest.raises(BudgetExceededError):
         pool.acquire(1001)

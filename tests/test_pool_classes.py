@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pinstage import PageableMemory, SlabPool
-from pinstage._pool import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
+from pinstage._pool._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
 
 sizes = st.integers(1, 2**40) | st.integers(0, 40).flatmap(lambda power: st.integers(-2, 2).map(lambda d: 2**power + d))
 sizes = sizes.filter(lambda nbytes: nbytes >= 1)

@@ -7,7 +7,7 @@ from doubles import PATIENCE_SECONDS, Interrupts, ManualEvent, wait_until
 
 from pinstage import SlabPool
 
-FILES = ("_pool.py", "_ledger.py", "_jobs.py", "_waiting.py", "_lease.py", "_slab.py")
+FILES = ("_pool.py", "_ledger.py", "_resize.py", "_waiting.py", "_lease.py", "_slab.py")
 
 # Of the lease that nobody got.
 pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")

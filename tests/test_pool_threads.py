@@ -13,7 +13,7 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage._pool import _jobs
+from pinstage._pool import _resize
 from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 THREADS = 16
@@ -244,7 +244,7 @@ def test_an_allocation_whose_thread_never_begins_is_done_by_another(make_pool, m
     pool = make_pool(max_bytes="64KiB")
     pool.acquire(1).release()  # the reaper's thread is there
     pool.trim()
-    monkeypatch.setattr(_jobs, "_START_SECONDS", 0.02)
+    monkeypatch.setattr(_resize, "_START_SECONDS", 0.02)
     monkeypatch.setattr(_thread, "start_new_thread", lose_the_first)
     with pool.acquire(4096):
         assert len(lost) == 1

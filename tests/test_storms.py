@@ -17,7 +17,7 @@ import torch
 from doubles import outcome, wait_until
 
 import pinstage as ps
-from pinstage._loader._server import LEAKED
+from pinstage._loader._broker import LEAKED
 
 EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
 """At which a worker is killed: 1 takes a minute or two."""
@@ -294,7 +294,7 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
     assert read(loader_that_is_killed(Killer(None, path))) == (24, None)
     lines = path.read_text().split()
     reached = {line.partition(":")[0] for line in lines}
-    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_arrivals.py"}
+    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_messages.py"}
     for nth in range(1, len(lines) + 1, EVERY_NTH_LINE):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)

@@ -1,5 +1,6 @@
 """Private names of torch, CPython and optree, taken away one by one: what is left works, or refuses, and says so."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -83,6 +84,8 @@ def cuda(monkeypatch):
         current[0] = stream
 
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: current[0])
     monkeypatch.setattr("torch.cuda.Stream", Stream)
     monkeypatch.setattr("torch.cuda.set_stream", set_stream)
@@ -90,6 +93,7 @@ def cuda(monkeypatch):
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentStream": lambda device: names.ids_of(current[0]),
         "_cuda_setStream": lambda *ids: set_stream(Stream(None, *ids)),
+        "_cuda_hasPrimaryContext": lambda device: True,
     }
     for name, function in private.items():
         monkeypatch.setattr(f"torch._C.{name}", function, raising=False)
@@ -105,6 +109,21 @@ def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
     assert names.why_streams_cannot_be_set() is None
     assert names.cuda_calls().set_stream is torch._C._cuda_setStream
     assert cuda[0].stream_id == 0
+
+
+def test_streams_are_tried_on_a_device_that_is_in_use_already(cuda, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    entered = []
+    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext(entered.append(index)))
+    for in_use, tried in (({1, 2}, 1), (set(), 0)):
+        monkeypatch.setattr("torch._C._cuda_hasPrimaryContext", in_use.__contains__, raising=False)
+        names.why_streams_cannot_be_set.cache_clear()
+        assert names.why_streams_cannot_be_set() is None
+        assert entered.pop() == tried
+    monkeypatch.delattr("torch._C._cuda_hasPrimaryContext")
+    names.why_streams_cannot_be_set.cache_clear()
+    assert names.why_streams_cannot_be_set() is None
+    assert entered == [0]
 
 
 def refuses(*_, **__):

@@ -149,6 +149,7 @@ def collect(
     at_once: int = 1,
     unit: str = "ms",
     watcher: Watcher | None = None,
+    keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
     """Run every variant `rounds` times, each in a fresh process, and return a row for each variant and case.
 
@@ -163,6 +164,8 @@ def collect(
         at_once: Processes that run at a time: more than one where times mean nothing.
         unit: Of the times in the rows: "s", "ms" or "us".
         watcher: Is told how far this is.
+        keep: Is given the rows so far after each process but the last, and says how many of them that is: what a run
+            that is killed leaves.
     """
     told = watcher or Lines()
 
@@ -178,27 +181,37 @@ def collect(
         missing = {"status": "error", "detail": failure[:300] or "no result"}
         return {case.id: missing for case in suitable} | {outcome["case"]: outcome for outcome in emitted}
 
-    by_round: list[dict[str, dict[str, Outcome]]] = []
+    def rows() -> list[Row]:
+        of_variants = ((variant, outcomes[variant.id]) for variant in variants if variant.id in outcomes)
+        return [
+            _row(benchmark, variant, case, [of_round[case.id] for of_round in rounds_of], unit)
+            for variant, rounds_of in of_variants
+            for case in filter(variant.suits, cases)
+        ]
+
+    outcomes: dict[str, list[dict[str, Outcome]]] = {}
+    done = 0
     for turn in range(rounds):
         order = variants if turn % 2 == 0 else variants[::-1]  # what drifts on the machine then touches all alike
-        if at_once == 1:
-            found = [outcomes_of(variant) for variant in order]
-        else:
-            with ThreadPoolExecutor(at_once) as executor:
-                found = list(executor.map(outcomes_of, order))
-        by_round.append({variant.id: outcomes for variant, outcomes in zip(order, found, strict=True)})
-    rows = []
-    for variant in variants:
-        for case in filter(variant.suits, cases):
-            outcomes = [by_variant[variant.id][case.id] for by_variant in by_round]
-            first = next((outcome for outcome in outcomes if outcome["status"] != "ok"), outcomes[0])
-            row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
-            row.nbytes, row.leaves, row.unit = case.nbytes, getattr(case, "leaves", None), unit
-            if row.status == "ok":
-                total, main = ([s for outcome in outcomes for s in outcome.get(part, [])] for part in ("total", "main"))
-                row.fill(total, main)
-            rows.append(row)
-    return rows
+        with ThreadPoolExecutor(at_once) as executor:
+            run = map if at_once == 1 else executor.map
+            for variant, found in zip(order, run(outcomes_of, order), strict=True):
+                outcomes.setdefault(variant.id, []).append(found)
+                done += 1
+                if keep is not None and done < rounds * len(variants):
+                    keep(rows(), f"{done} of {rounds * len(variants)} processes")
+    return rows()
+
+
+def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcome], unit: str) -> Row:
+    """Return the row of a variant's outcomes on a case, one of each round."""
+    first = next((outcome for outcome in outcomes if outcome["status"] != "ok"), outcomes[0])
+    row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
+    row.nbytes, row.leaves, row.unit = case.nbytes, getattr(case, "leaves", None), unit
+    if row.status == "ok":
+        total, main = ([s for outcome in outcomes for s in outcome.get(part, [])] for part in ("total", "main"))
+        row.fill(total, main)
+    return row
 
 
 @contextmanager

@@ -145,15 +145,21 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     return [Row(**{key: value for key, value in row.items() if key in known}) for row in result["rows"]]
 
 
-def result_of(benchmark: str, settings: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what a result file holds."""
-    return {"benchmark": benchmark, **environment(), "settings": settings, "rows": [_rounded(row) for row in rows]}
+def result_of(
+    benchmark: str, settings: dict[str, Any], rows: Sequence[Row], incomplete: str | None = None
+) -> dict[str, Any]:
+    """Return what a result file holds; `incomplete` says how much of it was measured, where that is not all."""
+    said = {} if incomplete is None else {"incomplete": incomplete}
+    rounded = [_rounded(row) for row in rows]
+    return {"benchmark": benchmark, **said, **environment(), "settings": settings, "rows": rounded}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Write one result file."""
+    """Write one result file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(path)
 
 
 def _rounded(row: Row) -> dict[str, Any]:

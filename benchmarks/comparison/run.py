@@ -63,6 +63,9 @@ def run_bench(settings: Settings) -> int:
     """
     _check_targets(settings)
     results = [_read(path) for path in settings.read] or [measured(settings)]
+    for path, result in zip(settings.read, results, strict=False):
+        if "incomplete" in result:
+            sys.stderr.write(f"{path} is incomplete: {result['incomplete']}\n")
     if settings.out is not None:
         record.save(settings.out, results[0])
         sys.stderr.write(f"written: {settings.out}\n")
@@ -75,7 +78,7 @@ def run_bench(settings: Settings) -> int:
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """Measure, and return what a result file holds."""
+    """Measure, and return what a result file holds; after each process, write what there is."""
     from comparison.progress import watching
 
     device = choose_device(settings.device, smoke=settings.smoke)
@@ -90,6 +93,22 @@ def measured(settings: Settings) -> dict[str, Any]:
     command += ["--seconds", str(seconds)]
     able = [variant for variant in variants if variant.obstacle(device) is None]
     total = settings.rounds * sum(variant.suits(shape) for variant in able for shape in shapes)
+    internal = ("out", "plot", "read", "only", "batches", "series", "timeout")
+    noted: dict[str, Any] = {name: value for name, value in asdict(settings).items() if name not in internal}
+    noted |= {"device": str(device), "repeats": repeats, "seconds": seconds}
+    noted["table"] = [shape.id for shape in of_table]
+    noted["series"] = {name: [shape.id for shape in shapes] for name, shapes in series.items()}
+    noted["variants"] = {variant.id: variant.about for variant in variants}
+
+    def result_of(rows: list[record.Row], incomplete: str | None = None) -> dict[str, Any]:
+        if device.type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
+            record.compare(rows)
+        return record.result_of("staging", noted, rows, incomplete)
+
+    def keep(rows: list[record.Row], incomplete: str) -> None:
+        if settings.out is not None:
+            record.save(settings.out, result_of(rows, incomplete))
+
     with harness.busy_cpus(settings.busy), watching(total) as watcher:
         rows = harness.collect(
             "staging",
@@ -101,16 +120,9 @@ def measured(settings: Settings) -> dict[str, Any]:
             timeout=settings.timeout,
             at_once=harness.SMOKE_AT_ONCE if settings.smoke else 1,
             watcher=watcher,
+            keep=keep,
         )
-    if device.type == "cuda":  # on the CPU `.to()` moves nothing, and there is no race to win
-        record.compare(rows)
-    internal = ("out", "plot", "read", "only", "batches", "series", "timeout")
-    noted: dict[str, Any] = {name: value for name, value in asdict(settings).items() if name not in internal}
-    noted |= {"device": str(device), "repeats": repeats, "seconds": seconds}
-    noted["table"] = [shape.id for shape in of_table]
-    noted["series"] = {name: [shape.id for shape in shapes] for name, shapes in series.items()}
-    noted["variants"] = {variant.id: variant.about for variant in variants}
-    return record.result_of("staging", noted, rows)
+    return result_of(rows)
 
 
 def chosen_shapes(settings: Settings) -> tuple[list[BatchShape], dict[str, list[BatchShape]]]:

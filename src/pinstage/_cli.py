@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given and given[0] in MOVED:
         _exit(f"{given[0]} is no longer a command; in a clone of the repository: python {MOVED[given[0]]}", 2)
     try:
-        if given and given[0] == "doctor" and not _has_extra():
+        if given and given[0] == "doctor" and not all(map(importlib.util.find_spec, ("typer", "rich"))):
             _plain_doctor(given[1:])
         build_app()(args=given, prog_name="pinstage")
     except Exception as error:  # the last frame: whatever it is, the user gets a message
@@ -116,11 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_app() -> Any:
-    """Return the typer application.
-
-    Raises:
-        ModuleNotFoundError: typer or rich is not installed.
-    """
+    """Return the typer application; needs typer and rich."""
     import typer
 
     app = typer.Typer(
@@ -206,10 +202,6 @@ def build_app() -> Any:
     return app
 
 
-def _has_extra() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("typer", "rich"))
-
-
 def _plain_doctor(arguments: Sequence[str]) -> NoReturn:
     """Run doctor where the extra is not installed: a machine is looked at before it is set up."""
     parser = argparse.ArgumentParser("pinstage doctor", description=DOCTOR_HELP.replace("\b\n", ""))
@@ -225,7 +217,6 @@ def _plain_doctor(arguments: Sequence[str]) -> NoReturn:
 
 
 def _fail(error: Exception) -> None:
-    """Print one message for an error and exit."""
     known = getattr(error, "exit_status", None)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRA_OF:

@@ -1,4 +1,4 @@
-"""What this host has: cpus, memory, control groups, NUMA nodes, limits.
+"""What this host has: CPUs, memory, control groups, NUMA nodes, limits.
 
 The one reader of the kernel's files for such facts. The pool, the threads and the doctor ask here, so that all go by
 the same figures; what to make of a figure is theirs to decide.
@@ -28,7 +28,7 @@ class Headroom(NamedTuple):
     """How much of that they do not have yet; negative where they have more, as ``memory.high`` lets them."""
 
 
-# -- cpus --------------------------------------------------------------------------------------------------------------
+# -- CPUs --------------------------------------------------------------------------------------------------------------
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
@@ -37,35 +37,26 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def threads_within(cpus: int, quota: float | None) -> int:
-    """Return how many threads can run at once on some cpus under a quota.
+    """Return how many threads can run at once on so many CPUs under a quota, as `cpu_quota` returns it; at least 1.
 
     A quota of 2.5 gives 2. With a third thread the group would use up its quota before the period ends, and then the
     kernel stops all of its threads until the next one, tens of milliseconds later.
-
-    Args:
-        cpus: that the threads may run on.
-        quota: how many of them at once, as `cpu_quota` returns it.
-
-    Returns:
-        The number, at least 1.
     """
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def affinity() -> frozenset[int]:
-    """Return the cpus that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(installed_cpus()))
+    """Return the CPUs that this process may run on."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def installed_cpus() -> int:
-    """Return how many cpus the machine has."""
+    """Return how many CPUs the machine has."""
     return os.cpu_count() or 1
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many cpus the control groups above this process let it use at once; None if they do not limit it."""
+    """Return how many CPUs the control groups above this process let it use at once; None if they do not limit it."""
     found = []
     for group, version in _groups("cpu", root):
         if version == 2:
@@ -138,7 +129,7 @@ def numa_nodes(root: Path = Path("/")) -> frozenset[int]:
 
 
 def node_cpus(node: int, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cpus of a NUMA node, whether this process may use them or not."""
+    """Return the CPUs of a NUMA node, whether this process may use them or not."""
     return _numbers(root / f"sys/devices/system/node/node{node}/cpulist")
 
 
@@ -154,7 +145,7 @@ def pci_node(address: str, root: Path = Path("/")) -> int | None:
 
 
 def pci_cpus(address: str, root: Path = Path("/")) -> frozenset[int]:
-    """Return the cpus that are nearest to a PCI device; empty if it is not told."""
+    """Return the CPUs that are nearest to a PCI device; empty if it is not told."""
     return _numbers(pci_device(address, root) / "local_cpulist")
 
 

@@ -26,7 +26,7 @@ _timed: dict[int, StepTimes] = {}  # by thread
 
 
 def profile() -> StepTimes:
-    """Time the steps of whatever pinstage does in this thread while a block runs.
+    """Time the steps of pinstage in this thread while a block runs.
 
     ::
 
@@ -35,14 +35,14 @@ def profile() -> StepTimes:
                 train_step(stager.to_device(batch))
         print(steps)
 
-    torch's profiler shows the same steps as ranges, named ``pinstage.walk`` and so on, among everything else.
+    torch's profiler shows the same steps as ranges, named ``pinstage.walk`` and so on.
     """
     return StepTimes()
 
 
 @dataclass(slots=True)
 class StepTime:
-    """What one step took in all."""
+    """The calls and the time of one step."""
 
     calls: int = 0
     seconds: float = 0.0

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _native
 from ._host import process_exists
@@ -351,8 +352,8 @@ def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
     """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
 
     The shim (``aoti_torch_*``) is stable; that a tensor object holds an ``at::Tensor``, and where, is not promised. Nor
-    is ``THPVariable_Wrap``. Without these the extension asks Python for each tensor's storage, and views are made in
-    Python.
+    is ``THPVariable_Wrap``, nor what counts modes. Without these the extension asks Python for each tensor's storage,
+    and views are made in Python.
 
     Args:
         core: the extension.
@@ -387,7 +388,7 @@ def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
                 return _in_this_torch(f"does not tell {sample.dtype} from other dtypes by its C shim")
         if not _tells_flags(core):
             core.forget_flags()
-        return _probe_views(core, slab)
+        return _probe_modes(core) or _probe_views(core, slab)
 
 
 def _tells_flags(core: Any) -> bool:
@@ -401,6 +402,17 @@ def _tells_flags(core: Any) -> bool:
         (0, 0, 1),
         (0, 1, 0),
     ]
+
+
+def _probe_modes(core: Any) -> str | None:
+    count = torch._C._len_torch_dispatch_stack
+    before = count()
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
+        inside = count()
+    if (type(before), inside, count()) != (int, before + 1, before):
+        return _in_this_torch("does not tell whether it makes views or something else")
+    core.watch_modes(count)
+    return None
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
@@ -475,6 +487,18 @@ def cuda_calls() -> CudaCalls:
 @cache
 def why_streams_cannot_be_set() -> str | None:
     """Say why torch's private functions for streams are of no use; None if they are of use. Needs a GPU."""
+    with torch.cuda.device(_device_in_use()):
+        return _why_streams_cannot_be_set_here()
+
+
+def _device_in_use() -> int:
+    """Return a device that has a context, where there is one: a stream on another would make one, of 500 MiB."""
+    current = torch.cuda.current_device()
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device == current)
+    return next(filter(has_context, range(torch.cuda.device_count())), current)
+
+
+def _why_streams_cannot_be_set_here() -> str | None:
     device = torch.cuda.current_device()
     before, another = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     try:
@@ -787,6 +811,9 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     if reason is not None:
         return reason
     missing = [name for name in _ITERATOR_HAS if not hasattr(batches, name)]
+    if {"_data_queue", "_workers"} <= set(missing):
+        kind = f"{type(batches).__module__}.{type(batches).__qualname__}"
+        return f"its iterator is a {kind}, which has work to do here; of PyG's loaders, filter_per_worker=True has none"
     if missing:
         return f"torch {torch.__version__}: its loader's iterator has no {', '.join(missing)} any more"
     source = batches._data_queue

@@ -1,24 +1,25 @@
 """What can go wrong, as types that carry the numbers.
 
-Every error of the package derives from `StagingError` and also from the built-in that a caller would already catch. A
-message reads ``<what>: <numbers>; <what to do>``. CUDA's and torch's own errors pass through untouched.
+The errors here derive from `StagingError` and also from the built-in that a caller would catch anyway. A message reads
+``<what>: <numbers>; <what to do>``. Wrong arguments are `ValueError` and `TypeError`. Errors of CUDA and torch pass
+through unchanged.
 """
 
 from __future__ import annotations
 
 
 class StagingError(Exception):
-    """Base of every error that pinstage raises."""
+    """Base of the errors in this module."""
 
 
 class _PoolStateError(StagingError):
     """A request the pool cannot serve, with the pool's counters at that moment.
 
     Attributes:
-        requested_bytes: what was asked for.
-        held_bytes: page-locked bytes the pool held, idle ones included.
+        requested_bytes: what was requested.
+        held_bytes: bytes that the pool held, idle ones included.
         leased_bytes: bytes of slabs in use.
-        in_flight_bytes: bytes of slabs released whose copy or views were not finished.
+        in_flight_bytes: bytes of released slabs whose copy was not done or of which a view was alive.
         max_bytes: the cap.
     """
 
@@ -69,7 +70,7 @@ class LeaseError(StagingError, RuntimeError):
 
 
 class RingError(StagingError, RuntimeError):
-    """A batch finds no place in a stager's ring of device slabs, or was asked for after its slab was released.
+    """A batch finds no place in a stager's ring of device slabs, or `get` was called after `release`.
 
     A `RuntimeError`.
     """
@@ -79,7 +80,7 @@ class LayoutError(StagingError, TypeError):
     """A leaf or object that cannot be staged, or a batch that does not match a layout. A `TypeError`.
 
     Attributes:
-        path: where it is, as one would write it after the batch's name, for example ``['obs'][3].raw``; empty for the
+        path: where it is, as you would write it after the batch's name, for example ``['obs'][3].raw``. Empty for the
             batch itself.
     """
 

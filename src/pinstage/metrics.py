@@ -14,14 +14,14 @@ from .errors import ForkedPoolError
 
 
 class PoolCollector(Collector):
-    """Tells Prometheus what a pool holds, who holds it, and who waited.
+    """Reports to Prometheus what a pool holds, who holds it, and who waited.
 
-    ``REGISTRY.register(PoolCollector(pool))`` is all that it takes. Numbers are read when Prometheus asks, by
-    `SlabPool.stats`. Of a closed pool it tells what is still held; in a forked child it tells nothing.
+    Register it by ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` when Prometheus asks. For a
+    closed pool it reports what is still held; in a forked child it reports nothing.
 
     Args:
-        pool: to be watched.
-        name: the label ``pool`` of each of its metrics; tell pools of one registry apart by it.
+        pool: the pool.
+        name: the label ``pool`` of each of its metrics, which distinguishes the pools of one registry.
     """
 
     def __init__(self, pool: SlabPool, *, name: str = "default") -> None:
@@ -82,9 +82,9 @@ def _of_owners(stats: PoolStats, name: str) -> Iterator[Metric]:
 
 
 class TorchHostCollector(Collector):
-    """Tells Prometheus what torch's own allocator of page-locked memory holds in this process, beside all pools.
+    """Reports to Prometheus what torch's own allocator of page-locked memory holds in this process.
 
-    Nothing where this process does not use CUDA, or torch is too old to tell.
+    Reports nothing if this process does not use CUDA, or if torch is too old.
     """
 
     def collect(self) -> Iterator[Metric]:

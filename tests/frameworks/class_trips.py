@@ -34,11 +34,13 @@ class Case:
         make: returns the batch of a number; at module level, so that a spawned worker finds it.
         to: what the library does to move it.
         passthrough: tensors, or objects, of a batch that go by a ``.to()`` of their own.
+        stays: whether there are tensors that the library leaves where they are.
     """
 
     make: Callable[[int], Any]
     to: Callable[[Any, torch.device], Any] = own_to
     passthrough: int = 0
+    stays: bool = False
 
     def __repr__(self):
         return self.make.__name__
@@ -92,8 +94,18 @@ def check(case, way, device):
                 result = stager.to_host(result, copy=True).get()
             compare([case], result, torch.device("cpu") if way == "to_host" else device, number)
             compare([case], batch, None, number)
+            if not (case.passthrough or case.stays):
+                assert not memory_of(result) & memory_of(batch)
             del result  # its place in the ring
         assert stager.stats().passthrough_leaves == case.passthrough * RAGGED
+
+
+def memory_of(tree):
+    """Return where tensors are, however deep in attributes."""
+    met = {}
+    assert_alike(tree, tree, met=met)
+    tensors = [mine for mine, _ in met.values() if isinstance(mine, torch.Tensor)]
+    return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def check_workers(cases, method, device):

@@ -1,5 +1,6 @@
 """The benchmark of frameworks runs in small, and its variants train to the same losses."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "frameworks.py"
 
 
 @pytest.mark.timeout(300)
-def test_each_loop_trains_to_the_same_losses_in_every_variant(tmp_path):
+def test_each_loop_trains_to_the_same_losses_in_every_variant(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARK), "--smoke", "--out", str(out)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
@@ -27,4 +28,8 @@ def test_each_loop_trains_to_the_same_losses_in_every_variant(tmp_path):
         assert idle.startswith("GPU idle ")
         assert "nan" not in said
         losses.setdefault(row["case"], set()).add(said)
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    table = importlib.import_module("markdown").frameworks(result).splitlines()
+    assert [line.partition(" |")[0] for line in table[4:7]] == ["| lightning", "| accelerate", "| pyg"]
+    assert any("bit for bit" in line for line in table)
     assert {case: len(said) for case, said in losses.items()} == {"lightning": 1, "accelerate": 1, "pyg": 1}

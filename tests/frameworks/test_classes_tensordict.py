@@ -2,6 +2,7 @@
 
 import library_batches as made
 import pytest
+import torch
 from class_trips import DEVICES, Case, by_device_and_start_method, by_device_and_way, check, check_workers, target
 
 import pinstage as ps
@@ -38,6 +39,16 @@ def test_the_device_of_a_td_is_where_its_tensors_are(device):
             assert staged.device == staged["z"].device == staged["a", "deep"].device == device
             back = stager.to_host(staged).get()
             assert str(back.device) == str(back["a"].device) == "cpu"
+
+
+def test_parts_without_tensors_have_no_say_in_the_device_of_a_td():
+    from tensordict import LazyStackedTensorDict, TensorDict
+
+    empty = TensorDict({"deep": TensorDict({}, [2], device="meta")}, [2], device="meta")
+    lazy = LazyStackedTensorDict(TensorDict({"x": torch.ones(3)}, []), TensorDict({"x": torch.ones(3)}, []))
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        for part in (TensorDict({"x": torch.ones(2)}, [2]), lazy):
+            assert str(stager.to_device(TensorDict({"part": part, "empty": empty}, [2])).device) == "cpu"
 
 
 @pytest.mark.parametrize("device", DEVICES)

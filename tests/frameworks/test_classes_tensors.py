@@ -43,8 +43,8 @@ def without_torchvision_afterwards():
 
 CASES = [
     Case(made.detection, each_to),
-    Case(made.meta_tensor),
-    Case(made.batch_of_meta_tensors, each_to),
+    Case(made.meta_tensor, stays=True),
+    Case(made.batch_of_meta_tensors, each_to, stays=True),
     Case(made.memory_mapped, memory_mapped_to),
 ]
 

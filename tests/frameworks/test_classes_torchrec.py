@@ -6,7 +6,7 @@ from class_trips import Case, by_device_and_start_method, by_device_and_way, che
 CASES = [
     Case(made.kjt, made.kjt_to),
     Case(made.kjt_with_caches, made.kjt_to),
-    Case(made.kjt_of_variable_strides, made.kjt_to),
+    Case(made.kjt_of_variable_strides, made.kjt_to, stays=True),
     Case(made.jagged),
     Case(made.keyed),
     Case(made.torchrec_batch),

@@ -75,6 +75,49 @@ def test_what_accelerate_dispatches_trains_the_same(tmp_path):
     assert all(ours[name] == plain[name] for name in SAME)
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    """What Accelerate dispatches if nobody says otherwise."""
+
+    def __iter__(self):
+        return iter(Visits(32)[index] for index in range(32))
+
+
+class Keeping(StagingTrainer):
+    """Keeps the loaders that it uses."""
+
+    def __init__(self, *arguments, **keywords):
+        self.loaders = []
+        super().__init__(*arguments, **keywords)
+
+    def _prepared(self, loader):
+        self.loaders.append(super()._prepared(loader))
+        return self.loaders[-1]
+
+
+@pytest.mark.parametrize("dataset", [Visits(32), Streamed()], ids=["asked", "streamed"])
+def test_what_accelerate_dispatches_is_staged_by_its_loader(tmp_path, dataset):
+    settings = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        remove_unused_columns=False,
+        save_strategy="no",
+        max_steps=6,
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        accelerator_config={} if isinstance(dataset, Streamed) else {"dispatch_batches": True},
+    )
+    trainer = Keeping(Returns(), settings, data_collator=collate, train_dataset=dataset, eval_dataset=Visits(16))
+    trainer.train()
+    for _ in range(2):
+        trainer.evaluate()
+    training, evaluating, again = trainer.loaders
+    assert training.stats().batches >= 6
+    assert evaluating is again
+    if not isinstance(dataset, Streamed):
+        assert evaluating.stats().batches == 4
+
+
 def test_predictions_are_staged_and_the_cap_is_the_class_s(tmp_path):
     class Mine(StageInputs, Trainer):
         max_bytes = "3MiB"

@@ -10,7 +10,7 @@ from pinstage.inspect import Bus
 from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
 from pinstage.inspect._cost import measure_cost
 from pinstage.inspect._doctor import POINTS, diagnose
-from pinstage.inspect._trace import count_events, html, trace_report
+from pinstage.inspect._trace import html, trace_report
 
 pytestmark = pytest.mark.gpu
 
@@ -64,13 +64,11 @@ def test_the_doctor_measures(cuda_device):
     assert set(found.measured.page_locking) == {"pinned", "registered"}
 
 
-def test_the_doctor_measures_what_staging_and_the_profiler_cost(cuda_device):
-    cost = measure_cost(torch.device(cuda_device), count_events)
-    assert 5e-6 < cost.fixed_seconds < 1e-3
+def test_the_doctor_measures_what_staging_costs_in_a_loop(cuda_device):
+    cost = measure_cost(torch.device(cuda_device))
+    assert 5e-6 < cost.fixed_seconds < 2e-3
     assert 1e-7 < cost.leaf_seconds < 1e-5
-    assert 1e9 < cost.slab_bytes_per_second < 1e11
-    assert 5e-8 < cost.op_seconds < 1e-5
-    assert 1e-7 < cost.call_seconds < 2e-5
+    assert 1e9 < cost.bytes_per_second < 1e11
 
 
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):
@@ -84,7 +82,6 @@ def test_small_copies_are_far_from_the_bus(cuda_device):
     assert small.bytes_per_second < large.bytes_per_second / 5
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")  # torch 2.11, in any case
 def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
     leaves, steps = 40, 5
     batch = [torch.zeros(1024) for _ in range(leaves)]

@@ -10,7 +10,7 @@ from doubles import PATIENCE_SECONDS, wait_until
 from latch import Latch
 
 import pinstage as ps
-from pinstage._loader._server import SlabServer
+from pinstage._loader._broker import SlabBroker
 from pinstage._staging._run_ahead import RUN_AHEAD
 
 pytestmark = [
@@ -227,7 +227,7 @@ def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Lat
     loader = of_one_slab(cuda_device)
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
-        starved = iterator._server._starved
+        starved = iterator._broker._starved
         wait_until(lambda: starved)  # the worker has the next batch, and nowhere to put it
         assert 1 not in iterator._data_queue._held
         latch.open()
@@ -236,8 +236,8 @@ def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Lat
 
 
 def test_the_same_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
-    loader, sent = of_one_slab(cuda_device), SlabServer.sent
-    monkeypatch.setattr(SlabServer, "sent", lambda server, number, event: sent(server, number, None))
+    loader, sent = of_one_slab(cuda_device), SlabBroker.sent
+    monkeypatch.setattr(SlabBroker, "sent", lambda broker, number, event: sent(broker, number, None))
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
         wait_until(lambda: 1 in iterator._data_queue._held)

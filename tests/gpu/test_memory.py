@@ -3,19 +3,17 @@
 # ruff: noqa: T201 (pytest shows what was measured and what the driver said with -rP)
 
 import ctypes
-import faulthandler
-import os
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from doubles import in_child, is_mapped
 
 from pinstage._memory import (
     HostAllocMemory,
@@ -56,11 +54,6 @@ def as_tensor(ptr, nbytes):
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(ptr), dtype=torch.uint8)
 
 
-def is_mapped(address):
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
 def assert_cuda_works(device):
     """Call CUDA through both of its runtimes; an error left behind would come out of one of them."""
     from cuda.bindings import runtime
@@ -74,21 +67,6 @@ def assert_cuda_works(device):
     assert int(code) == 0
     assert [int(code) for code in runtime.cudaFree(address)] == [0]
     assert [int(code) for code in runtime.cudaDeviceSynchronize()] == [0]
-
-
-def in_child(claim):
-    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
-        pid = os.fork()
-    if pid == 0:
-        faulthandler.disable()
-        status = 1
-        try:
-            status = 0 if claim() else 2
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 100_000, 2 * MIB, 33 * MIB + 5])

@@ -21,7 +21,7 @@ def most_threads(threads: int | None) -> int:
     """Return how many threads may pack a batch, the calling one included.
 
     Args:
-        threads: as many as the user says; None takes the usable cpus, at most `MOST_THREADS`.
+        threads: as many as the user says; None takes the usable CPUs, at most `MOST_THREADS`.
 
     Raises:
         ValueError: `threads` is less than 1.
@@ -39,7 +39,7 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int) -> 
     Args:
         parts: of the batch.
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU; a tensor or a lease.
-        threads: at the most, the calling one included; see `most_threads`.
+        threads: how many at most, the calling one included; see `most_threads`.
 
     Returns:
         None if all bytes are in the slab. Else a job, a context manager: the leaves have to stay as they are, and the

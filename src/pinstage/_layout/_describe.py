@@ -39,6 +39,9 @@ _CPU = torch.device("cpu")
 _AMBIGUOUS_FROM = 4
 """Dimensions from which a shape has more than one memory format (channels last)."""
 
+_MOST_BYTES = 2**61
+"""Beyond, what a table counts does not fit into it."""
+
 
 class Described(NamedTuple):
     """What there is to know of a leaf."""
@@ -124,11 +127,11 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     try:
         if core is None:
             return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-        figures, *found = core.describe(leaves, ATOM_TYPES, plainly, *_dlpack_device(device), arrays)
+        figures, sources, kept, has_lazy = core.describe(leaves, ATOM_TYPES, plainly, _dlpack_device(device), arrays)
     except IsUnknown:
         raise unknown_classes(leaves, structure) from None
     # Not by their classes, whose constructors are functions of Python.
-    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), *found))
+    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
 
 
 def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
@@ -147,6 +150,8 @@ def _described(leaves: list[Any], structure: Structure, described: list[Describe
             rows.append((end, found.nbytes, found.kind, found.dtype, len(shape), shape, stride))
             end += -(-found.nbytes // ALIGNMENT) * ALIGNMENT
             dtypes |= 1 << found.dtype
+    if end > _MOST_BYTES:
+        raise OverflowError("batch is larger than any memory")
     has_lazy = any(found.kind is RowKind.LAZY for found in described)
     return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
 

@@ -19,10 +19,10 @@ from ._views import cut
 
 
 class Slot(NamedTuple):
-    """One row of the offset table: where a tensor lives in the slab."""
+    """One row of the offset table: where a tensor lies in the slab."""
 
     path: str
-    """Where it is in the batch, as one would write it after the batch's name; the first place of an aliased one."""
+    """Where it is in the batch, as you would write it after the batch's name; the first place if it appears twice."""
     offset: int
     """First byte, a multiple of `ALIGNMENT`."""
     nbytes: int
@@ -30,15 +30,15 @@ class Slot(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements. Dense permuted tensors (channels last) keep theirs, others are contiguous."""
+    """In elements. Dense permuted tensors (channels-last) keep theirs; others are contiguous."""
 
 
 class Layout:
     """The offset table of a nested batch, and its structure.
 
-    Made by `Layout.of`. Immutable, hashable, picklable. Equal if structure and slots are, and leaves come with their
-    bytes side by side or strided in the same places. Holds nothing of a batch: neither its values nor the leaves that
-    do not live in the slab (strings, numbers, tensors that cannot be packed).
+    Made by `Layout.of`. Immutable, hashable, picklable. Two layouts are equal if their structures and slots are equal,
+    and the same leaves are contiguous. A layout holds nothing of a batch: neither its values nor the leaves that are
+    not in the slab (strings, numbers, tensors that cannot be packed).
     """
 
     __slots__ = ("_slots", "_structure", "_table")

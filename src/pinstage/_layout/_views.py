@@ -34,11 +34,9 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     if size % ALIGNMENT:
         slab, size = slab[: table.nbytes], table.nbytes
     if _native.core is not None and type(slab) is torch.Tensor:
-        leaves: list[Any] | torch.Tensor | None = _native.core.cut(table.data, slab, size, others)
-        if isinstance(leaves, list):
-            return leaves
+        leaves: list[Any] | None = _native.core.cut(table.data, slab, size, others)
         if leaves is not None:
-            check_is_plain(leaves)
+            return leaves
     return _cut_plainly(table, slab, others)
 
 

@@ -1,4 +1,4 @@
-"""`DataLoader`: workers write batches into shared slabs, and the main process only starts one copy of each.
+"""`DataLoader`: workers write batches into shared slabs, and the main process starts one copy for each batch.
 
 ::
 
@@ -9,14 +9,19 @@
        ^                                              |
        +---- the slab is free, by a socket -----------+ when the copy's event is done
 
-The slabs are of `SharedMemory`. The main process leases each for one worker: it is page-locked there, and mapped in the
-worker, which touches no CUDA. A worker asks for slabs as it needs them, up to one more than the batches that it may be
-ahead, and less where `max_bytes` is reached. It writes a slab again only after the main process said that it is free,
-so a slow loop makes workers wait. A worker that has no slab large enough, and can get none, sends its bytes through the
-queue: slow, but no batch can wait forever.
+The slabs are of `SharedMemory`. The main process leases each slab for one worker. There the slab is page-locked; the
+worker maps it, and touches no CUDA. A worker asks for slabs as it needs them: at most one more than the batches that it
+may be ahead, and fewer where `max_bytes` is reached. It writes a slab again only after the main process said that the
+slab is free, so a slow loop makes workers wait. A worker that can get no slab that is large enough sends the bytes
+through the queue. That is slow, but no batch waits forever.
 
-Samplers, seeds, order and errors are those of torch's own loader, which does the rest. `Staging` is the one way in: a
-base class that stands before torch's `DataLoader`, or before a class made of it.
+torch's own loader does the rest: samplers, seeds, order, errors. `Staging` is the one way in, a base class that stands
+before torch's `DataLoader` or before a class made of it.
+
+Where to look: `_loader` has the public names; `_iterator` a pass over the data, and its end; `_sending` the queue that
+torch's iterator reads; `_broker` who has which slab; `_messages` what workers send. `_collate`, `_stacking` and
+`_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters, `_starting` the start of
+workers, `_unused` a warning.
 """
 
 from ._loader import DataLoader, wrap_loader

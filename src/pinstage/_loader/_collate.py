@@ -1,4 +1,4 @@
-"""What workers run in place of the collate function: collate, and pack into a slab."""
+"""What workers run in place of the collate function: it collates, and packs the batch into a slab."""
 
 from __future__ import annotations
 
@@ -13,46 +13,66 @@ import torch.utils.data
 
 from .. import _torch
 from .._layout import Parts, Table, take_apart
-from ._arrivals import Message
+from .._tree import Keeping
+from ._messages import Message
 from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
-from ._worker import Terms, WorkerSlabs
+from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""Structures of batches that a worker and the main process know by number, each with the last batch's offset table.
-What is only ragged sends its table each time; a batch of a structure that is not known sends that, too."""
+"""How many structures of batches a worker and the main process know by number, each with its last offset table. A batch
+of a known structure sends its table only where that has changed; any other batch sends both."""
 
 
 class SlabCollate:
-    """Collates with a function of the user's, or torch's default, and packs the result into a slab.
+    """Collates by the loader's own function, and packs the result into a slab.
 
-    Runs in workers only; travels there with the process object, whatever the start method.
+    Is called in workers only. Travels there with the process object, whatever the start method.
 
     Args:
         collate: the loader's collate function.
-        token: number of the main process's server.
-        channels: one for each worker.
-        terms: how slabs are had.
+        token: of the broker in the main process.
+        channels: to the broker, one for each worker.
+        main_pid: the main process.
+        limit: how many slabs each worker may have.
+        keeping: says which leaves stay on the host. None if none does.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], token: int, channels: list[Connection], terms: Terms) -> None:
+    def __init__(
+        self,
+        collate: Callable[[Any], Any],
+        token: int,
+        channels: list[Connection],
+        main_pid: int,
+        limit: int,
+        keeping: Keeping | None = None,
+    ) -> None:
         self._collate = collate
         self._token = token
         self._channels = channels
-        self._terms = terms
+        self._main_pid = main_pid
+        self._limit = limit
+        self._keeping = keeping
         self._worker = -1
         self._slabs: WorkerSlabs | None = None
         self._known: dict[Any, tuple[int, Table]] = {}  # by the structure's key
 
     def __call__(self, samples: Any) -> Message:
-        """Return a small message that stands for the batch."""
+        """Return a small message that stands for the batch.
+
+        Raises:
+            LayoutError: the batch holds an object that cannot be staged.
+            ClosedError: the iterator is being shut down.
+            Exception: of the collate function, or of pickling what is not packed.
+        """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
         stacks: Stacks = {}
-        lazily = _torch.is_default_collate(self._collate)
+        is_looked_at = self._keeping is not None and self._keeping.says is not None
+        lazily = _torch.is_default_collate(self._collate) and not is_looked_at
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
-        parts = take_apart(batch)
-        others = parts.others()
-        # Here, not in the queue's thread: there an error would be printed, and the main process would wait forever.
+        parts = take_apart(batch, keeping=self._keeping)
+        others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
+        # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
         number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes
@@ -67,7 +87,7 @@ class SlabCollate:
                 try:
                     pack_and_stack(parts, stacks, slab.tensor)
                 except BaseException:
-                    slabs.give_back(slab)
+                    slab.is_free = True
                     raise
         if table is not None:
             self._told(number, parts)
@@ -84,11 +104,11 @@ class SlabCollate:
         stacking = _torch.stacking()
         if stacking is not None and stacking is _torch.shipped_stacking():
             _torch.set_stacking(stack_privately)  # also for a collate_fn that calls torch's
-        self._slabs = WorkerSlabs(self._channels[info.id], self._terms)
+        self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
         return self._slabs
 
     def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number of batches that look like this one, and what the main process does not know of them yet."""
+        """Return the number that stands for this structure, and the structure and table if they have to be sent."""
         key = parts.structure.key()
         known = self._known.get(key)
         if known is not None:
@@ -100,7 +120,7 @@ class SlabCollate:
         return number, pickle.dumps(parts.structure), parts.table.data
 
     def _told(self, number: int, parts: Parts) -> None:
-        """Let a number stand for what was sent of a batch; it may have stood for the oldest one's structure."""
+        """Note what a number stands for in the main process, now that it is sent. The oldest one may make room."""
         key = parts.structure.key()
         if key not in self._known and len(self._known) >= LOOKS_KNOWN:
             del self._known[next(iter(self._known))]

@@ -1,6 +1,6 @@
-"""File descriptors through the channel between a worker and the main process.
+"""File descriptors, sent through the channel between the main process and a worker.
 
-Opening the other process's ``/proc/<pid>/fd`` would do the same, but some sandboxes refuse that.
+To open ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 _MARK = b"f"
-"""A descriptor has to travel beside a byte at least."""
+"""A descriptor cannot travel without at least one byte."""
 
 
 def send_descriptor(channel: Connection, fd: int) -> None:
-    """Send a duplicate of a descriptor to whoever reads the other end, which must be `receive_descriptor`.
+    """Send a duplicate of a descriptor. The next read at the other end must be `receive_descriptor`.
 
     Raises:
         OSError: the other end is closed.
@@ -27,7 +27,7 @@ def send_descriptor(channel: Connection, fd: int) -> None:
 
 
 def receive_descriptor(channel: Connection) -> int:
-    """Return the descriptor that was sent; the caller closes it. Blocks until it is there.
+    """Return the next descriptor. Blocks until it is there. The caller closes it.
 
     Raises:
         EOFError: the other end is closed.
@@ -37,7 +37,7 @@ def receive_descriptor(channel: Connection) -> int:
         mark, fds, _, _ = socket.recv_fds(receiver, len(_MARK), 1, socket.MSG_CMSG_CLOEXEC)
     if not mark:
         raise EOFError("the channel was closed")
-    if not fds:  # the kernel leaves out what would be too many
+    if not fds:  # the kernel leaves out a descriptor that would be one too many
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return fds[0]
 

@@ -1,31 +1,34 @@
-"""One pass over the data: what workers packed, on the device."""
+"""One pass over the data, and the end of its workers."""
 
 from __future__ import annotations
 
+import _thread
+import os
+import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from .._layout import pack, take_apart
-from .._reaper import reaper
+from .._reaper import reaper, running
 from .._staging import RunAhead, Transfer, send_packed
 from .._steps import step
-from .._torch import next_batch
+from .._torch import Workers, next_batch
 from ..errors import BudgetExceededError
-from ._arrivals import Arrival, Failed
-from ._ending import Ending
-from ._sending import Sender, SendingQueue
-from ._server import SlabServer
+from ._broker import SlabBroker
+from ._messages import Failed, PackedBatch
+from ._sending import SendingQueue, send
 from ._slabs import Slabs
 
 
 class LoaderIterator:
-    """Yields batches on the device. Other attributes are those of torch's iterator behind it.
+    """Yields batches on the device. Its other attributes are those of torch's iterator.
 
     Args:
         batches: torch's iterator.
-        slabs: of the loader; kept, so that they stay.
+        slabs: of the loader. The iterator keeps them.
     """
 
     def __init__(self, batches: Any, slabs: Slabs) -> None:
@@ -42,9 +45,10 @@ class LoaderIterator:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        """Return the next batch, safe to use on the current stream.
+        """Return the next batch, ordered before the current stream's later work.
 
-        Blocks until it is there. Waits for the device only where that has more to do than the work of three batches.
+        Blocks until the batch is there. Waits for the device only where that has the work of more than three batches
+        to do.
         """
         began = time.perf_counter()
         try:
@@ -62,7 +66,7 @@ class LoaderIterator:
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Torch's iterator is exhausted."""
+        pass
 
     def _fetch(self) -> Any:
         began = time.perf_counter()
@@ -73,7 +77,7 @@ class LoaderIterator:
             self._counters.wait_seconds += time.perf_counter() - began
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # not made yet: no recursion
+        if name == "_batches":  # __init__ has not set it: no recursion
             raise AttributeError(name)
         return getattr(self._batches, name)
 
@@ -81,7 +85,7 @@ class LoaderIterator:
 class InlineIterator(LoaderIterator):
     """Without workers: loads, packs and sends in the calling thread.
 
-    Nothing is loaded ahead: the dataset and the loop share the random generators, and torch's loader would not.
+    Like torch's, it loads nothing ahead, since the dataset and the loop share the random generators.
     """
 
     def _next_batch(self) -> Any:
@@ -89,7 +93,7 @@ class InlineIterator(LoaderIterator):
         try:
             transfer, fallback = self._slabs.stager().stage(batch), False
         except BudgetExceededError:
-            parts = take_apart(batch)
+            parts = take_apart(batch, keeping=self._slabs.settings.keeping())
             host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             pack(parts, host)
             transfer = send_packed(self._slabs.target, parts.structure, parts.table, host.data_ptr(), parts.others())
@@ -98,34 +102,79 @@ class InlineIterator(LoaderIterator):
         return transfer.get()
 
 
+class Ending:
+    """Ends the workers of an iterator once, in a thread of its own, and then gives all slabs back.
+
+    It does not refer to the iterator, which may be gone. A collate function may refer to the loader, so a reference to
+    the iterator would keep all of these forever.
+
+    Args:
+        batches: torch's iterator. It does not end its workers itself from now on.
+        broker: of the workers.
+    """
+
+    def __init__(self, batches: Any, broker: SlabBroker) -> None:
+        self._pid = os.getpid()
+        self._broker = broker
+        self.begun = False
+        """Whether the workers were told to end."""
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.workers = Workers(batches, partial(reaper.tasks.put, self))
+
+    def reap(self) -> bool:
+        """Begin. The reaper calls this when the iterator has died."""
+        if not self.begun and os.getpid() == self._pid:  # not in a forked child
+            self.begun = True
+            _thread.start_new_thread(self._run, ())
+        return True
+
+    def wait(self) -> None:
+        """Begin, and wait until all is given back. Blocks."""
+        self.reap()
+        if os.getpid() == self._pid:
+            with self._done:
+                pass
+
+    def _run(self) -> None:
+        running[self] = None
+        ended = False
+        try:
+            self._broker.close()
+            ended = self.workers.end()
+        finally:
+            self._broker.finish(leak=not ended)
+            del running[self]
+            self._done.release()
+
+
 class WorkersIterator(LoaderIterator):
-    """With workers: yields what the server's thread sends of what they packed.
+    """With workers: yields the batches that they packed and that the broker's thread sends.
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.
-        server: of their slabs; started.
+        broker: of the workers; started.
         ending: of the workers.
         slabs: of the loader.
-        depth: batches sent ahead.
+        depth: how many batches are sent ahead.
     """
 
-    def __init__(self, batches: Any, server: SlabServer, ending: Ending, slabs: Slabs, depth: int) -> None:
+    def __init__(self, batches: Any, broker: SlabBroker, ending: Ending, slabs: Slabs, depth: int) -> None:
         super().__init__(batches, slabs)
-        self._server = server
+        self._broker = broker
         self._ending = ending
-        self._sender = Sender(slabs.target, slabs.counters)
-        self._sending = SendingQueue(batches._data_queue, batches, self._sender, depth, server.wake)
+        self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
         reaper.watch(self, ending.reap)
-        server.serve(self._sending)
+        broker.serve(self._sending)
 
     @property
     def closed(self) -> bool:
-        """Whether the workers were ended and the slabs given back."""
+        """Whether the workers were told to end."""
         return self._ending.begun
 
     def close_if_a_worker_is_lost(self) -> None:
-        """Give everything back if a worker was killed, or ended when it should not: torch cannot go on without it."""
+        """End the pass if a worker was killed or ended too early: torch cannot go on without it."""
         codes = [worker.exitcode for worker in self._ending.workers.processes]
         if any(codes) or (self._ending.workers.persistent and 0 in codes):
             self._close()
@@ -138,12 +187,12 @@ class WorkersIterator(LoaderIterator):
             transfer = self._fetch()
             if isinstance(transfer, Failed):
                 transfer.reraise()
-            if isinstance(transfer, Arrival):  # torchdata's iterator read it while it was made
-                transfer = self._sender.send(transfer)
+            if isinstance(transfer, PackedBatch):  # torchdata's iterator read it while it was being made
+                transfer = send(self._slabs, transfer)
             assert isinstance(transfer, Transfer)
             return transfer.get()
         finally:
-            self._sending.advance()  # last: the thread that it wakes wants the interpreter lock, too
+            self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
 
     def _fetch(self) -> Any:
         if self.closed:
@@ -153,7 +202,7 @@ class WorkersIterator(LoaderIterator):
         except StopIteration:
             raise
         except Exception as error:
-            text = self._server.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
+            text = self._broker.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
             self.close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
@@ -164,7 +213,7 @@ class WorkersIterator(LoaderIterator):
             self._close()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Begin again with the same workers (``persistent_workers``); torch's loader calls it."""
+        """Begin again with the same workers (``persistent_workers``). torch's loader calls this."""
         self._run_ahead.forget()
         self._since = None
         try:
@@ -172,5 +221,5 @@ class WorkersIterator(LoaderIterator):
             self._batches._reset(loader, first_iter)
             self._sending.begin()
         except BaseException:
-            self._close()  # an interrupt, say: the workers' answers would come in the middle of a later pass
+            self._close()  # after an interrupt, the workers' answers would come in the middle of a later pass
             raise

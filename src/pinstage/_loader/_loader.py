@@ -1,4 +1,4 @@
-"""`DataLoader` and `wrap_loader`: what makes a loader of torch's stage its batches."""
+"""`DataLoader` and `wrap_loader`: torch's loader, and any class made of it, with batches that are staged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import torch.utils.data
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
+from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._ending import Ending
-from ._iterator import InlineIterator, WorkersIterator
-from ._server import SlabServer
+from ._iterator import Ending, InlineIterator, WorkersIterator
 from ._slabs import Settings, Slabs, checked
 from ._starting import start_workers
 from ._stats import LoaderStats
 from ._unused import arguments_were_read, slabs_of_original, warn_if_unused
-from ._worker import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,11 +30,12 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Staging:
-    """What stands before a loader's own class: workers write into slabs, and batches are sent.
+    """A base class to stand before a loader's own class: workers write into slabs, and batches are sent.
 
-    torch's loader, and classes made of it, call ``_get_iterator`` to begin a pass; that is what changes. Attributes of
-    ours may be missing in an object: a framework makes loaders anew, and a copy in another process must not reach for
-    the device before it is used.
+    torch's loader, and each class made of it, calls ``_get_iterator`` to begin a pass. That is what this class changes.
+
+    An object may lack our attributes. A framework may have made the loader anew, and a copy in another process must not
+    touch the device before it is used.
     """
 
     @property
@@ -44,28 +43,25 @@ class Staging:
         raise NotImplementedError
 
     def stats(self) -> LoaderStats:
-        """Return what was done so far. Does not block."""
+        """Return the counters of all passes so far. Does not block."""
         slabs = self._slabs
         pool = None if slabs.pool is None else slabs.pool.stats()
         return slabs.counters.snapshot(self.num_workers, pool)  # type: ignore[attr-defined]
 
     @property
     def _slabs(self) -> Slabs:
-        """The slabs of this loader in this process: a forked worker, whose dataset reads the loader, has its own."""
+        """The slabs of this loader in this process. A forked worker whose dataset reads the loader gets its own."""
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None:
             slabs = slabs_of_original(self.dataset, self._settings) or Slabs(self._settings)  # type: ignore[attr-defined]
         elif slabs.pid != os.getpid():
-            slabs = Slabs(self._settings.without_pool())
+            slabs = Slabs(self._settings._replace(pool=None))
         vars(self)["_own_slabs"] = slabs
         return slabs
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has slabs and counters of its own, and no workers yet.
+        # A copy gets slabs and counters of its own, and has no workers yet.
         return {name: value for name, value in vars(self).items() if name != "_own_slabs"} | {"_iterator": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
     def __iter__(self) -> Any:
         kept: Any = vars(self).get("_iterator")
@@ -118,40 +114,45 @@ class Staging:
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
         loader: Any = self
         slabs = self._slabs
+        draws = [generator for generator in (torch.default_generator, loader.generator) if generator is not None]
+        drawn = [generator.get_state() for generator in draws]
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
-        server = SlabServer(slabs.shared(), [here for here, _ in pairs], slabs.target, slabs, self._settings.owner)
+        broker = SlabBroker(slabs, [here for here, _ in pairs], self._settings.owner)
         try:
-            terms = Terms(os.getpid(), (loader.prefetch_factor or 0) + 1)
-            collate = SlabCollate(loader.collate_fn, server.token, [there for _, there in pairs], terms)
-            if hasattr(self, "load_state_dict"):  # it may read batches before its iterator is there
-                server.start()
+            theirs, limit = [there for _, there in pairs], (loader.prefetch_factor or 0) + 1
+            keeping = self._settings.keeping()
+            collate = SlabCollate(loader.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
+            if hasattr(self, "load_state_dict"):  # torchdata's may read batches while its iterator is being made
+                broker.start()
             batches = self._torchs_iterator(collate)
         except BaseException:
-            server.finish(leak=False)
+            broker.finish(leak=False)
             raise
         finally:
             for _, there in pairs:
                 there.close()
         reason = why_loader_cannot_be_taken_over(batches)
         if reason is not None:
-            server.finish(leak=False)
+            broker.finish(leak=False)
             getattr(batches, "_shutdown_workers", lambda: None)()  # else they end when it has died
             tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}")
+            for generator, state in zip(draws, drawn, strict=True):
+                generator.set_state(state)  # or samples would come in another order
             return self._inline_iterator()
         reason = why_collation_is_unknown()
         if reason is not None:
             tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
-        ending = Ending(batches, server)
+        ending = Ending(batches, broker)
         try:
-            server.start()
-            return WorkersIterator(batches, server, ending, slabs, self._settings.depth)
+            broker.start()
+            return WorkersIterator(batches, broker, ending, slabs, self._settings.depth)
         except BaseException:
             ending.wait()
             raise
 
     def _torchs_iterator(self, collate: Any) -> Any:
-        """Return the iterator that there would be without us, but for the collate function."""
-        # One call of C changes the loader back: an interrupt cannot leave it changed.
+        """Return torch's own iterator, but with this collate function."""
+        # One call of C puts both attributes back, so that an interrupt cannot leave the loader changed.
         state = vars(self)
         kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
@@ -164,45 +165,50 @@ class Staging:
 class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
-    Takes all its arguments, and yields what it would yield, on the device: same order, seeds, types and structure. With
-    workers, these write batches into slabs that the main process has page-locked (default collation stacks the samples
-    there), and each batch is sent by one asynchronous copy. `pin_memory` is accepted and has no effect. Batches are as
-    `Stager` makes them: tensors and numeric numpy arrays are tensors on the device, everything else is as it was.
+    Takes all of torch's arguments, and yields the same batches in the same order, from the same seeds, with the same
+    types and structure. As with `Stager`, tensors and numeric numpy arrays become tensors on the device, and everything
+    else stays as it was. `pin_memory` is accepted and has no effect.
+
+    With workers, these write each batch into a slab that the main process has page-locked; default collation stacks the
+    samples there. One asynchronous copy then sends the batch.
 
     Args:
         dataset: as torch's.
         *args: as torch's.
-        device: where batches go: a CUDA device or ``"cpu"``; None is ``"cuda"`` where it is available, else ``"cpu"``.
-        pool: a pool over `SharedMemory` to take slabs from, perhaps shared with other loaders and stagers; None makes
-            one. Workers keep their slabs until the iterator ends, so leave room for the others. A copy of the loader
+        device: where batches go: a CUDA device or ``"cpu"``. None is ``"cuda"`` where it is available, else ``"cpu"``.
+        pool: a pool over `SharedMemory` to take slabs from. Other loaders and stagers may share it. Workers keep their
+            slabs until the iterator ends, so leave room for the others. None makes a pool. A copy of the loader always
             makes a pool of its own, with the same cap.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
-            reached; a batch for which there can be no slab travels through the worker queue, more slowly.
-        owner: for whom slabs are taken, in `PoolStats.owners`, and by which name a share of the pool binds the loader;
-            see `SlabPool.share`.
-        depth: batches sent ahead of the one that is yielded, of those that have arrived; 0 for none. Without workers
-            there are none ahead.
+            reached. A batch for which there can be no slab travels through the worker queue, which is slower.
+        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a share of the pool
+            binds; see `SlabPool.share`.
+        depth: how many batches are sent ahead of the one that is yielded, of those that have arrived; 0 for none.
+            Without workers no batch is sent ahead.
+        keep: what stays on the host, as for `Stager`. Workers call a function, so pickle has to take it where workers
+            are not forked. Tensors that stay travel through torch's shared memory.
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is no int.
-        ValueError: `depth` is negative, `max_bytes` no size, `device` another kind of device, `pool` not over
-            shared memory, or both `pool` and `max_bytes` are given.
-        StagingError: a CUDA device without CUDA.
+        TypeError: `depth` is no int, or `keep` is neither paths nor a function.
+        ValueError: `depth` is negative; `max_bytes` is no size; `device` is neither CUDA nor the CPU; `pool` is not
+            over shared memory; or both `pool` and `max_bytes` are given.
+        StagingError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
-    The slabs are kept between passes. Those of a pool that the loader made are freed when it and its iterators are
-    gone. An iterator that is left early gives all back as soon as it is dropped.
+    Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
+    are gone. An iterator that is left early gives its slabs back as soon as it is dropped.
     """
 
-    # Attributes with the names of arguments: Lightning makes loaders anew from these.
+    # Attributes have the names of the arguments: Lightning makes loaders anew from them.
     device: torch.device
     pool: SlabPool | None
     max_bytes: int | str | HostBudget | None
     depth: int
     owner: str
+    keep: tuple[str, ...] | Callable[[str, Any], object] | None
 
-    if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever the torch that is installed takes
+    if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever arguments the installed torch takes
 
         def __init__(
             self,
@@ -229,6 +235,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             max_bytes: int | str | HostBudget | None = "auto",
             owner: str = "loader",
             depth: int = 2,
+            keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         ) -> None: ...
 
     else:
@@ -242,16 +249,17 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             max_bytes: int | str | HostBudget | None = "auto",
             owner: str = "loader",
             depth: int = 2,
+            keep: Iterable[str] | Callable[[str, Any], object] | None = None,
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = checked(device, pool, max_bytes, depth, owner)
-            self.device, self.pool, self.max_bytes, self.depth, self.owner = settings
-            self._slabs  # noqa: B018 - made here, where the device may be reached for
+            settings = checked(device, pool, max_bytes, depth, owner, keep)
+            self.device, self.pool, self.max_bytes, self.depth, self.owner, self.keep = settings
+            self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
     def _settings(self) -> Settings:
-        return Settings(self.device, self.pool, self.max_bytes, self.depth, self.owner)
+        return Settings(self.device, self.pool, self.max_bytes, self.depth, self.owner, self.keep)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"pool": None}
@@ -269,27 +277,30 @@ def wrap_loader(
     max_bytes: int | str | HostBudget | None = "auto",
     owner: str = "loader",
     depth: int = 2,
+    keep: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> L:
-    """Return a loader like another one, of a class made of that one's, that does what `DataLoader` does.
+    """Return a loader like the one that is given, but with batches that arrive on a device, as those of `DataLoader`.
 
-    For loaders of other classes, such as torchdata's ``StatefulDataLoader``: its ``state_dict()`` is that of the
-    batches that were yielded, whatever was sent ahead. The loader that is given stays as it was. Use the one that is
-    returned, which has `DataLoader.stats` as well. Only a loader that Accelerate prepared is changed itself, and
-    returned.
+    This is for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
+    the batches that were yielded, not those that were sent ahead.
 
-    A ``StatefulDataLoader`` that was asked for its state has begun its first pass, and Accelerate asks. With workers,
-    the batches of that pass are staged in the main process.
+    The given loader stays as it was; use the returned one, which also has `DataLoader.stats`. A loader that Accelerate
+    prepared is the exception: it is changed itself, and returned.
+
+    A ``StatefulDataLoader`` begins its first pass when it is asked for its state, and Accelerate asks for it. With
+    workers, the batches of that pass are staged in the main process.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Not iterated over yet.
-        device: as for `DataLoader`; None is that of a prepared loader, if it has one.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Nobody has iterated over it yet.
+        device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         owner: as for `DataLoader`.
         depth: as for `DataLoader`.
+        keep: as for `DataLoader`.
 
     Raises:
-        TypeError: the loader is no such object, or wrapped already, or has workers already.
+        TypeError: `loader` is of another class, is wrapped already, or has workers already.
         ValueError, StagingError: as `DataLoader`.
     """
     given: Any = loader
@@ -297,7 +308,7 @@ def wrap_loader(
     if isinstance(inside, torch.utils.data.DataLoader) and not issubclass(type(given), torch.utils.data.DataLoader):
         device = getattr(given, "device", None) if device is None else device
         given.base_dataloader = wrap_loader(
-            inside, device=device, pool=pool, max_bytes=max_bytes, owner=owner, depth=depth
+            inside, device=device, pool=pool, max_bytes=max_bytes, owner=owner, depth=depth, keep=keep
         )
         return loader
     if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader, Staging):
@@ -308,9 +319,10 @@ def wrap_loader(
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
-    made = _wrapped(type(given), checked(device, pool, max_bytes, depth, owner), vars(given) | {"_iterator": None})
-    slabs: Slabs = made._slabs  # made here, where the device may be reached for
-    if begun is not None:  # it was asked for its state; what it has drawn from its generator stays drawn
+    settings = checked(device, pool, max_bytes, depth, owner, keep)
+    made = _wrapped(type(given), settings, vars(given) | {"_iterator": None})
+    slabs: Slabs = made._slabs  # made now, where the device may be touched
+    if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
         slabs.is_used = True
         vars(made)["_iterator"] = InlineIterator(begun, slabs)
         if loader.persistent_workers:
@@ -319,10 +331,10 @@ def wrap_loader(
 
 
 def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> Any:
-    """Return a loader of a class of its own, which has its settings: a framework may make it anew by its type."""
+    """Return a loader whose class is its own and has its settings: a framework may make it anew by its type."""
 
-    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name pickle would find the class that it was
-        return _wrapped, (loader_class, settings.without_pool(), loader.__getstate__())
+    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class before the wrapping
+        return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())
 
     ours = {"_settings": settings, "__reduce__": reduce, "__doc__": loader_class.__doc__}
     metaclass: Any = type(loader_class)

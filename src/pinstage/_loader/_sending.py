@@ -1,4 +1,4 @@
-"""Batches that arrived, sent to the device: what torch's iterator reads in place of its queue."""
+"""Packed batches on their way to the device: the queue that torch's iterator reads in place of its own."""
 
 from __future__ import annotations
 
@@ -9,74 +9,63 @@ from typing import Any
 
 import torch
 
-from .._staging import Target, Transfer, copy_event_of, send_packed
+from .._staging import Transfer, copy_event_of, send_packed
 from .._torch import close_writing_end, is_resumption, queue_file
-from ._arrivals import Arrival, Failed
-from ._stats import Counters
+from ._messages import Failed, PackedBatch
+from ._slabs import Slabs
 
 
-class Sender:
-    """Starts the copies of batches that arrived, and gives their slabs back behind these. Any thread may.
-
-    Args:
-        target: where to.
-        counters: of the loader.
-    """
-
-    def __init__(self, target: Target, counters: Counters) -> None:
-        self._target = target
-        self._counters = counters
-
-    def send(self, arrival: Arrival) -> Transfer:
-        """Send a batch. Does not block."""
-        number = arrival.number
-        if number is not None:
-            event = None
-            try:
-                transfer = self._send_from(arrival.receiver.address_of(number), arrival)
-                event = copy_event_of(transfer)
-            except BaseException:
-                event = self._target.record_copies()
-                raise
-            finally:
-                arrival.receiver.sent(number, event)
-        else:
-            host = None if arrival.raw is None else torch.frombuffer(arrival.raw, dtype=torch.uint8).data_ptr()
-            transfer = self._send_from(host, arrival)
-        self._counters.count(transfer, fallback=arrival.raw is not None, slab_wait_seconds=arrival.waited)
-        return transfer
-
-    def _send_from(self, host: int | None, arrival: Arrival) -> Transfer:
-        return send_packed(self._target, arrival.structure, arrival.table, host, arrival.others)
+def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
+    """Start the copy of a packed batch. Its slab is the worker's again behind the copy. Does not block; any thread."""
+    target = slabs.target
+    if batch.number is None:
+        host = None if batch.raw is None else torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
+        transfer = send_packed(target, batch.structure, batch.table, host, batch.others)
+    else:
+        event = None
+        try:
+            host = batch.broker.address_of(batch.number)
+            transfer = send_packed(target, batch.structure, batch.table, host, batch.others)
+            event = copy_event_of(transfer)
+        except BaseException:
+            event = target.record_copies()
+            raise
+        finally:
+            batch.broker.sent(batch.number, event)
+    slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
+    return transfer
 
 
 class SendingQueue:
-    """What torch's iterator reads in place of its queue: batches come out of it on their way to the device.
+    """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
 
-    The server's thread reads the queue behind, sends what arrives, and makes the views, while the loop is busy with an
-    earlier batch. Batches are sent in their order, no further ahead of the one that the loop wants than `depth`; those
-    that come too early stay in their slabs. So does, in its order, the news that a worker has no more: it must not come
-    before that worker's last batch.
+    The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
+    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the one that the loop wants. Those
+    that come too early stay in their slabs.
+
+    The news that a worker has no more batches keeps its place between them. It must not overtake the worker's last one.
 
     Args:
-        source: the queue behind.
-        batches: torch's iterator. The reference is weak: the thread must not keep it alive.
-        sender: sends.
-        depth: batches sent ahead.
-        wake: wakes the thread, which calls `send` then.
+        source: the worker queue.
+        batches: torch's iterator. Kept by a weak reference, since the thread must not keep it alive.
+        send: starts the copy of a packed batch.
+        depth: how many batches are sent ahead.
+        wake: wakes the thread, which then calls `send_ready`.
     """
 
-    def __init__(self, source: Any, batches: Any, sender: Sender, depth: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, source: Any, batches: Any, send: Callable[[PackedBatch], Transfer], depth: int, wake: Callable[[], None]
+    ) -> None:
         self._source = source
         self._batches = weakref.ref(batches)
         self._in_order: bool = batches._in_order
-        self._sender = sender
+        self._send = send
         self._depth = depth
         self._wake = wake
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: dict[Any, Any] = {}
-        # The loop's thread writes `_last`, then looks at `_waits_for`; the other one writes `_waits_for`, then looks at
-        # `_last`: so one of them notices that a batch may be sent.
+        # The loop's thread writes `_last`, then looks at `_waits_for`. The broker's thread writes `_waits_for`, then
+        # looks at `_last`. So one of them notices that a batch may be sent.
         self._waits_for: int | None = None
         self._sent = self._resuming = 0
         self._end: BaseException | None = None
@@ -85,14 +74,14 @@ class SendingQueue:
     # -- the loop's thread
 
     def advance(self) -> None:
-        """Take note that the loop has a batch: while it is busy with that, the thread has its turn."""
+        """Note that the loop has a batch, so that the thread may send the next one."""
         self._allow(self._wanted() - 1 + self._depth)
 
     def get(self, timeout: float) -> Any:
-        """Return the next message.
+        """Return the next message. Blocks for at most `timeout` seconds.
 
         Raises:
-            queue.Empty: none came in `timeout` seconds.
+            queue.Empty: there was none in that time.
             BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
@@ -105,18 +94,18 @@ class SendingQueue:
         return item
 
     def drop_until_resumed(self, workers: int) -> None:
-        """Send no batch before so many workers have said that they begin again."""
+        """Send nothing until that many workers have said that they begin again."""
         self.begin()
         self._resuming = workers
         self._wake()
 
     def begin(self) -> None:
-        """Take note that the loop has no batch yet."""
+        """Note that the loop has no batch yet."""
         self._taken = 0
         self._last = self._depth - 1
 
     def close(self) -> None:
-        """Put an end to a message that a killed worker began; the others have ended."""
+        """End a message that a killed worker left half written, or the thread would wait for the rest of it."""
         close_writing_end(self._source)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +115,7 @@ class SendingQueue:
         )
 
     def _wanted(self) -> int:
-        """Return what torch wants next: a number, or without order how many there were before."""
+        """Return the number of the batch that torch wants next. Without order: how many it has taken."""
         batches = self._batches() if self._in_order else None
         return self._taken if batches is None else int(batches._rcvd_idx)
 
@@ -136,14 +125,14 @@ class SendingQueue:
         if waits_for is not None and waits_for <= self._last:  # perhaps once more: an interrupt may have swallowed it
             self._wake()
 
-    # -- the server's thread
+    # -- the broker's thread
 
     def fileno(self) -> int:
-        """Return the file that can be read when there is a message."""
+        """Return the file descriptor that is readable when there is a message."""
         return queue_file(self._source)
 
     def receive(self) -> None:
-        """Read a message."""
+        """Read one message."""
         try:
             number, payload = self._source.get()
         except BaseException as error:  # noqa: BLE001 - it cannot be unpickled: raised by `get`
@@ -152,13 +141,13 @@ class SendingQueue:
         if self._resuming:
             self._forget()
             self._resuming -= is_resumption(number)
-            if not isinstance(_batch_in(payload), Arrival):
+            if not isinstance(_batch_in(payload), PackedBatch):
                 self._ready.put((number, payload))
         else:
             self._held[number] = payload
 
-    def send(self) -> bool:
-        """Send the batches whose turn it is; pass on what else is between them. Says whether any has to wait."""
+    def send_ready(self) -> bool:
+        """Send the batches whose turn it is, and pass on the other messages between them. Says whether any waits."""
         if self._resuming:
             self._forget()
         while self._held:
@@ -171,26 +160,26 @@ class SendingQueue:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Take note that the thread ends, by an error."""
+        """Note that the thread has ended by an error, which the loop gets from now on."""
         self._end = error
         self._ready.put(error)
 
     def _on_its_way(self, payload: Any) -> Any:
-        arrival = _batch_in(payload)
-        if not isinstance(arrival, Arrival):
+        batch = _batch_in(payload)
+        if not isinstance(batch, PackedBatch):
             return payload
         sent: Transfer | Failed
         try:
-            sent = self._sender.send(arrival)
+            sent = self._send(batch)
             self._sent += 1
         except Exception as error:  # noqa: BLE001 - raised when its turn comes
             sent = Failed(error)
         return (sent, *payload[1:]) if isinstance(payload, tuple) else sent
 
     def _forget(self) -> None:
-        self._held.clear()  # torch drops them all: their slabs are free at once
+        self._held.clear()  # torch drops these batches, so their slabs are free at once
         self._sent = 0
 
 
 def _batch_in(payload: Any) -> Any:
-    return payload[0] if isinstance(payload, tuple) else payload  # a tuple of torchdata's: (batch, worker, state)
+    return payload[0] if isinstance(payload, tuple) else payload  # torchdata's tuple: (batch, worker, state)

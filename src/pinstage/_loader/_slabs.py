@@ -1,31 +1,34 @@
-"""What a loader was told, and what its iterators share: slabs and counters."""
+"""A loader's settings, and what its iterators share: slabs and counters."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from .._memory import SharedMemory, cap_bytes, default_memory
 from .._pool import HostBudget, SlabPool
 from .._staging import Stager, check_depth, target_for
+from .._tree import Keeping
 from ._stats import Counters
 
 
 class Settings(NamedTuple):
-    """The arguments of a loader that torch's has not."""
+    """The arguments that torch's loader does not have."""
 
     device: torch.device
     pool: SlabPool | None
     max_bytes: int | str | HostBudget | None
     depth: int
     owner: str
+    keep: tuple[str, ...] | Callable[[str, Any], object] | None = None
 
-    def without_pool(self) -> Settings:
-        """Return those of a loader in another process, or of a copy, which has a pool of its own."""
-        return self._replace(pool=None)
+    def keeping(self) -> Keeping | None:
+        """Return what says which leaves stay on the host."""
+        return None if self.keep is None else Keeping(self.keep)
 
 
 def checked(
@@ -34,8 +37,9 @@ def checked(
     max_bytes: int | str | HostBudget | None,
     depth: int,
     owner: str,
+    keep: Iterable[str] | Callable[[str, Any], object] | None,
 ) -> Settings:
-    """Return settings that can be met.
+    """Return the settings, after a look at whether they can be met.
 
     Raises:
         TypeError, ValueError, StagingError: as `DataLoader`.
@@ -50,34 +54,37 @@ def checked(
         )
     if max_bytes not in ("auto", None) and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
         raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-    return Settings(target_for(device).device, pool, max_bytes if pool is None else pool.max_bytes, depth, owner)
+    if keep is not None and not callable(keep):
+        keep = Keeping(keep).paths
+    cap = max_bytes if pool is None else pool.max_bytes
+    return Settings(target_for(device).device, pool, cap, depth, owner, keep)
 
 
 class Slabs:
-    """The slabs of a loader and its iterators, freed when the last of these is gone, and what is counted of them.
+    """The slabs and counters of a loader and its iterators. When the last of these is gone, the slabs are freed.
 
     Args:
-        settings: of the loader. A pool that is given is not freed; else one is made when it is needed.
+        settings: of the loader. A pool in them is the user's, and is not freed. Else a pool is made when it is needed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.pid = os.getpid()
-        """The process that they belong to: neither they nor the locks here are of use in a forked child."""
+        """The process that made this. In a forked child neither the slabs nor the locks here are of use."""
         self.settings = settings
         self.target = target_for(settings.device)
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
-        """Held while an iterator is made: torch reads the loader then, which is changed for that time."""
+        """Held while an iterator is made: for that time, the loader that torch reads is changed."""
         self.is_used = False
-        """Whether there was an iterator, or a loader that was made anew of this one."""
+        """Whether there was an iterator, or a framework made another loader of this one."""
         self._stager: Stager | None = None
         self._lock = threading.Lock()
 
     def shared(self) -> SlabPool:
-        """Return the pool that workers get slabs of."""
+        """Return the pool of the workers' slabs. Makes it first, if needed."""
         with self._lock:
-            if self.pool is None or not self.pool.memory.is_shared:  # that of passes without workers
+            if self.pool is None or not self.pool.memory.is_shared:  # else of passes without workers
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
@@ -85,11 +92,11 @@ class Slabs:
             return self.pool
 
     def stager(self) -> Stager:
-        """Return what sends batches without workers."""
+        """Return the stager of passes without workers. Makes it first, if needed."""
         with self._lock:
             if self._stager is None:
                 device = self.target.device
                 if self.pool is None:
                     self.pool = SlabPool(default_memory(device), max_bytes=self.settings.max_bytes)
-                self._stager = Stager(device, pool=self.pool, owner=self.settings.owner)
+                self._stager = Stager(device, pool=self.pool, owner=self.settings.owner, keep=self.settings.keep)
             return self._stager

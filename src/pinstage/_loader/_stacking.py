@@ -1,4 +1,4 @@
-"""Stacking samples where the batch is to lie: default collation, but that nothing is stacked before there is a slab."""
+"""Default collation that stacks samples right into the slab: it is put off until there is a slab."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from .. import _native, _torch
 from .._layout import Parts, pack
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
-"""What most leaves of samples are: known at once to be no containers."""
+"""What most leaves of samples are. None of them is a container."""
 
 
 class Stack(NamedTuple):
-    """Samples of one field that are to be stacked."""
+    """Samples of one field, which are stacked later."""
 
     stand_in: torch.Tensor
-    """What the batch has in its place: of the right dtype and shape; its memory is never touched."""
+    """What the batch has in place of the stack, of its dtype and shape ``[samples, ...]``. Nobody reads its memory."""
     samples: Any
     found: bytes | None
-    """What the extension knows of them; None without it."""
+    """What the extension in C found out about the samples; None without it."""
 
 
 Stacks = dict[int, Stack]
-"""By the id of what stands for each."""
+"""By the id of the stand-in."""
 
 
 def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
-    """Write a batch into a slab, and its stacks sample by sample to where they are to lie."""
+    """Write a batch into a slab, uint8 ``[n]``. Samples of a stack are written one by one to their places in it."""
     if not stacks:
         pack(parts, slab)
         return
-    stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks]
-    pack(parts, slab, stacked)
     offsets = parts.table.rows["offset"].tolist()
+    stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks and offsets[index] >= 0]
+    pack(parts, slab, stacked)
     for index in stacked:
         stand_in, samples, found = stacks[id(parts.leaves[index])]
         if found is not None:
@@ -48,10 +48,10 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
 
 
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
-    """Do what torch's default_collate does, but do not stack yet: an empty tensor stands for each stack.
+    """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
 
-    Its memory is never touched, so it costs nothing but its making. `stacks` gets the samples, by its id. Only where no
-    code of the user's would see it: that could compute with it.
+    `stacks` gets the samples, by the id of the empty tensor. Where code of the user's would see that tensor, and could
+    compute with it, torch's function runs as it is.
     """
     is_torchs = _torch.stacking() in (_torch.shipped_stacking(), stack_privately)
     if not (is_torchs and _torch.collates_as_shipped() and _in_plain_containers(samples[0])):
@@ -71,29 +71,29 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
 
 
 def _in_plain_containers(sample: Any) -> bool:
-    """Say whether all containers of a sample are Python's own: a class may look at what default collation puts in."""
+    """Say whether all containers of a sample are Python's own. Other classes may look at what is put into them."""
     kind = type(sample)
     if kind in _LEAVES:
         return True
     if kind in (dict, OrderedDict, defaultdict):
         return all(map(_in_plain_containers, sample.values()))
-    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # itself: no subclass with a __new__
+    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # no subclass, which may have a __new__
     if kind in (list, tuple) or is_namedtuple:
         return all(map(_in_plain_containers, sample))
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Do what torch does in the main process. In a worker it stacks into /dev/shm, which nobody needs here."""
+    """Stack as torch does in the main process. In a worker, torch would stack into /dev/shm, which nobody needs."""
     if _stacks_plainly(batch):
-        # Into memory of the usual strides, as torch does there: alone it would take some samples for channels last.
+        # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
     shipped: Any = _torch.shipped_stacking()
     return shipped(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def _stacks_plainly(batch: Any) -> bool:
-    """Say whether samples are plain tensors, alike, and here."""
+    """Say whether samples are plain CPU tensors of one dtype and shape."""
     first = batch[0]
     return all(
         type(sample) is torch.Tensor

@@ -1,4 +1,4 @@
-"""Starting workers: what must not happen meanwhile, here and in what is forked."""
+"""The start of workers, and what must not happen meanwhile: an interrupt here, garbage collection in the child."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 INSISTED_SECONDS = 1.0
-"""Interrupts wait for workers to be started; but one that comes so long after the first one is an order: something
-hangs."""
+"""Interrupts wait until the workers are started. One that comes so long after the first one does not wait: something
+hangs, and the user insists."""
 
 
 class _Starting(threading.local):
@@ -25,21 +25,20 @@ class _Starting(threading.local):
 
 
 _here = _Starting()
-"""Whether this thread starts workers, and what handled its interrupts before."""
+"""Whether this thread is starting workers, and the handler of interrupts from before."""
 
 
 def start_workers(start: Callable[[], T]) -> T:
-    """Call what starts workers.
+    """Call a function that starts workers, and return its result.
 
-    An interrupt (SIGINT) that comes meanwhile is handled afterwards: in the middle of a fork it would leave a process
-    that nobody knows, and torch's half-made iterator writes to the screen.
+    An interrupt (SIGINT) that comes meanwhile is handled afterwards. In the middle of a fork it would leave a process
+    that nobody knows of, and torch's half-made iterator would print an error.
 
-    Workers that are forked leave alone what the main process had: their garbage collector would free what the main
-    one's has not yet, and a CUDA tensor among it, that another stream had used, aborts them (rwth-i6/returnn#1494).
+    The garbage collector of a forked worker leaves alone what the main process had. To free a CUDA tensor that another
+    stream had used would abort the worker (rwth-i6/returnn#1494).
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        return _start(start)
+    is_main = threading.current_thread() is threading.main_thread()
+    handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
     came: list[float] = []
 
     def remember(number: int, frame: FrameType | None) -> Any:
@@ -48,24 +47,20 @@ def start_workers(start: Callable[[], T]) -> T:
             return handler(number, frame)
         return None
 
-    _here.handler = handler
     try:
-        signal.signal(signal.SIGINT, remember)
-        started = _start(start)
+        _here.workers = True
+        if callable(handler):
+            _here.handler = handler
+            signal.signal(signal.SIGINT, remember)
+        started = start()
     finally:
-        signal.signal(signal.SIGINT, handler)
-        _here.handler = None
+        _here.workers = False
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            _here.handler = None
     if came:
         handler(signal.SIGINT, sys._getframe())
     return started
-
-
-def _start(start: Callable[[], T]) -> T:
-    _here.workers = True
-    try:
-        return start()
-    finally:
-        _here.workers = False
 
 
 def _in_child() -> None:

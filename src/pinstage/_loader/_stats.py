@@ -1,4 +1,4 @@
-"""What a loader has done so far, and which side holds it up."""
+"""The counters of a loader, and which side is the bottleneck."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from .._sizes import format_bytes, table_text
 from .._staging import Transfer
 
 _NOTICEABLE = 0.1
-"""Share of the time from which waiting is called a bottleneck."""
+"""The share of the time from which on waiting is called a bottleneck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoaderStats:
-    """What a `DataLoader` has done so far, over all its iterators."""
+    """The counters of a `DataLoader`, over all its iterators."""
 
     batches: int
     """Batches sent to the device."""
     copies: int
-    """Host-to-device copies issued for them: one a batch with workers."""
+    """Host-to-device copies issued for them. With workers: one for each batch."""
     bytes: int
-    """Bytes that these copied, padding included."""
+    """Bytes of these copies, padding included."""
     fallback_batches: int
-    """Batches that found no slab under the cap: they travelled through the worker queue, and by pageable memory."""
+    """Batches that found no slab under the cap. They travelled by pageable memory; with workers, through the queue."""
     passthrough_leaves: int
-    """Tensors that cannot be packed: they travelled torch's way."""
+    """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
     wait_seconds: float
-    """Time that the main process waited for workers; without workers, the time that loading took."""
+    """Seconds that the main process waited for workers. Without workers: the seconds that loading took."""
     slab_wait_seconds: float
-    """Time that workers waited for a slab, summed over them."""
+    """Seconds that workers waited for slabs, summed over the workers."""
     seconds: float
-    """Time since the first batch was asked for, without the time between iterators."""
+    """Seconds since the first batch was asked for, without those between iterators."""
     num_workers: int
     pool: PoolStats | None
     """The pool's counters; None before the first iterator."""
 
     @property
     def bottleneck(self) -> str:
-        """One sentence that says which side held the loop up."""
+        """One sentence that says which side holds the loop up."""
         if not self.batches:
             return "Nothing was loaded yet."
         waited, total = self.wait_seconds, self.seconds
@@ -63,7 +63,7 @@ class LoaderStats:
         return f"The workers are the bottleneck: the loop waited for them {text}; use more, or a faster dataset."
 
     def _was_full(self) -> bool:
-        """Whether one slab more would have gone beyond the cap; until then workers wait for it to be made only."""
+        """Whether one more slab would have exceeded the cap. If not, workers only waited while slabs were made."""
         pool = self.pool
         return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
 
@@ -83,7 +83,7 @@ class LoaderStats:
 
 
 class Counters:
-    """The counters behind `LoaderStats`."""
+    """The counters behind `LoaderStats`. Any thread may count."""
 
     def __init__(self) -> None:
         self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
@@ -91,7 +91,6 @@ class Counters:
         self._lock = threading.Lock()
 
     def count(self, transfer: Transfer, *, fallback: bool, slab_wait_seconds: float = 0.0) -> None:
-        """Count a batch that was sent."""
         with self._lock:
             self.batches += 1
             self.copies += transfer.copies
@@ -101,6 +100,5 @@ class Counters:
             self.slab_wait_seconds += slab_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
-        """Return the counters as they are now."""
         counted = {name: value for name, value in vars(self).items() if name != "_lock"}
         return LoaderStats(num_workers=num_workers, pool=pool, **counted)

@@ -1,4 +1,4 @@
-"""Loaders that somebody takes apart, to make another loader of their arguments."""
+"""A warning about loaders that staged nothing, such as those that a framework took apart to make another loader."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .._reaper import reaper
 from ._slabs import Settings, Slabs
 
 _read: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Loaders whose arguments were read before they had an iterator, by their ids: they may have no hash."""
+"""Loaders whose arguments were read before there was an iterator, by id, since they may have no hash."""
 
 
 def arguments_were_read(loader: Any) -> None:
-    """Take note of it. If no batch is ever taken from the loader, a warning says so when it has died."""
+    """Note that a loader's arguments were read. If it dies before a batch was taken from it, a warning says so."""
     slabs: Slabs | None = vars(loader).get("_own_slabs")  # none in a process to which it was sent
     if slabs is None or slabs.is_used or slabs.pid != os.getpid():
         return
@@ -28,9 +28,9 @@ def arguments_were_read(loader: Any) -> None:
 
 
 def slabs_of_original(dataset: object, settings: Settings) -> Slabs | None:
-    """Return the slabs of the loader of which the one with this dataset was made anew, as Lightning does.
+    """Return the slabs of the loader that a loader with this dataset was made of, as Lightning makes them; or None.
 
-    So the stats of the loader that the user has are those of the loader that is used.
+    So the loader that the user has shows the stats of the loader that is used.
     """
     for loader in list(_read.values()):
         slabs: Slabs = vars(loader)["_own_slabs"]
@@ -41,7 +41,7 @@ def slabs_of_original(dataset: object, settings: Settings) -> Slabs | None:
 
 
 def warn_if_unused(slabs: Slabs) -> None:
-    """Warn of a loader whose pass gets its batches in another way. Does not repeat itself."""
+    """Warn, once, of a loader whose pass gets its batches in another way."""
     _tell(slabs, "its class does not get its iterator from torch's DataLoader")
 
 

@@ -1,4 +1,4 @@
-"""The worker's side: which slabs it may write, and how it gets more. Touches no CUDA."""
+"""The worker's side: which slabs the worker may write, and how it gets more. Touches no CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,32 +15,21 @@ from .._memory import SharedMapping, SharedMemory
 from ._descriptors import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
-"""How often a waiting worker looks whether the main process is alive, where the kernel cannot tell it by itself."""
+"""How often a waiting worker looks whether the main process is alive, where the kernel cannot tell by a pidfd."""
 
 GROWTH = 1.25
-"""A slab that replaces one that was too small has so much more than is needed: batches of random size settle soon."""
+"""A slab that replaces a smaller one is larger than needed by this factor, so that batches of random size soon fit."""
 
 ASK_AGAIN_AFTER = 32
-"""Batches after a refusal during which a worker makes do with what it has."""
-
-
-class Terms(NamedTuple):
-    """What a worker has to know; travels with the process object."""
-
-    main_pid: int
-    limit: int
-    """Slabs that one worker may have."""
-
-
-_CLOSED = "the iterator of this worker was shut down"
+"""For so many batches after a refusal, a worker does with the slabs that it has."""
 
 
 class ClosedError(RuntimeError):
-    """The iterator is shutting down; nobody will see this."""
+    """The iterator is being shut down. Ends the worker's batch; nobody sees it."""
 
 
 class WorkerSlab:
-    """A slab as the worker sees it."""
+    """A slab, mapped in the worker. `tensor` shows its bytes as uint8 ``[nbytes]``."""
 
     def __init__(self, number: int, mapping: SharedMapping) -> None:
         self.number = number
@@ -51,7 +40,7 @@ class WorkerSlab:
         self.tensor: torch.Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Unmap it. A view that somebody kept keeps the pages mapped instead (nobody should have any)."""
+        """Unmap the slab. No view of `tensor` may be used afterwards."""
         self.tensor = None
         self._mapping.close()
 
@@ -60,49 +49,54 @@ class WorkerSlabs:
     """The slabs of this worker.
 
     Args:
-        channel: to the main process.
-        terms: what the main process said at the start.
+        channel: to the broker in the main process.
+        main_pid: the main process.
+        limit: how many slabs the worker may have.
     """
 
-    def __init__(self, channel: Connection, terms: Terms) -> None:
+    def __init__(self, channel: Connection, main_pid: int, limit: int) -> None:
         self._channel = channel
-        self._terms = terms
+        self._main_pid = main_pid
+        self._limit = limit
         self._slabs: dict[int, WorkerSlab] = {}
         self._patience = 0
         self._largest = 0
         self._reply = ""
         self.waited_seconds = 0.0
-        """Time spent waiting for slabs since the caller set it to 0."""
+        """Seconds that `take` waited since the caller set this to 0."""
         try:
-            self._main: int | None = os.pidfd_open(terms.main_pid)
+            self._main: int | None = os.pidfd_open(main_pid)
         except ProcessLookupError:
             _exit()
         except (AttributeError, OSError):  # a kernel before 5.3, or a sandbox
             self._main = None
 
     def take(self, nbytes: int) -> WorkerSlab | None:
-        """Return a slab to write, at least so large, or None if there can be none.
+        """Return a slab of at least `nbytes` to write, or None if there can be none.
 
-        Blocks while all slabs that are large enough are in the main process's hands; ends with the iterator, or the
-        main process.
+        Blocks while the main process has all slabs that are large enough. Ends the worker if the main process ends.
+
+        Raises:
+            ClosedError: the iterator is being shut down.
         """
         self._patience -= 1
         while self._channel.poll():
             self._receive()
         while True:
-            slab = self._smallest_free(nbytes)
-            if slab is not None:
-                slab.is_free = False
-                return slab
-            fits_later = any(slab.nbytes >= nbytes for slab in self._slabs.values())
+            fitting = [slab for slab in self._slabs.values() if slab.nbytes >= nbytes]
+            found = min((slab for slab in fitting if slab.is_free), key=lambda slab: slab.nbytes, default=None)
+            if found is not None:
+                found.is_free = False
+                return found
+            fits_later = bool(fitting)
             if fits_later and self._patience > 0:
                 self._wait_for_slab(nbytes)
                 continue
             idle = [slab for slab in self._slabs.values() if slab.is_free]
-            if len(self._slabs) >= self._terms.limit and not idle:
+            if len(self._slabs) >= self._limit and not idle:
                 self._wait_for_slab(nbytes)
                 continue
-            dropped = idle if len(self._slabs) >= self._terms.limit else []
+            dropped = idle if len(self._slabs) >= self._limit else []
             if self._ask(nbytes, dropped):
                 continue
             if not fits_later and idle and not dropped and self._ask(nbytes, idle):
@@ -111,16 +105,8 @@ class WorkerSlabs:
                 return None
             self._patience = ASK_AGAIN_AFTER
 
-    def give_back(self, slab: WorkerSlab) -> None:
-        """Take back a slab that was not sent after all."""
-        slab.is_free = True
-
-    def _smallest_free(self, nbytes: int) -> WorkerSlab | None:
-        fitting = [slab for slab in self._slabs.values() if slab.is_free and slab.nbytes >= nbytes]
-        return min(fitting, key=lambda slab: slab.nbytes, default=None)
-
     def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> bool:
-        """Ask the main process for one more slab; give up others for it. Says whether there is one."""
+        """Give up some slabs, and ask the main process for another one. Says whether the worker got it."""
         for slab in dropped:
             del self._slabs[slab.number]
             slab.close()
@@ -143,14 +129,14 @@ class WorkerSlabs:
         self.waited_seconds += time.perf_counter() - began
 
     def _wait(self) -> None:
-        """Wait for one message and take it in."""
+        """Wait for one message of the broker, and receive it."""
         sources: list[Any] = [self._channel] if self._main is None else [self._channel, self._main]
         while True:
             ready = wait(sources, PARENT_CHECK_SECONDS)
             if self._channel in ready:
                 self._receive()
                 return
-            if ready or not process_exists(self._terms.main_pid):
+            if ready or not process_exists(self._main_pid):
                 _exit()
 
     def _receive(self) -> None:
@@ -159,7 +145,7 @@ class WorkerSlabs:
         except (EOFError, OSError):
             kind, details = "closed", []
         if kind == "closed":
-            raise ClosedError(_CLOSED)
+            raise ClosedError
         if kind == "free":
             slab = self._slabs.get(details[0])
             if slab is not None:
@@ -175,8 +161,8 @@ class WorkerSlabs:
             finally:
                 os.close(fd)
         except EOFError:
-            raise ClosedError(_CLOSED) from None
-        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: the slow way remains
+            raise ClosedError from None
+        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: it does without
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
         self._slabs[number] = WorkerSlab(number, mapping)
@@ -186,9 +172,9 @@ class WorkerSlabs:
         try:
             self._channel.send(message)
         except OSError:
-            raise ClosedError(_CLOSED) from None
+            raise ClosedError from None
 
 
 def _exit() -> NoReturn:
-    # The main process is gone: nobody reads the queue any more, and waiting for its feeder could take forever.
+    # The main process has ended. Nobody reads the queue, and its feeder thread could wait forever at a normal exit.
     os._exit(1)

@@ -9,7 +9,7 @@ before, and release the interpreter lock in every call (cuda-bindings 12.9.1 rel
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,9 +45,6 @@ class CudaOutOfMemoryError(CudaError, MemoryError):
 
     _remedy = "; ask for less, or free page-locked memory first"
 
-
-REGISTERED_PART_BYTES = 64 << 30
-"""The largest range that is registered by one call."""
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
 
@@ -85,7 +82,6 @@ def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
 
 
 def _cleared(module: Any, name: str, code: Any, nbytes: int | None) -> CudaError:
-    """Clear the error of a call, and return it as an exception."""
     prefix = name[: 4 if name.startswith("cuda") else 2]
     if prefix == "cuda":  # only the runtime keeps a last error
         module.cudaGetLastError()
@@ -149,7 +145,8 @@ def disregard_captures() -> None:
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes another thread page-lock and free as this one would.
 
-    There torch's current device is the one that is current here, and nothing spoils a capture.
+    There torch's current device is the one that is current here, and nothing spoils a capture. A device that is
+    current already is not set: where torch went back to one without a context, that would make one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
@@ -158,7 +155,7 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
     def surroundings() -> AbstractContextManager[Any]:
         if _bindings is not None:
             disregard_captures()
-        return torch.cuda.device(device)
+        return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
     return surroundings
 
@@ -252,31 +249,19 @@ def free_host(address: int, device: int) -> None:
 
 
 def register(address: int, nbytes: int, device: int) -> None:
-    """``cudaHostRegister``: page-lock mapped memory, for all devices; what is large in parts, all of them or none."""
-    runtime = _loaded().runtime
-    with on_device(device), ExitStack() as undo:
-        for start in range(address, address + nbytes, REGISTERED_PART_BYTES):
-            size = min(REGISTERED_PART_BYTES, address + nbytes - start)
-            _call(runtime, "cudaHostRegister", start, size, runtime.cudaHostRegisterPortable, nbytes=size)
-            undo.callback(_call, runtime, "cudaHostUnregister", start)
-        undo.pop_all()
+    """``cudaHostRegister``: page-lock mapped memory, for all devices.
 
-
-def unregister(address: int, nbytes: int, device: int) -> None:
-    """``cudaHostUnregister``: waits for the device. The range is exactly what was registered.
-
-    Raises:
-        CudaError: a part was not given up; the others were.
+    One call for all of it: CUDA refuses a copy that begins in one registered range and ends in another.
     """
-    failed: CudaError | None = None
+    runtime = _loaded().runtime
     with on_device(device):
-        for start in range(address, address + nbytes, REGISTERED_PART_BYTES):
-            try:
-                _call(_loaded().runtime, "cudaHostUnregister", start)
-            except CudaError as error:
-                failed = failed or error
-    if failed is not None:
-        raise failed
+        _call(runtime, "cudaHostRegister", address, nbytes, runtime.cudaHostRegisterPortable, nbytes=nbytes)
+
+
+def unregister(address: int, device: int) -> None:
+    """``cudaHostUnregister``: waits for the device. The address is where a registered range begins."""
+    with on_device(device):
+        _call(_loaded().runtime, "cudaHostUnregister", address)
 
 
 def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:

@@ -3,19 +3,19 @@
 from .._sizes import round_up
 from . import _cuda
 from ._pages import HUGE_PAGE_BYTES, PAGE_BYTES
-from ._resource import Block, Resource, leak
+from ._resource import Block, Resource
 
 
 class HostAllocMemory(Resource):
     """Page-locked memory from ``cudaHostAlloc``, usable from all devices ("portable").
 
-    The plain case: right everywhere that CUDA is, and slow to start (342 ms for 1 GiB on the reference machine).
+    Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready four times sooner.
 
     Args:
         device: whose context pins; None is torch's current device at the time of each allocation. Only that device
             gets a context.
-        write_combined: bypass the CPU's caches. Reading it back on the CPU is very slow: only for slabs that travel
-            one way, to the device.
+        write_combined: bypass the CPU's caches. Only for slabs that travel one way, to the device: the CPU reads such
+            memory very slowly.
 
     Raises:
         RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
@@ -35,12 +35,9 @@ class HostAllocMemory(Resource):
         raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
         block = Block(round_up(raw, PAGE_BYTES), nbytes, _raw=raw, _device=device)
         if block.ptr + nbytes > raw + nbytes + slack:
-            self._give(block)
+            self._free(block)
             raise RuntimeError(f"cudaHostAlloc returned {raw:#x} for {nbytes} bytes, which is not page-aligned")
         return block
 
     def _give(self, block: Block) -> None:
-        try:
-            _cuda.free_host(block._raw, block._device)
-        except _cuda.CudaError as error:
-            leak(block, error)
+        _cuda.free_host(block._raw, block._device)

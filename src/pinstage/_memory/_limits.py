@@ -21,35 +21,25 @@ _PER_HOST = "/host"
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
 
-def auto_max_bytes(
-    *, local_world_size: int | None = None, locked_limit_binds: bool = False, root: Path = Path("/")
-) -> tuple[int, str]:
+def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """Choose a cap on page-locked bytes, and say why.
 
     A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available; what each cgroup
-    above this process has left (`_host.cgroup_memory`); the limit of WSL2; and, where it binds, the locked-memory
-    limit. Divided among the ranks on this host.
-
-    Args:
-        local_world_size: ranks on this host; by default ``LOCAL_WORLD_SIZE``, as torchrun sets it, else 1.
-        locked_limit_binds: whether ``RLIMIT_MEMLOCK`` limits the memory resource. It does not limit CUDA's: NVIDIA's
-            driver does not count the pages it pins, neither on Linux nor under WSL2 (whose default of 64 KiB stops
-            nobody). It does limit a resource that locks by ``mlock`` or ``io_uring``.
-        root: where ``proc`` and ``sys`` are.
+    above this process has left (`_host.cgroup_memory`); the limit of WSL2. Divided among the ranks on this host, which
+    are ``LOCAL_WORLD_SIZE``, as torchrun sets it, else 1. ``RLIMIT_MEMLOCK`` does not count: NVIDIA's driver does not
+    count the pages it pins, neither on Linux nor under WSL2 (whose default of 64 KiB stops nobody).
 
     Returns:
         The cap in bytes, and the reason, as in ``"25% of 62.80 GiB available (cgroup headroom), divided by 2 local
         ranks"``.
 
     Raises:
-        ValueError: ``LOCAL_WORLD_SIZE`` or ``local_world_size`` is not a positive number.
+        ValueError: ``LOCAL_WORLD_SIZE`` is not a positive number.
     """
-    ranks = _ranks(local_world_size)
+    ranks = _ranks()
     limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
     if (available := _host.meminfo("MemAvailable", root)) is not None:
         limits.append((available, "memory available on this machine"))
-    if locked_limit_binds and (locked := _host.locked_limit(root)) is not None:
-        limits.append((locked, "locked-memory limit"))
     if _host.is_wsl(root):
         limits.append((WSL_PINNED_BYTES, "limit of WSL2"))
     least, which = min(limits, default=(UNKNOWN_BYTES, "assumed: no limit can be read here"))
@@ -86,7 +76,7 @@ def cap_bytes(max_bytes: int | str | None) -> tuple[int, str]:
             f"max_bytes={max_bytes!r} cannot be divided: WORLD_SIZE={os.environ['WORLD_SIZE']!r}, and LOCAL_WORLD_SIZE "
             "(how many ranks this host has) is not set; launch with torchrun, set it, or pass each rank's own size"
         )
-    ranks = _ranks(None)
+    ranks = _ranks()
     whole = parse_bytes(max_bytes.rstrip().removesuffix(_PER_HOST))
     return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
 
@@ -117,8 +107,8 @@ def remedy(nbytes: int, root: Path = Path("/")) -> str:
     return "free page-locked memory elsewhere, or pass a smaller max_bytes; `pinstage doctor` tries each kind"
 
 
-def _ranks(local_world_size: int | None) -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE", "1") if local_world_size is None else str(local_world_size)
+def _ranks() -> int:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not told.isdecimal() or int(told) < 1:
         raise ValueError(
             f"LOCAL_WORLD_SIZE must be 1 or more: {told!r}; set it to the number of ranks on this host, as torchrun "

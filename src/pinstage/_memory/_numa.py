@@ -29,7 +29,7 @@ class Placement(NamedTuple):
     node: int | None
     """The node; None: wherever the kernel puts them."""
     cpus: frozenset[int]
-    """Which of the process's cpus belong to it; empty where none does."""
+    """Which of the process's CPUs belong to it; empty where none does."""
     reason: str
     """Why there, or why nowhere in particular."""
 
@@ -38,11 +38,7 @@ ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
 
 
 def check(asked: Asked) -> Asked:
-    """Return what was asked for if it can be a node.
-
-    Raises:
-        ValueError: it is neither ``"auto"``, nor None, nor a number from 0 on.
-    """
+    """Return what was asked for if it can be a node, else raise ``ValueError``."""
     if asked is None or asked == "auto" or (type(asked) is int and asked >= 0):
         return asked
     raise ValueError(

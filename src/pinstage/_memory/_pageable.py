@@ -7,8 +7,8 @@ from ._resource import Block, Resource
 class PageableMemory(Resource):
     """Plain private memory: no CUDA, no page lock, nothing rounded.
 
-    The whole package runs on it where there is no GPU. Copies from it to a device make the host wait, and reach a
-    fifth of the bus. Pages get their memory when they are first written.
+    The whole package runs on it without a GPU. Copies from it to a device make the host wait, and reach only a part of
+    the bus's speed. Pages get their memory when they are first written.
     """
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from .._host import usable_cpus
 from .._sizes import format_bytes, round_up
@@ -62,17 +63,12 @@ def _map(nbytes: int, flags: int, fd: int) -> int:
 
 
 def map_anonymous(nbytes: int, *, alignment: int = PAGE_BYTES) -> int:
-    """Map private zeroed pages; nothing is touched yet.
+    """Map private zeroed pages, of which nothing is touched yet, and return the address; `unmap` gives all of it back.
 
-    Args:
-        nbytes: bytes to map; a multiple of the page size when ``alignment`` exceeds it.
-        alignment: of the address; a multiple of the page size. Beyond a page, more is mapped and the ends cut off.
-
-    Returns:
-        The address. Exactly ``nbytes`` are mapped there, so ``unmap(address, nbytes)`` gives all of it back.
+    ``alignment`` is a multiple of the page size. Beyond a page, more is mapped and the ends cut off.
 
     Raises:
-        MemoryError: the kernel has not that much to promise.
+        MemoryError: the kernel refused to map that much.
         OSError: it refused for another reason.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -91,11 +87,7 @@ def map_shared(fd: int, nbytes: int) -> int:
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Unmap; no CUDA registration may be left in the range.
-
-    Raises:
-        OSError: the kernel refused; the range stays mapped.
-    """
+    """Unmap; no CUDA registration may be left in the range. After an ``OSError`` it stays mapped."""
     if _libc().munmap(address, nbytes):
         raise _error("munmap", nbytes, ctypes.get_errno())
 
@@ -106,15 +98,9 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
-    """Give every page of a fresh private or shared mapping its memory, by several threads.
+    """Give every page of a fresh mapping its memory, by several threads, which may be bound to some CPUs.
 
     Blocks until all is touched, with the interpreter lock released. The contents stay zero.
-
-    Args:
-        address: start of the mapping, page-aligned.
-        nbytes: its length.
-        threads: how many touch; by default ``POPULATE_THREADS``, or the usable cpus where they are fewer.
-        cpus: where they run; anywhere if empty.
 
     Raises:
         MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
@@ -128,13 +114,14 @@ def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: fro
         )
     starts = range(address, address + nbytes, POPULATE_PIECE_BYTES)
     end = address + nbytes
-    workers = min(threads or default_threads(), len(starts))
+    workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(starts))
     if workers == 1 and not cpus:
         for start in starts:
             _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start))
         return
     # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
-    with ThreadPoolExecutor(workers, "pinstage-populate", _run_on, (cpus,)) as pool:
+    keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
+    with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
         pieces = [pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start)) for start in starts]
         try:
             for piece in pieces:
@@ -142,17 +129,6 @@ def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: fro
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _run_on(cpus: frozenset[int]) -> None:
-    """Keep the calling thread, a worker that ends with its pool, on some cpus."""
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-
-
-def default_threads() -> int:
-    """How many threads touch a mapping when nobody says."""
-    return min(POPULATE_THREADS, usable_cpus())
 
 
 def _populate_piece(address: int, nbytes: int) -> None:

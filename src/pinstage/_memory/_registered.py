@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import Literal
 
 from . import _cuda, _numa, _pages
-from ._resource import Block, Resource, leak
+from ._resource import Block, Resource
 
 _log = logging.getLogger("pinstage")
 
@@ -13,28 +13,27 @@ _log = logging.getLogger("pinstage")
 class RegisteredMemory(Resource):
     """Anonymous pages, huge where the system has them, touched by several threads, then ``cudaHostRegister``.
 
-    Ready four times sooner than ``cudaHostAlloc`` (88 against 342 ms for 1 GiB on the reference machine), because huge
-    pages are touched in parallel and registered as few large pieces; as fast once it is there.
+    Ready four times sooner than ``cudaHostAlloc``, because huge pages are touched in parallel and registered as few
+    large pieces. Afterwards it is as fast.
 
-    **Fork.** The pages are not inherited (``MADV_DONTFORK``): a forked child that follows a pointer into them is ended
-    by the kernel. Without this, Linux 5.9 and later copies page-locked private memory in every fork: 1.4 s, and 1 GiB
-    more memory, for each forked DataLoader worker and each GiB. Where forked children must read the bytes, use
-    ``SharedMemory``.
+    **Fork.** The pages are not inherited (``MADV_DONTFORK``): the kernel ends a forked child that follows a pointer
+    into them. Otherwise Linux 5.9 and later would copy the pages in every fork: 1.4 s and 1 GiB for each GiB and each
+    forked DataLoader worker. If forked children must read the bytes, use ``SharedMemory``.
 
     Args:
         device: whose context pins; None is torch's current device at the time of each allocation. Only that device
             gets a context.
         huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align these to 2 MiB. The system
-            may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then start-up is slower, and nothing else.
-        threads: how many touch pages; by default 8, or the CPUs of this process where they are fewer.
-        numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, as sysfs
-            tells. When the node is full, pages come from the next one. On a host with one node nothing is done;
-            ``numa`` says what was. None leaves it to the kernel.
+            may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then only start-up is slower.
+        threads: how many threads touch pages; by default 8, or the CPUs of this process if they are fewer.
+        numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, from
+            sysfs. When the node is full, pages come from the next one. On a host with one node nothing is done;
+            ``numa`` says what was done. None leaves it to the kernel.
 
     Raises:
         RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
-        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is no node. That it is
-            none of this host is known at the first allocation, or when ``numa`` is asked.
+        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is no node. Whether
+            this host has that node is checked at the first allocation, or by ``numa``.
     """
 
     def __init__(
@@ -86,9 +85,5 @@ class RegisteredMemory(Resource):
         return Block(address, nbytes, _device=device)
 
     def _give(self, block: Block) -> None:
-        try:
-            _cuda.unregister(block.ptr, block.nbytes, block._device)
-        except _cuda.CudaError as error:
-            leak(block, error)
-        else:
-            _pages.unmap(block.ptr, block.nbytes)
+        _cuda.unregister(block.ptr, block._device)
+        _pages.unmap(block.ptr, block.nbytes)

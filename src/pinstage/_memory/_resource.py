@@ -149,7 +149,13 @@ class Resource(ABC):
             raise ValueError(
                 f"not a block that {self!r} holds: it came from another resource, or was deallocated before"
             ) from None
-        self._give(block)
+        self._free(block)
+
+    def _free(self, block: Block) -> None:
+        try:
+            self._give(block)
+        except _cuda.CudaError as error:
+            leak(block, error)
 
     def __repr__(self) -> str:
         live = list(self._live)
@@ -161,7 +167,7 @@ class Resource(ABC):
 
     @abstractmethod
     def _give(self, block: Block) -> None:
-        """Undo ``_take``."""
+        """Undo ``_take``; a ``CudaError`` comes before anything is unmapped."""
 
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid

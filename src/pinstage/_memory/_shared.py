@@ -3,19 +3,18 @@
 import fcntl
 import os
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from . import _cuda, _pages
-from ._resource import Block, Resource, leak
+from ._resource import Block, Resource
 
 
 class SharedMapping:
-    """The bytes of a ``SharedMemory`` block, seen from another process (or once more from the same).
+    """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same one).
 
-    Pageable here: a process that only writes needs no CUDA. What is written is what the owner's GPU reads, at once; who
-    may write when is up to the two processes. The mapping lives until ``close``; one that is dropped unclosed stays
-    mapped, since views of it may be alive.
+    They are pageable here: a process that only writes needs no CUDA. The owner's GPU reads what is written, at once;
+    the two processes have to agree on who writes when. The mapping lives until ``close``. If it is dropped without
+    that, it stays mapped, since views of it may be alive.
     """
 
     def __init__(self, ptr: int, nbytes: int) -> None:
@@ -34,18 +33,16 @@ class SharedMapping:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 class SharedMemory(Resource):
-    """Pages of a ``memfd``, mapped shared and registered; another process maps the same bytes by ``Block.fd``.
+    """Pages of a ``memfd``, mapped shared and registered. Another process maps the same bytes by ``Block.fd``.
 
-    For DataLoader workers: what a worker writes, the GPU of this process reads, with no copy between. A forked child
-    sees the bytes too. A memfd has no name to unlink, no tracker that unlinks it, and no part in the size limit of
-    ``/dev/shm``; its size is sealed, so that no process can cut it under the others.
+    For DataLoader workers: the GPU of this process reads what a worker writes, without a copy in between. A forked
+    child sees the bytes too. A memfd has no name to unlink, and does not count against the size of ``/dev/shm``. Its
+    size is sealed, so that no process can truncate it.
 
     Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned`` is False.
 
@@ -106,11 +103,7 @@ class SharedMemory(Resource):
 
     def _give(self, block: Block) -> None:
         assert block.fd is not None
-        try:
-            if self._pinned:
-                _cuda.unregister(block.ptr, block.nbytes, block._device)
-        except _cuda.CudaError as error:
-            leak(block, error)
-        else:
-            _pages.unmap(block.ptr, block.nbytes)
-            os.close(block.fd)
+        if self._pinned:
+            _cuda.unregister(block.ptr, block._device)
+        _pages.unmap(block.ptr, block.nbytes)
+        os.close(block.fd)

@@ -72,17 +72,20 @@ typedef struct {
     bool (*cpp_is_neg)(const void *handle);
     bool (*cpp_is_conj)(const void *handle);
     PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
+    PyObject *count_modes;                                       /* in which torch makes other things; see `views.c` */
     int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
     int (*storage_offset)(void *handle, int64_t *out);
     int (*get_dtype)(void *handle, int32_t *out);
     int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset, void **out);
+    int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
+                           const int64_t *strides, void **out);
     int (*delete_handle)(void *handle);
-    PyObject *(*wrap)(const void *handle);                       /* libtorch_python's; NULL if it is not there */
+    PyObject *(*wrap)(void *handle);                             /* libtorch_python's; NULL if it is not there */
     Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
-    PyObject *view, *dtype[MOST_DTYPES];                         /* torch.Tensor.view; dtypes by their codes */
     uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
     DLDataType exported[MOST_DTYPES];                            /* as DLPack names it; bits 0: it does not */
     uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
+    int16_t scalar[MOST_DTYPES];                                 /* that number; -1: none */
     uint8_t by_format[256];                                      /* code of a numpy format of one character; 255: none */
     uint8_t complex_float, complex_double;                       /* of "Zf" and "Zd" */
 } Torch;

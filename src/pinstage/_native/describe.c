@@ -53,10 +53,11 @@ static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) 
 
 /* Fill in what follows from dtype, shape and the source's stride. */
 static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
-    int64_t count = 1;
+    int64_t count = 1, step = 1; /* a shape without elements may still have more steps than can be counted */
     for (int32_t d = 0; d < leaf->ndim; d++) {
         leaf->shape[d] = shape[d];
-        if (shape[d] < 0 || __builtin_mul_overflow(count, shape[d], &count)) return NOT_PLAIN;
+        if (shape[d] < 0 || __builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step)) return NOT_PLAIN;
+        count *= shape[d];
     }
     if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
     leaf->kind = RAW;
@@ -292,12 +293,12 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     __builtin_prefetch(tensor + 128);
 }
 
-/* describe(leaves, atoms, plainly, device_type, device_id, arrays): see `pinstage._layout._describe`. */
+/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._layout._describe`. */
 static PyObject *describe(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *leaves, *atoms, *plainly;
     int device_type, device_id, arrays;
-    if (!PyArg_ParseTuple(args, "O!OOiip:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
+    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
                           &arrays))
         return NULL;
     bool are_plain = !may_be_dual();
@@ -380,13 +381,13 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         source[0] = (int64_t)(uintptr_t)leaf.data;
         if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
         has_lazy = has_lazy || leaf.kind == LAZY;
-        header.packed++;
-        header.dtypes |= INT64_C(1) << leaf.dtype;
-        header.payload += leaf.nbytes;
         if (leaf.nbytes > INT64_MAX / 4 || end > INT64_MAX / 4) {
             PyErr_SetString(PyExc_OverflowError, "batch is larger than any memory");
             goto done;
         }
+        header.packed++;
+        header.dtypes |= INT64_C(1) << leaf.dtype;
+        header.payload += leaf.nbytes;
         end = (end + leaf.nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     }
     header.nbytes = end;

@@ -31,11 +31,12 @@ static PyObject *begin(PyObject *module, PyObject *args) {
         return NULL;
     }
     PyObject *is_neg = PyObject_GetAttrString(tensor, "is_neg"), *is_conj = PyObject_GetAttrString(tensor, "is_conj");
-    PyObject *view = PyObject_GetAttrString(tensor, "view"), *name = PyUnicode_InternFromString("requires_grad");
-    if (is_neg == NULL || is_conj == NULL || view == NULL || name == NULL) return NULL;
+    PyObject *name = PyUnicode_InternFromString("requires_grad");
+    if (is_neg == NULL || is_conj == NULL || name == NULL) return NULL;
     memset(&torch, 0, sizeof torch);
     memset(torch.by_format, 255, sizeof torch.by_format);
     memset(torch.by_scalar, 255, sizeof torch.by_scalar);
+    memset(torch.scalar, 255, sizeof torch.scalar);
     torch.complex_float = torch.complex_double = 255;
     Py_INCREF(tensor);
     Py_INCREF(array);
@@ -43,27 +44,24 @@ static PyObject *begin(PyObject *module, PyObject *args) {
     torch.array = (PyTypeObject *)array;
     torch.is_neg = is_neg;
     torch.is_conj = is_conj;
-    torch.view = view;
     torch.requires_grad_name = name;
     torch.export_tensor = exchange->tensor_from_object;
     return Py_BuildValue("(II)", exchange->major, exchange->minor);
 }
 
-/* add_dtype(code, dtype, itemsize, sample, format): be told of a dtype; whether DLPack has it.
+/* add_dtype(code, itemsize, sample, format): be told of a dtype; whether DLPack has it.
  *
  * sample: a tensor of it, or None. format: numpy's character for it, or "". */
 static PyObject *add_dtype(PyObject *module, PyObject *args) {
     (void)module;
     int code, itemsize;
-    PyObject *dtype, *sample;
+    PyObject *sample;
     const char *format;
-    if (!PyArg_ParseTuple(args, "iOiOs:add_dtype", &code, &dtype, &itemsize, &sample, &format)) return NULL;
+    if (!PyArg_ParseTuple(args, "iiOs:add_dtype", &code, &itemsize, &sample, &format)) return NULL;
     if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT) {
         PyErr_SetString(PyExc_ValueError, "no such dtype");
         return NULL;
     }
-    Py_INCREF(dtype);
-    torch.dtype[code] = dtype;
     torch.itemsize[code] = (uint8_t)itemsize;
     if (format[0] == 'Z') {
         *(format[1] == 'f' ? &torch.complex_float : &torch.complex_double) = (uint8_t)code;
@@ -99,8 +97,9 @@ static PyObject *find_shim(PyObject *module, PyObject *args) {
         {0, true, "aoti_torch_get_storage_offset", (void **)&torch.storage_offset},
         {0, true, "aoti_torch_get_dtype", (void **)&torch.get_dtype},
         {0, true, "aoti_torch__reinterpret_tensor", (void **)&torch.reinterpret},
+        {0, true, "aoti_torch__alloc_from_pool", (void **)&torch.alloc_from_pool},
         {0, true, "aoti_torch_delete_tensor_object", (void **)&torch.delete_handle},
-        {2, true, "_Z16THPVariable_WrapRKN2at10TensorBaseE", (void **)&torch.wrap},
+        {2, true, "_Z16THPVariable_WrapON2at10TensorBaseE", (void **)&torch.wrap},
         {0, false, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", (void **)&torch.cpp_is_neg},
         {0, false, "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE", (void **)&torch.cpp_is_conj},
         {1, false, "_ZNK3c1010TensorImpl13requires_gradEv", (void **)&torch.cpp_requires_grad},
@@ -157,6 +156,14 @@ static PyObject *watch_level(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* watch_modes(count): be told of a function that says how many modes are on in which torch makes other things than views. */
+static PyObject *watch_modes(PyObject *module, PyObject *count) {
+    (void)module;
+    Py_INCREF(count);
+    torch.count_modes = count;
+    Py_RETURN_NONE;
+}
+
 bool may_be_dual(void) {
     PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
     long found = level == NULL ? 0 : PyLong_AsLong(level);
@@ -209,6 +216,7 @@ static PyObject *add_scalar(PyObject *module, PyObject *args) {
     if (code < 0 || code >= MOST_DTYPES || handle == NULL || torch.get_dtype(handle, &number)) Py_RETURN_FALSE;
     if (number < 0 || number > 255 || torch.by_scalar[number] != 255) Py_RETURN_FALSE;
     torch.by_scalar[number] = (uint8_t)code;
+    torch.scalar[code] = (int16_t)number;
     Py_RETURN_TRUE;
 }
 
@@ -244,6 +252,7 @@ PyMethodDef torch_methods[] = {
     {"add_dtype", add_dtype, METH_VARARGS, NULL},
     {"find_shim", find_shim, METH_VARARGS, NULL},
     {"watch_level", watch_level, METH_VARARGS, NULL},
+    {"watch_modes", watch_modes, METH_O, NULL},
     {"find_handle", find_handle, METH_VARARGS, NULL},
     {"add_scalar", add_scalar, METH_VARARGS, NULL},
     {"storage_bytes", storage_bytes, METH_O, NULL},
@@ -257,14 +266,14 @@ static PyObject *nothing_enter(PyObject *self, PyObject *nothing) {
     Py_RETURN_NONE;
 }
 
-static PyObject *nothing_exit(PyObject *self, PyObject *raised) {
-    (void)self, (void)raised;
+static PyObject *nothing_exit(PyObject *self, PyObject *const *raised, Py_ssize_t count) {
+    (void)self, (void)raised, (void)count;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef nothing_methods[] = {
     {"__enter__", nothing_enter, METH_NOARGS, NULL},
-    {"__exit__", nothing_exit, METH_VARARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))nothing_exit, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};

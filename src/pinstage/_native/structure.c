@@ -23,7 +23,7 @@ typedef struct {
     Node *nodes; /* depth first, children in the order of their leaves */
     Py_ssize_t count, room;
     Py_ssize_t leaves;
-    PyTypeObject *unknown; /* while it is found out: what `handlers` do not have; borrowed */
+    PyTypeObject *unknown; /* while it is found out: what `handlers` do not have */
 } Structure;
 
 static PyTypeObject *structure_type;
@@ -49,6 +49,7 @@ static void structure_dealloc(PyObject *object) {
         free(self->nodes[i].order);
     }
     free(self->nodes);
+    Py_XDECREF((PyObject *)self->unknown);
     freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
     Py_DECREF(type);
@@ -71,6 +72,10 @@ static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number) {
 
 /* -- values of a dict, in the order in which it was filled ------------------------------------------------------------ */
 
+/* In a walk any object that is made may call the garbage collector, and any class that is looked up may have a `__hash__`
+ * of its own. Both run Python, and other threads: they may change the batch and the handlers. What comes from either is
+ * held until the walk is done with it. */
+
 enum { FEW = 64 };
 
 /* Room for the children of a container: on the stack, if they are few. */
@@ -81,7 +86,14 @@ static PyObject **children(Py_ssize_t count, PyObject **few) {
     return many;
 }
 
-static void children_end(PyObject **all, PyObject **few) {
+static PyObject *held(PyObject *object) {
+    Py_XINCREF(object);
+    return object;
+}
+
+/* `count`: how many of them are held. */
+static void children_end(PyObject **all, Py_ssize_t count, PyObject **few) {
+    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(all[i]);
     if (all != few) free(all);
 }
 
@@ -97,7 +109,7 @@ static int compare_keys(const void *one, const void *other, void *keys) {
 }
 
 static int find_dict(Structure *self, PyObject *dict, PyObject *type, PyObject *make, PyObject *handlers, PyObject *leaves) {
-    Py_ssize_t count = PyDict_Size(dict), at = 0, i = 0;
+    Py_ssize_t count = PyDict_Size(dict), at = 0, i = 0, found = 0;
     if (count > INT32_MAX) return UNKNOWN;
     Py_ssize_t node = add_node(self, type == NULL ? DICT : INSTANCE, count);
     if (node < 0) return FAILED;
@@ -108,17 +120,17 @@ static int find_dict(Structure *self, PyObject *dict, PyObject *type, PyObject *
     if (keys == NULL || (values = children(count, few_values)) == NULL) goto done;
     names = PyTuple_New(count);
     if (names == NULL) goto done;
-    while (PyDict_Next(dict, &at, &key, &value) && i < count) {
+    while (PyDict_Next(dict, &at, &key, &value) && found < count) {
         if (Py_TYPE(key) != &PyUnicode_Type) {
             result = UNKNOWN;
             goto done;
         }
         Py_INCREF(key);
-        PyTuple_SetItem(names, i, key);
-        keys[i] = key;
-        values[i++] = value;
+        PyTuple_SetItem(names, found, key);
+        keys[found] = key;
+        values[found++] = held(value);
     }
-    if (i < count) { /* a finaliser has taken some away meanwhile */
+    if (found < count) { /* a finaliser has taken some away meanwhile */
         result = UNKNOWN;
         goto done;
     }
@@ -150,8 +162,8 @@ static int find_dict(Structure *self, PyObject *dict, PyObject *type, PyObject *
 done:
     Py_XDECREF(names);
     free(order);
-    if (keys != NULL) children_end(keys, few_keys);
-    if (values != NULL) children_end(values, few_values);
+    if (keys != NULL) children_end(keys, 0, few_keys);
+    if (values != NULL) children_end(values, found, few_values);
     return result;
 }
 
@@ -164,9 +176,10 @@ static int find_sequence(Structure *self, int32_t op, PyObject *object, PyObject
     self->nodes[node].type = type;
     int result = KNOWN;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        PyObject *child = op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+        PyObject *child = held(op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
         if (child == NULL) return FAILED;
         result = find(self, child, handlers, leaves);
+        Py_DECREF(child);
     }
     return result;
 }
@@ -198,17 +211,19 @@ static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject 
         handler = PyDict_GetItemWithError(handlers, (PyObject *)type);
         if (handler == NULL) {
             if (PyErr_Occurred()) return FAILED;
-            self->unknown = type;
+            self->unknown = (PyTypeObject *)held((PyObject *)type);
             return UNKNOWN;
         }
         if (handler == Py_False) return UNKNOWN;
         if (handler != Py_None) {
             if (Py_EnterRecursiveCall(" in a batch")) return FAILED;
+            Py_INCREF(handler);
             if (handler == Py_True) {
                 result = find_sequence(self, NAMED, object, (PyObject *)type, handlers, leaves);
             } else {
                 result = find_instance(self, object, handler, handlers, leaves);
             }
+            Py_DECREF(handler);
             Py_LeaveRecursiveCall();
             return result;
         }
@@ -229,8 +244,7 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
     PyObject *leaves = PyList_New(0);
     int result = self == NULL || leaves == NULL ? FAILED : find(self, batch, handlers, leaves);
     if (result == KNOWN) return Py_BuildValue("(NN)", (PyObject *)self, leaves);
-    PyObject *unknown = self == NULL || result == FAILED ? NULL : (PyObject *)self->unknown;
-    Py_XINCREF(unknown);
+    PyObject *unknown = self == NULL || result == FAILED ? NULL : held((PyObject *)self->unknown);
     Py_XDECREF((PyObject *)self);
     Py_XDECREF(leaves);
     if (result == FAILED) return NULL;
@@ -243,22 +257,22 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
 static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves);
 
 static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *dict, PyObject *handlers, PyObject *leaves) {
-    Py_ssize_t count = node->number, at = 0, i = 0;
+    Py_ssize_t count = node->number, at = 0, found = 0;
     if (PyDict_Size(dict) != count) return UNKNOWN;
     PyObject *few[FEW], *key, *value, **values = children(count, few);
     if (values == NULL) return FAILED;
     int result = KNOWN;
-    while (result == KNOWN && i < count && PyDict_Next(dict, &at, &key, &value)) {
-        PyObject *expected = PyTuple_GetItem(node->keys, i);
+    while (result == KNOWN && found < count && PyDict_Next(dict, &at, &key, &value)) {
+        PyObject *expected = PyTuple_GetItem(node->keys, found);
         if (key != expected && (Py_TYPE(key) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0)) result = UNKNOWN;
-        values[i++] = value;
+        values[found++] = held(value);
     }
-    if (i < count) result = UNKNOWN;
+    if (found < count) result = UNKNOWN;
     const int32_t *order = node->order;
-    for (i = 0; i < count && result == KNOWN; i++) {
+    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
         result = follow(self, next, values[order == NULL ? i : order[i]], handlers, leaves);
     }
-    children_end(values, few);
+    children_end(values, found, few);
     return result;
 }
 
@@ -266,9 +280,10 @@ static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *
     Py_ssize_t count = node->op == LIST ? PyList_Size(object) : PyTuple_Size(object);
     int result = count == node->number ? KNOWN : UNKNOWN;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        PyObject *child = node->op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+        PyObject *child = held(node->op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
         if (child == NULL) return FAILED;
         result = follow(self, next, child, handlers, leaves);
+        Py_DECREF(child);
     }
     return result;
 }

@@ -19,20 +19,18 @@ bool table_of(PyObject *object, Py_buffer *buffer, const Header **table) {
 }
 
 bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
-    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0;
-    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || row->offset % itemsize) return false;
+    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
+    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || (row->offset & (itemsize - 1))) return false;
     bool is_empty = false, overflows = false;
-    for (int d = 0; d < row->ndim; d++) {
-        if (row->sizes[d] < 0 || row->sizes[width + d] < 0) return false;
-        is_empty = is_empty || row->sizes[d] == 0;
-    }
-    if (is_empty) return row->nbytes == 0;
     int64_t bytes = itemsize, reach = 0, part;
     for (int d = 0; d < row->ndim; d++) {
         int64_t size = row->sizes[d], stride = row->sizes[width + d];
+        if (size < 0 || stride < 0) return false;
+        is_empty = is_empty || size == 0;
         overflows = overflows || __builtin_mul_overflow(bytes, size, &bytes) ||
                     __builtin_mul_overflow(size - 1, stride, &part) || __builtin_add_overflow(reach, part, &reach);
     }
+    if (is_empty) return row->nbytes == 0;
     overflows = overflows || __builtin_add_overflow(reach, 1, &reach) || __builtin_mul_overflow(reach, itemsize, &reach);
     return !overflows && row->nbytes == bytes && bytes <= nbytes - row->offset && reach <= nbytes - row->offset;
 }

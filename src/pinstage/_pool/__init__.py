@@ -12,7 +12,7 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
                                                                           and the last view has died
 
 Where to look: `_pool` has the public verbs, and who waits; `_ledger` the budget and every decision; `_slab` what keeps
-a slab busy, which are idle, and the inbox for what came back; `_lease` the lease and its views; `_jobs` slow work in
+a slab busy, which are idle, and the inbox for what came back; `_lease` the lease and its views; `_resize` slow work in
 threads of its own; `_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes; `_stats` the
 counters.
 
@@ -23,27 +23,24 @@ from the slabs themselves*, so it is computed anew after an interrupt. *Slow wor
 interrupt comes.
 
 The pool counts bytes and knows nothing of shapes. It touches CUDA through two small protocols only, a memory resource
-(`allocate`, `deallocate`) and an event (`query`, `synchronize`), so all of it is tested without a GPU.
+(`allocate`, `deallocate`) and a fence (`query`, `synchronize`), such as a CUDA event. So all of it is tested without a
+GPU.
 """
 
-from ._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
+from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
 from ._pool import SlabPool
-from ._slab import Event
+from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
 
 __all__ = [
-    "CLASSES_PER_DOUBLING",
-    "REUSE_FACTOR",
-    "SMALL_SLAB_BYTES",
-    "Event",
+    "Fence",
     "HostBudget",
     "HostShare",
     "Lease",
     "OwnerStats",
     "PoolStats",
     "SlabPool",
-    "reuse_limit",
     "size_class",
 ]

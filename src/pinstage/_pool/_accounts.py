@@ -1,9 +1,10 @@
-"""Who of a pool's users has how much, and how much each may have."""
+"""Who of a pool's users has how much, how much each may have, and who waits."""
 
 from __future__ import annotations
 
+import _thread
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .._sizes import round_up
 
@@ -30,27 +31,30 @@ class Account:
         self.wait_seconds = 0.0
 
 
-class Request(Protocol):
-    """One who waits for a slab."""
+class Waiter:
+    """One who waits for a slab. `hear` waits until `ring`, which raises RuntimeError if the last one was not heard yet.
 
-    account: Account
-    nbytes: int
+    The bell is a lock, which is rung by releasing it: an interrupt may leave a `threading.Event` locked forever, and a
+    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+    """
+
+    __slots__ = ("account", "hear", "nbytes", "ring")
+
+    def __init__(self, account: Account, nbytes: int) -> None:
+        bell = _thread.allocate_lock()
+        bell.acquire()
+        self.account = account
+        self.nbytes = nbytes
+        self.ring = bell.release
+        self.hear = bell.acquire
 
 
 class Accounts(dict[str, Account]):
-    """The accounts of a pool, by owner; opened when they are first asked for. All is called under the pool's lock.
-
-    Args:
-        max_bytes: the cap.
-        granularity: the unit of the pool's slabs.
-
-    Attributes:
-        are_shared: whether any owner has a guarantee or a bound. Where none has, nobody need ask for `room`.
-    """
+    """The accounts of a pool, by owner; opened when they are first asked for. All is called under the pool's lock."""
 
     def __init__(self, max_bytes: int, granularity: int) -> None:
         super().__init__()
-        self.are_shared = False
+        self.are_shared = False  # whether any owner has a guarantee or a bound; else nobody need ask for `room`
         self._max_bytes = max_bytes
         self._granularity = granularity
 
@@ -94,7 +98,7 @@ class Accounts(dict[str, Account]):
             most = min(most, account.at_most)
         return most // self._granularity * self._granularity
 
-    def room(self, account: Account, ahead: Sequence[Request], whole: int) -> int:
+    def room(self, account: Account, ahead: Sequence[Waiter], whole: int) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.
 
         First come, first served, within what shares allow:
@@ -121,7 +125,7 @@ class Accounts(dict[str, Account]):
                 room = min(room, account.at_least - busy)
         return room // self._granularity * self._granularity
 
-    def _is_held_back(self, request: Request) -> bool:
+    def _is_held_back(self, request: Waiter) -> bool:
         """Say whether a request waits because of its own owner's bound."""
         account = request.account
         if account.at_most is None:

@@ -21,13 +21,8 @@ pinning another gigabyte because a batch is 20% smaller is the greater waste."""
 def size_class(nbytes: int, granularity: int = 1) -> int:
     """Round a request up to its size class.
 
-    Args:
-        nbytes: bytes asked for, at least 1.
-        granularity: allocation unit of the memory resource in bytes (a page for page-locked kinds).
-
-    Returns:
-        The class in bytes: at most 12.5% above `nbytes`, or up to the next multiple of `granularity` where that is
-            more.
+    That is at most 12.5% above `nbytes`, or the next multiple of `granularity`, the unit of the memory, where that is
+    more.
     """
     step = 1 << max(0, (nbytes - 1).bit_length() - CLASSES_PER_DOUBLING.bit_length())
     rounded = -(-nbytes // step) * step

@@ -23,6 +23,7 @@ from typing import Any, Protocol, SupportsIndex
 
 from .._sizes import format_bytes, parse_bytes
 from ._host_ledger import Bell, Entries, Row, exists, ring, transaction
+from ._waiting import Line
 
 _NEWS, _LEND, _TELL = b"!", b"?", b"."
 """What a pool is woken with: something was given back; give back what is idle, and answer; say how you are."""
@@ -51,18 +52,19 @@ _TELL_SECONDS = 0.9
 
 
 class HostBudget:
-    """One cap on the bytes of all pools of a host that name it, in whatever process: ranks, an evaluation.
+    """One cap on the bytes of all pools of a host that use it, in any number of processes.
 
-    Pass it as the ``max_bytes`` of a pool, a stager or a loader. A pool takes of it when it grows, and gives back what
-    it frees. When the budget is taken, a request waits as it does at a pool's own cap, and meanwhile pools of other
-    processes free what is idle there. What a process had is free again when it has ended, even if it was killed.
+    Pass it as the ``max_bytes`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back
+    what it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of
+    other processes free idle slabs. What a process held is free again when the process has ended, even if it was
+    killed.
 
-    The processes are those of one user that see the same folder, ``/tmp/pinstage-<user id>`` or what
-    ``PINSTAGE_LEDGER_DIR`` names, which must be a local one. Containers that share that folder share the budget.
+    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the one that
+    ``PINSTAGE_LEDGER_DIR`` names. Containers that share that folder share the budget.
 
     Args:
         max_bytes: the cap, as an int or text such as ``"64GiB"``. The same in all processes.
-        name: which budget; None for the user's own.
+        name: which budget; None for the user's default one.
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text, or `name` is no text.
@@ -124,7 +126,7 @@ class HostShare:
     """What one pool has of a `HostBudget`."""
 
     budget: str | None
-    """The budget's name; None for the user's own."""
+    """The budget's name; None for the user's default one."""
     max_bytes: int
     """The cap of all pools of this budget together."""
     pid: int
@@ -132,13 +134,13 @@ class HostShare:
     program: str
     """Its program, and its rank if it has one."""
     pool: str
-    """Tells it from other pools of the same process."""
+    """Distinguishes it from other pools of the same process."""
     nbytes: int
     """Bytes that it may hold."""
     wanted_bytes: int
     """Bytes that it waits for."""
     answered: bool
-    """Whether the process said just now what follows; a process that is stopped does not."""
+    """Whether the process answered, so that the fields below are known. A stopped process does not answer."""
     leased_bytes: int = 0
     in_flight_bytes: int = 0
     free_bytes: int = 0
@@ -147,26 +149,22 @@ class HostShare:
     wait_seconds: float = 0.0
     """Time spent waiting, summed over all requests."""
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each owner, the fields of `OwnerStats`."""
+    """The fields of `OwnerStats` for each owner."""
 
 
 class Alone:
-    """The share of a pool whose cap is its own."""
+    """The share of a pool whose cap is its own: nothing is to be done."""
 
     allowed = sys.maxsize
     is_full = False
 
-    def serve(self, pool: Borrower, line: Waits) -> None:
-        """Do nothing."""
+    def serve(self, pool: Borrower, line: Line) -> None: ...
 
-    def take(self, nbytes: int) -> None:
-        """Do nothing."""
+    def take(self, nbytes: int) -> None: ...
 
-    def give(self, nbytes: int) -> None:
-        """Do nothing."""
+    def give(self, nbytes: int) -> None: ...
 
-    def wake(self) -> None:
-        """Do nothing."""
+    def wake(self) -> None: ...
 
 
 class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns into waiting
@@ -179,24 +177,11 @@ class Borrower(Protocol):
     closed: bool
     reason: str
 
-    def lend(self, nbytes: int) -> None:
-        """Free so many bytes of what is idle, or all of it."""
-        ...
+    def lend(self, nbytes: int) -> None: ...
 
-    def is_waited_for(self) -> bool:
-        """Say whether a request waits."""
-        ...
+    def is_waited_for(self) -> bool: ...
 
-    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
-        """Say how the pool is, as plain data: fields of `HostShare`."""
-        ...
-
-
-class Waits(Protocol):
-    """The line of those who wait."""
-
-    waits: int
-    seconds: float
+    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]: ...
 
 
 class Share:
@@ -205,12 +190,6 @@ class Share:
     `take` and `give` are called by threads of ours, in which no interrupt comes. `give` and `wake` may be called by a
     finaliser: they wait for nothing.
 
-    Args:
-        budget: the budget.
-
-    Attributes:
-        allowed: bytes that the pool may hold as far as is known: all of the budget, until that is refused.
-
     Raises:
         ValueError: another pool has a budget of this name with another cap.
         HostBudgetError: the host's ledger cannot be used.
@@ -218,10 +197,11 @@ class Share:
 
     def __init__(self, budget: HostBudget) -> None:
         self.allowed = budget.max_bytes
+        """Bytes that the pool may hold as far as is known: all of the budget, until that is refused."""
         self._budget = budget
         self._name = budget.name or ""
         self._pool: weakref.ref[Borrower] | None = None
-        self._line: Waits
+        self._line: Line
         # All of the rest is read and written in transactions, of which a process has one at a time.
         self._held = 0
         self._written = 0  # in the row
@@ -236,7 +216,7 @@ class Share:
             self._bell, self._key, self._pipe = self._register(entries)
             entries.commit()
 
-    def serve(self, pool: Borrower, line: Waits) -> None:
+    def serve(self, pool: Borrower, line: Line) -> None:
         """Say whose share it is, and begin to lend what is idle there to others. The pool is not kept alive."""
         self._pool = weakref.ref(pool)
         self._line = line
@@ -285,7 +265,6 @@ class Share:
             self.wake()
 
     def wake(self) -> None:
-        """Have the share look after itself."""
         ring(self._pipe, _NEWS)
 
     # -- the thread
@@ -425,7 +404,6 @@ class Share:
 
 
 def _program() -> str:
-    """Name this program for people: what was started, and its rank."""
     path = Path(sys.argv[0] if sys.argv else "")
     name = (path.parent if path.name == "__main__.py" else path).name or "python"
     rank = os.environ.get("RANK")

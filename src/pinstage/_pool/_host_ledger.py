@@ -3,7 +3,7 @@
 A row is a pool, and says how many bytes it may hold; it is written before they are taken, and after they are freed.
 Beside the file stands a named pipe for each row. The pool has it open for reading, and the kernel closes that when the
 process ends, however it ends. So *a pool is alive while its pipe has a reader*: no process number is asked for, which
-another process may have by now, and which means nothing in another container. A byte in the pipe wakes the pool.
+another process may have, and which means nothing in another container. A byte in the pipe wakes the pool.
 
 Each transaction begins with the rows of the dead: they are removed. The journal of sqlite is rolled back by whoever
 comes next, if a process was killed in the middle.
@@ -103,19 +103,13 @@ def ring(path: Path, message: bytes) -> bool:
 
 
 class Entries:
-    """A transaction. What is not committed at its end was never done.
-
-    Args:
-        db: the open file, in a transaction.
-        folder: where the pipes are.
-    """
+    """A transaction. What is not committed at its end was never done."""
 
     def __init__(self, db: sqlite3.Connection, folder: Path) -> None:
         self.folder = folder
         self._db = db
 
     def pipe(self, key: str) -> Path:
-        """Return the path of a pool's pipe."""
         return self.folder / f"{key}.pipe"
 
     def rows(self) -> list[Row]:
@@ -140,22 +134,18 @@ class Entries:
         return key, Bell(self.pipe(key))
 
     def write(self, key: str, nbytes: int, wanted: int, since: float) -> None:
-        """Write what a pool may hold, and what it waits for."""
         self._db.execute(
             "UPDATE pools SET bytes = ?, wanted = ?, since = ? WHERE key = ?", (nbytes, wanted, since, key)
         )
 
     def tell(self, key: str, told: str) -> None:
-        """Write what a pool says of itself."""
         self._db.execute("UPDATE pools SET told = ? WHERE key = ?", (told, key))
 
     def remove(self, key: str) -> None:
-        """Remove a pool."""
         self._db.execute("DELETE FROM pools WHERE key = ?", (key,))
         self.pipe(key).unlink(missing_ok=True)
 
     def commit(self) -> None:
-        """Let it be done."""
         self._db.execute("COMMIT")
 
     def _tidy(self) -> None:
@@ -197,7 +187,6 @@ def transaction() -> Iterator[Entries]:
 
 
 def exists() -> bool:
-    """Say whether there is a ledger."""
     return _file().exists()
 
 

@@ -12,17 +12,14 @@ import ctypes
 import math
 import weakref
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 import torch
 
 from ..errors import LeaseError
 from . import _refusals
-from ._slab import Event, Inbox, Slab
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from ._slab import Fence, Inbox, Slab
 
 
 class Keeper(Protocol):
@@ -32,9 +29,7 @@ class Keeper(Protocol):
     closed: bool
     is_forked: bool
 
-    def tidy_later(self) -> None:
-        """See that what comes back after the close is freed. One call of C."""
-        ...
+    def tidy_later(self) -> None: ...
 
 
 @lru_cache(maxsize=256)
@@ -48,8 +43,8 @@ class Lease:
     Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy. Its content is whatever
     the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
 
-    A lease belongs to whoever holds it; it may be passed to, and released by, another thread, but two threads should
-    not use one lease at the same time. In a forked child it gives no views (`ForkedPoolError`).
+    Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child
+    it gives no views (`ForkedPoolError`).
     """
 
     __slots__ = ("__weakref__", "_capacity", "_exporter", "_keeper", "_nbytes", "_notice", "_slab")
@@ -84,7 +79,7 @@ class Lease:
         return self._held("fd").block.fd
 
     def data_ptr(self) -> int:
-        """Return the slab's address. The address keeps nothing alive: it is yours until the release and not longer."""
+        """Return the slab's address. It keeps nothing alive, and is valid until the release only."""
         return self._held("data_ptr()").ptr
 
     def tensor(self) -> torch.Tensor:
@@ -144,11 +139,11 @@ class Lease:
         """Serve ``memoryview(lease)`` on Python 3.12 and later (PEP 688)."""
         return self.memoryview()
 
-    def guard(self, event: Event | None) -> None:
+    def guard(self, event: Fence | None) -> None:
         """Name what the slab has to wait for if the lease is never released.
 
-        A release says by itself what may still read or write the slab. It may not come about, because of an interrupt
-        between a copy and the release, say. Then the slab comes back behind this event, instead of at once.
+        An interrupt between a copy and the release may prevent the release. Then the slab comes back behind this event,
+        instead of at once.
 
         Args:
             event: for example the stream of the copies, which is done when all its work is.
@@ -161,7 +156,7 @@ class Lease:
             self._refuse("guard()")
         slab.event = event
 
-    def release(self, *, after: Event | None = None) -> None:
+    def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
 
         Does not block. The slab is handed out again when `after` is done and the last view of it has died.
@@ -225,9 +220,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._slab is not None:
             self.release()
 

@@ -6,10 +6,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,14 +18,17 @@ from .._reaper import reaper
 from .._torch import ownership
 from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
-from ._accounts import Account, Accounts, Request
+from ._accounts import Account, Accounts, Waiter
 from ._classes import reuse_limit, size_class
 from ._host_budget import Alone, Share
-from ._jobs import Job, free_what_is_done
 from ._lease import Lease
 from ._refusals import Figures, Refusal
-from ._slab import Event, IdleSlabs, Inbox, Meter, Slab
+from ._resize import Resize, free_what_is_done
+from ._slab import Fence, IdleSlabs, Inbox, Meter, Slab
 from ._stats import OwnerStats, PoolStats
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 RETRY_SECONDS = 60.0
 """A pool that was refused memory tries to grow again after so long: a refusal may take as long as an allocation."""
@@ -46,55 +49,39 @@ class Ledger:
     """The budget and the slabs: idle, leased, in flight.
 
     All methods but those of the last section are called under `lock`, between `begin` and `end`, and none does slow
-    work: they decide, count, and start a `Job` for what is slow.
+    work: they decide, count, and start a `Resize` for what is slow.
 
     An interrupt may end any of them in the middle. Then `end` is not reached, and the next `begin` finds out anew what
-    is where: each slab says by itself what keeps it busy, and what is being allocated and freed stands in the jobs. All
-    else here can be computed from these.
-
-    Args:
-        memory: where slabs come from.
-        max_bytes: the cap.
-        reason: how it came about.
-        host: what the pool has of a budget for the host.
-
-    Attributes:
-        lock: for all but the inbox. A thread that has it may come again, by a finaliser.
-        is_entered: says whether this thread has it.
-        inbox: what has come back, and who waits.
-        accounts: of the owners, with their shares.
-        closed: whether the pool was closed. May be set without the lock.
-        is_forked: whether this is the copy of a forked child, which must not use it.
-        frozen: whether it must not allocate.
-        forgotten: leases that nobody released, which nobody was told of yet: bytes asked for, and of the slab.
+    is where: each slab says by itself what keeps it busy, and each `Resize` what is being allocated and freed. All else
+    here can be computed from these.
     """
 
     def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, host: Share | Alone) -> None:
         self.max_bytes = max_bytes
         self.reason = reason
-        self.closed = False
+        self.closed = False  # may be set without the lock
         self.frozen = False
-        self.is_forked = False
-        self.lock = threading.RLock()
-        self.is_entered = ownership(self.lock)
+        self.is_forked = False  # a forked child's copy, which must not be used
+        self.lock = threading.RLock()  # for all but the inbox; a thread that has it may come again, by a finaliser
+        self.is_entered = ownership(self.lock)  # says whether this thread has it
         self.inbox = Inbox()
-        self.forgotten: list[tuple[int, int]] = []
+        self.forgotten: list[tuple[int, int]] = []  # leases nobody released: bytes asked for, and of the slab
         self._memory = memory
         self._host = host
         self._granularity = memory.granularity
         self.accounts = Accounts(max_bytes, self._granularity)
 
-        self._slabs: dict[Slab, None] = {}  # all of them; jobs write it, too
-        self._jobs: dict[Job, None] = {}  # those that are under way, or not settled
+        self._slabs: dict[Slab, None] = {}  # all of them; resizes write it, too
+        self._resizes: dict[Resize, None] = {}  # those that are under way, or not settled
         self._is_torn = False
         self._hits = self._misses = self._trims = self._recovered = 0
         self._total_requested_bytes = 0
-        # What follows can be computed from the slabs and the jobs.
+        # What follows can be computed from the slabs and the resizes.
         self._held, self._leased, self._in_flight, self._free = Meter(), Meter(), Meter(), Meter()
         self._idle = IdleSlabs()
         self._pending: dict[Slab, None] = {}  # in flight: without a view, event not seen done
         self._requested_bytes = 0
-        self._promised_bytes = 0  # to jobs
+        self._promised_bytes = 0  # to resizes
         self._slabs_by_capacity: dict[int, int] = {}
         self._refusal: Refusal | None = None
         _ledgers.add(self)
@@ -113,14 +100,21 @@ class Ledger:
             self._settle_notices()
 
     def end(self) -> None:
-        """Say that all is consistent."""
         self._is_torn = False
+
+    def decide(self, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call one of the methods that are called under the lock, as it has to be called."""
+        with self.lock:
+            self.begin()
+            found = method(*args, **kwargs)
+            self.end()
+        return found
 
     # -- decisions
 
     def serve(
-        self, account: Account, nbytes: int, ahead: Sequence[Request] = ()
-    ) -> Lease | Job | PoolFrozenError | MemoryError | None:
+        self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()
+    ) -> Lease | Resize | PoolFrozenError | MemoryError | None:
         """Serve a request from what is there, or begin to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
@@ -154,7 +148,7 @@ class Ledger:
         if slab is None:
             may_grow = nbytes <= room and not self.frozen
             if may_grow and capacity <= self._headroom():
-                return self._start(capacity=capacity, count=1, nbytes=nbytes, account=account)
+                return self._start((), capacity, 1, nbytes, account)
             slab = self._idle.take(nbytes, room)
         if slab is not None:
             self._hits += 1
@@ -163,14 +157,15 @@ class Ledger:
             shortfall = capacity - self._headroom(by_freeing=True)
             if shortfall <= self._idle.bytes:
                 victims = self._idle.take_oldest(shortfall)
-                return self._start(victims, capacity=capacity, count=1, nbytes=nbytes, account=account)
+                return self._start(victims, capacity, 1, nbytes, account)
         return self.hopeless(account, nbytes)
 
-    def serve_in_flight(self, account: Account, nbytes: int) -> tuple[Lease, Event] | None:
+    def serve_in_flight(self, owner: str, nbytes: int) -> tuple[Lease, Fence] | None:
         """Lend a slab that its owner has given back, while its event is not done yet, along with that event.
 
         Not while anybody waits: then it is for whose turn it is.
         """
+        account = self.accounts[owner]
         if self.inbox.line:
             return None
         limit = reuse_limit(nbytes, size_class(nbytes, self._granularity))
@@ -202,10 +197,9 @@ class Ledger:
         return _refusals.refused(self.figures(), nbytes, refusal)
 
     def _whole(self) -> int:
-        """Return the bytes that the owners share."""
         return self._held.bytes if self.frozen else self.max_bytes
 
-    def reserve(self, nbytes: int, count: int) -> Job | PoolFrozenError | BudgetExceededError | None:
+    def reserve(self, nbytes: int, count: int) -> Resize | PoolFrozenError | BudgetExceededError | None:
         """Begin to allocate the slabs that are missing for `count` leases at once; None if none is."""
         self.ask_events()
         self._refusal = None  # who asks for it beforehand wants to know
@@ -218,9 +212,9 @@ class Ledger:
             return _refusals.frozen(self.figures(), nbytes, max(self._slabs_by_capacity, default=0))
         if missing * capacity > self._headroom():
             return _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
-        return self._start(capacity=capacity, count=missing)
+        return self._start((), capacity, missing)
 
-    def trim(self, to_bytes: int) -> Job | None:
+    def trim(self, to_bytes: int) -> Resize | None:
         """Begin to free idle slabs, so that at most `to_bytes` are held; None if there is nothing to free."""
         self.ask_events()
         being_freed = self._free.bytes - self._idle.bytes
@@ -240,11 +234,7 @@ class Ledger:
         return bool(done)
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
-        """Return the bytes by which the pool may grow; negative if so many have to be freed first.
-
-        Args:
-            by_freeing: whether slabs will be freed for it.
-        """
+        """Return the bytes by which the pool may grow; negative if so many must be freed first."""
         most, refusal = min(self.max_bytes, self._host.allowed), self._refusal
         if refusal is not None:
             if time.monotonic() >= refusal.until:
@@ -255,35 +245,24 @@ class Ledger:
 
     def _start(
         self,
-        victims: Sequence[Slab] = (),
-        *,
+        victims: Sequence[Slab],
         capacity: int = 0,
         count: int = 0,
         nbytes: int = 0,
         account: Account | None = None,
-    ) -> Job:
+    ) -> Resize:
         """Begin slow work.
 
         Victims stay counted as held until they are freed, so that the cap holds at every moment; then their room is
-        promised to this job before anyone else can see it.
+        promised to this resize before anyone else can see it.
         """
-        job = Job(
-            self._memory,
-            self.inbox,
-            self._slabs,
-            self._host,
-            self,
-            victims=victims,
-            capacity=capacity,
-            count=count,
-            nbytes=nbytes,
-            account=account,
-        )
-        self._promised_bytes += job.promised
+        what = victims, capacity, count, nbytes, account
+        resize = Resize(self._memory, self.inbox, self._slabs, self._host, self, *what)
+        self._promised_bytes += resize.promised
         if account is not None:
             account.busy_bytes += capacity
-        job.start(self._jobs)
-        return job
+        resize.start(self._resizes)
+        return resize
 
     # -- from state to state
 
@@ -300,7 +279,7 @@ class Ledger:
         return lease
 
     def _settle_notices(self) -> None:
-        """Bring slabs to the state that they are in now, and take note of what jobs have done."""
+        """Bring slabs to the state that they are in now, and take note of what resizes have done."""
         notices = self.inbox.notices
         while notices:
             for thing in list(notices):  # by one call of C: others may come meanwhile
@@ -308,7 +287,7 @@ class Ledger:
                 if type(thing) is Slab:
                     self._settle(thing)
                 else:
-                    self._settle_job(thing)
+                    self._settle_resize(thing)
 
     def _settle(self, slab: Slab) -> None:
         """Bring a slab that came back to the state that it is in now. A notice may be late, or come twice."""
@@ -330,35 +309,35 @@ class Ledger:
         else:
             self._make_idle(slab)
 
-    def _settle_job(self, job: Job) -> None:
-        """Take note of what a job has done so far."""
-        if job not in self._jobs:
+    def _settle_resize(self, resize: Resize) -> None:
+        if resize not in self._resizes:
             return
-        finished = job.finished
-        while job.settled < job.gone:
-            self._remove(job.victims[job.settled])
-            job.settled += 1
-        self._promised_bytes -= job.promised
-        job.promised = 0 if finished else job.room_needed()
-        self._promised_bytes += job.promised
+        finished = resize.finished
+        while resize.settled < resize.gone:
+            self._remove(resize.victims[resize.settled])
+            resize.settled += 1
+        self._promised_bytes -= resize.promised
+        resize.promised = 0 if finished else resize.room_needed()
+        self._promised_bytes += resize.promised
         if not finished:
             return
-        for slab in job.victims[job.gone :]:  # not reached, because of an error
+        for slab in resize.victims[resize.gone :]:  # not reached, because of an error
             self._make_idle(slab)
-        if job.account is not None:
-            job.account.busy_bytes -= job.capacity
-        if job.refusal:
+        if resize.account is not None:
+            resize.account.busy_bytes -= resize.capacity
+        if resize.refusal:
             held = self._held.bytes + self._promised_bytes
-            total = held + job.capacity * job.count
-            self._refusal = Refusal(job.refusal, total, held, time.monotonic() + RETRY_SECONDS)
-        for slab in job.made:
-            self._adopt(slab)
-            if job.account is not None:
+            total = held + resize.capacity * resize.count
+            self._refusal = Refusal(resize.refusal, total, held, time.monotonic() + RETRY_SECONDS)
+        for slab in resize.made:
+            self._held.enter(slab.capacity)
+            self._slabs_by_capacity[slab.capacity] = self._slabs_by_capacity.get(slab.capacity, 0) + 1
+            if resize.account is not None:
                 self._misses += 1
-                job.lease = self._lend(slab, job.account, job.nbytes)
+                resize.lease = self._lend(slab, resize.account, resize.nbytes)
             else:
                 self._make_idle(slab)
-        del self._jobs[job]
+        del self._resizes[resize]
         self.inbox.ring()
 
     def _make_idle(self, slab: Slab) -> None:
@@ -367,11 +346,6 @@ class Ledger:
             account.busy_bytes -= slab.capacity
         slab.enter(self._free)
         self._idle.put(slab)
-
-    def _adopt(self, slab: Slab) -> None:
-        capacity = slab.capacity
-        self._held.enter(capacity)
-        self._slabs_by_capacity[capacity] = self._slabs_by_capacity.get(capacity, 0) + 1
 
     def _remove(self, slab: Slab) -> None:
         capacity = slab.capacity
@@ -385,16 +359,16 @@ class Ledger:
 
     def _repair(self) -> None:
         """Find out anew what is where. Each line may be the last one again: then the next call repairs."""
-        for job in [job for job in self._jobs if job.finished]:
-            del self._jobs[job]  # who waits for its lease will find none, and ask again
-        for job in self._jobs:
-            job.settled, job.promised = job.gone, job.room_needed()
+        for resize in [resize for resize in self._resizes if resize.finished]:
+            del self._resizes[resize]  # who waits for its lease will find none, and ask again
+        for resize in self._resizes:
+            resize.settled, resize.promised = resize.gone, resize.room_needed()
         known = {thing for thing in list(self.inbox.notices) if type(thing) is Slab}
         known.update(self._idle.slabs(), self._pending)
-        being_freed = {slab for job in self._jobs for slab in job.victims[job.settled :]}
-        coming = {slab for job in self._jobs for slab in list(job.made)}
+        being_freed = {slab for resize in self._resizes for slab in resize.victims[resize.settled :]}
+        coming = {slab for resize in self._resizes for slab in list(resize.made)}
         self._idle, self._pending, self._requested_bytes, self._slabs_by_capacity = IdleSlabs(), {}, 0, {}
-        self._promised_bytes = sum(job.promised for job in self._jobs)
+        self._promised_bytes = sum(resize.promised for resize in self._resizes)
         for slab in list(self._slabs):
             if slab in coming:
                 continue
@@ -424,70 +398,17 @@ class Ledger:
         for state in (self._leased, self._in_flight, self._free):
             state.recount([slab.capacity for slab in counted if slab.state is state])
         self._held.recount([slab.capacity for slab in counted])
-        growing = [(job.account, job.capacity) for job in self._jobs]
+        growing = [(resize.account, resize.capacity) for resize in self._resizes]
         busy = [(slab.account, slab.capacity) for slab in counted]
         for account in self.accounts.values():
             account.busy_bytes = sum(size for whose, size in [*growing, *busy] if whose is account)
 
-    # -- without the lock, but for `reap` and `snapshot`
-
-    def tidy_later(self) -> None:
-        """See that what came back after the close is freed."""
-        reaper.tasks.put(self)
-
-    def reap(self) -> bool:
-        """Free what came back to a closed pool; for the reaper. Says whether nothing more will come by itself."""
-        with self.lock:
-            self.begin()
-            self.trim(0)
-            done = not self._pending
-            self.end()
-        return done
-
-    def pending(self) -> list[Event]:
-        """Return the events that slabs in flight wait for; under the lock."""
+    def pending(self) -> list[Fence]:
+        """Return the events that slabs in flight wait for."""
         return [slab.event for slab in self._pending if slab.event is not None]
 
-    def lend(self, nbytes: int) -> None:
-        """Free so many bytes of what is idle, or all of it, for another process. Not what a frozen pool needs.
-
-        Blocks while it is freed.
-        """
-        with self.lock:
-            self.begin()
-            self.ask_events()
-            victims = [] if self.frozen else self._idle.take_oldest(nbytes)
-            job = self._start(victims) if victims else None
-            self.end()
-        if job is not None:
-            job.wait()
-
-    def is_waited_for(self) -> bool:
-        """Say whether a request waits."""
-        return bool(self.inbox.line)
-
-    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
-        """Say how the pool is, for those who watch this host."""
-        with self.lock:
-            self.begin()
-            self.ask_events()
-            stats = self.snapshot(waits, wait_seconds)
-            self.end()
-        return {
-            "leased_bytes": stats.leased_bytes,
-            "in_flight_bytes": stats.in_flight_bytes,
-            "free_bytes": stats.free_bytes,
-            "waits": waits,
-            "wait_seconds": wait_seconds,
-            "owners": {name: asdict(owner) for name, owner in stats.owners.items()},
-        }
-
-    def figures(self) -> Figures:
-        """Return where the bytes are, for a text."""
-        return Figures(self._held.bytes, self._leased.bytes, self._in_flight.bytes, self.max_bytes, self.reason)
-
     def snapshot(self, waits: int, wait_seconds: float) -> PoolStats:
-        """Return all counters; under the lock."""
+        self.ask_events()
         return PoolStats(
             **self._held.figures("held"),
             **self._leased.figures("leased"),
@@ -520,3 +441,41 @@ class Ledger:
             waits=account.waits,
             wait_seconds=account.wait_seconds,
         )
+
+    # -- without the lock
+
+    def tidy_later(self) -> None:
+        reaper.tasks.put(self)
+
+    def reap(self) -> bool:
+        """Free what came back to a closed pool; for the reaper. Says whether nothing more will come by itself."""
+        with self.lock:
+            self.begin()
+            self.trim(0)
+            done = not self._pending
+            self.end()
+        return done
+
+    def lend(self, nbytes: int) -> None:
+        """Free so many bytes of what is idle, or all, for another process; not what a frozen pool needs. Blocks."""
+        with self.lock:
+            self.begin()
+            self.ask_events()
+            victims = [] if self.frozen else self._idle.take_oldest(nbytes)
+            resize = self._start(victims) if victims else None
+            self.end()
+        if resize is not None:
+            resize.wait()
+
+    def is_waited_for(self) -> bool:
+        return bool(self.inbox.line)
+
+    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
+        """Say how the pool is, for those who watch this host."""
+        stats = self.decide(self.snapshot, waits, wait_seconds)
+        told = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
+        owners = {name: asdict(owner) for name, owner in stats.owners.items()}
+        return {name: getattr(stats, name) for name in told} | {"owners": owners}
+
+    def figures(self) -> Figures:
+        return Figures(self._held.bytes, self._leased.bytes, self._in_flight.bytes, self.max_bytes, self.reason)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
 from .._sizes import format_bytes, parse_bytes
 from .._steps import step
 from ..errors import UnreleasedLeaseWarning
 from . import _refusals
-from ._accounts import Account
+from ._accounts import Account, Waiter
 from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
-from ._jobs import Job
 from ._lease import Lease
 from ._ledger import Ledger
-from ._slab import Event, Waiter
+from ._resize import Resize
+from ._slab import Fence
 from ._stats import PoolStats
 from ._waiting import Line
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _PAUSE_SECONDS = 0.02
 """How often a reservation that waits for other processes looks again."""
@@ -33,20 +30,20 @@ class SlabPool:
 
     Args:
         memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
-        max_bytes: cap on the bytes held, idle slabs included: an int; text such as ``"2GiB"``; ``"8GiB/host"``, a cap
-            for this host, of which each of torchrun's local ranks takes an equal part; a `HostBudget`, which pools of
-            several processes share; or ``"auto"`` for a share of what this process may pin.
-            `PoolStats.max_bytes_reason` says how the number came about.
+        max_bytes: cap on the bytes held, idle slabs included. An int; text such as ``"2GiB"``; ``"8GiB/host"``, which
+            torchrun's local ranks divide equally; a `HostBudget`, which pools of several processes share; or
+            ``"auto"``, a quarter of the memory that is available. `PoolStats.max_bytes_reason` says where the number
+            comes from.
 
     Raises:
-        ValueError: `max_bytes` is not a positive size, there is no telling how many ranks this host has, or another
-            pool of this host has a `HostBudget` of this name with another cap.
+        ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
+            this host has a `HostBudget` of this name with another cap.
         HostBudgetError: the host's ledger cannot be used.
 
-    Requests are rounded to size classes with eight steps to a doubling, at most 12.5% (and to whole pages where memory
-    is page-locked). A request is served, in this order: by an idle slab of which at most 12.5% is waste, or, from 1 MiB
-    on, of at most twice its class; by growing; at the cap by any larger idle slab; by trimming idle slabs, least
-    recently used first; by waiting, first come first served.
+    Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to whole pages where
+    memory is page-locked). A request is served in this order: by an idle slab of which at most 12.5% is waste, or, from
+    1 MiB on, by one of at most twice its class; by growing; at the cap, by any larger idle slab; by freeing idle slabs,
+    least recently used first; by waiting, first come, first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
@@ -93,23 +90,24 @@ class SlabPool:
     def acquire(self, nbytes: int | str, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
         """Lease a slab of at least `nbytes`.
 
-        Blocks only at the cap, or at the bound of the owner's share, until another lease is released or an event is
-        done; first come first served, but for what is guaranteed to an owner (see `share`). It may also take the time
-        of an allocation when the pool grows, and of freeing when idle slabs have to make room (CUDA waits for the
-        device then); `reserve` beforehand avoids both.
+        Blocks only at the cap, or at the limit of the owner's share, until another lease is released or an event is
+        done. The order is first come, first served, except for what is guaranteed to an owner (see `share`). The call
+        also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
+        waits for the device). `reserve` beforehand avoids both.
 
         Args:
             nbytes: bytes needed, at least 1; text such as ``"4MiB"`` is accepted.
-            timeout: seconds to wait at the most; 0 does not wait, None waits forever.
-            owner: for whom, in one word: counted in `PoolStats.owners`, and bound by the share of that name.
+            timeout: seconds to wait at most; 0 does not wait, None waits forever.
+            owner: the name of whoever takes the slab: counted in `PoolStats.owners`, and limited by the share of that
+                name.
 
         Raises:
-            MemoryError, OSError, RuntimeError: of `memory`, where it refuses and the pool has no slab as large. Where
-                the pool has one, the request waits for that, and a `RuntimeWarning` says so once. The same total is
-                asked for again after a minute, or by `reserve`.
+            MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
+                enough. If the pool has one, the request waits for it, and a `RuntimeWarning` says so once. The pool
+                tries to grow that far again after a minute, or by `reserve`.
             BudgetExceededError: more than `max_bytes`, or than shares leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
-            PoolFrozenError: the pool is frozen and has no slab as large.
+            PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
             ForkedPoolError: called in a forked child.
         """
@@ -133,47 +131,42 @@ class SlabPool:
                 ledger.end()
             return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
 
-    def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Event] | None:
+    def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
         """Lease a slab that its owner has released and that is in flight. Does not block.
 
-        For one whose work is ordered by streams, and runs ahead of them: the slab may be written when the event is
-        done, so let the stream that writes it wait for that. The host need not wait, and the pool need not grow.
+        For callers whose writes are ordered by streams: let the stream that writes the slab wait for the event. Then
+        the host need not wait, and the pool need not grow.
 
         Args:
             nbytes: bytes needed, at least 1.
-            owner: whose slab, and whose lease.
+            owner: the name under which the slab was leased, and is leased again.
 
         Returns:
-            The lease, and the event that its last one was released after; None where no slab of the owner's that is in
-            flight would do, or somebody waits for one.
+            The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
+            suitable, or if somebody waits for one.
 
         Raises:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        ledger = self._ledger
         self._check_entry()
-        with ledger.lock:
-            self._check_open()
-            ledger.begin()
-            found = ledger.serve_in_flight(ledger.accounts[owner], nbytes)
-            ledger.end()
-        return found
+        self._check_open()
+        return self._ledger.decide(self._ledger.serve_in_flight, owner, nbytes)
 
     def share(self, owner: str, *, at_least: int | str = 0, at_most: int | str | None = None) -> None:
-        """Guarantee a part of the cap to an owner, and bound what it may hold. Does not block, and allocates nothing.
+        """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and allocates nothing.
 
-        Counted are the sizes of slabs that the owner has leased or that are in flight: up to 12.5% more than was asked
-        for. What is guaranteed and not used is kept free of others, so that the owner gets it at once, whoever else
-        waits. A request behind one that waits because of its own owner's bound is served before it.
+        Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
+        Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
+        because of its own owner's limit does not hold up those behind it.
 
-        A frozen pool shares what it holds, in slabs of the sizes that it has. Slabs beyond a new share stay with whom
-        they are until they are released. A second call for the same owner takes the place of the first.
+        A frozen pool shares the slabs that it has. Slabs beyond a new share stay where they are until they are
+        released. A second call for the same owner replaces the first.
 
         Args:
             owner: the name, as given to `acquire`.
             at_least: bytes that no other owner may have; text such as ``"1GiB"`` is accepted.
-            at_most: bytes that it may have; None for no bound but the cap.
+            at_most: bytes that it may have; None for no limit but the cap.
 
         Raises:
             ValueError: `at_least` is more than `at_most`, `at_most` is 0, or more than the cap would be guaranteed.
@@ -193,8 +186,8 @@ class SlabPool:
         Idle slabs that would serve such a request count. Takes the time of the allocations.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or what other processes
-                hold of a `HostBudget` and did not give back within a second; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
+                processes hold of a `HostBudget` and did not give back within a second; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -222,10 +215,8 @@ class SlabPool:
             self._check_open()
             if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
                 raise _refusals.never_fits(ledger.figures(), nbytes)
-            ledger.begin()
-            found = ledger.reserve(nbytes, count)
-            ledger.end()
-        if not isinstance(found, Job):
+            found = ledger.decide(ledger.reserve, nbytes, count)
+        if not isinstance(found, Resize):
             return found, found is not None and is_full
         try:
             self._wait_for(found)
@@ -245,17 +236,13 @@ class SlabPool:
             ForkedPoolError: called in a forked child.
         """
         target = parse_bytes(to_bytes)
-        ledger = self._ledger
         self._check_entry()
-        with ledger.lock:
-            ledger.begin()
-            job = ledger.trim(target)
-            ledger.end()
+        resize = self._ledger.decide(self._ledger.trim, target)
         self._warn_of_forgotten()
-        if job is None:
+        if resize is None:
             return 0
-        self._wait_for(job)
-        return sum(slab.capacity for slab in job.victims)
+        self._wait_for(resize)
+        return sum(slab.capacity for slab in resize.victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
@@ -266,9 +253,8 @@ class SlabPool:
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
 
-        Waiting callers get `PoolClosedError`. A slab still leased, or with a living view, is freed when its lease is
-        released, or by a later `close` or `stats`: a leak before a dangling pointer. May be called again. In a forked
-        child it does nothing.
+        Waiting callers get `PoolClosedError`. A slab that is still leased, or has a living view, is freed when its
+        lease is released, or by a later `close` or `stats`. May be called again. In a forked child it does nothing.
         """
         ledger = self._ledger
         if ledger.is_forked:
@@ -279,24 +265,16 @@ class SlabPool:
             ledger.tidy_later()
             self._host.wake()
             return
-        with ledger.lock:
-            ledger.begin()
-            pending = ledger.pending()
-            ledger.end()
-        for event in pending:
+        for event in ledger.decide(ledger.pending):
             event.synchronize()
         self.trim()
         self._host.wake()
 
     def stats(self) -> PoolStats:
-        """Return a consistent snapshot of all counters. Does not block; looks at events first."""
+        """Return a consistent snapshot of all counters, after a look at events. Does not block."""
         ledger = self._ledger
         self._check_entry()
-        with ledger.lock:
-            ledger.begin()
-            ledger.ask_events()
-            snapshot = ledger.snapshot(self._line.waits, self._line.seconds)
-            ledger.end()
+        snapshot = ledger.decide(ledger.snapshot, self._line.waits, self._line.seconds)
         self._warn_of_forgotten()
         if ledger.closed and snapshot.free_slabs:
             self.trim()
@@ -305,35 +283,34 @@ class SlabPool:
     # -- waiting
 
     def _wait_or_grow(
-        self, account: Account, nbytes: int, found: Job | Exception | None, timeout: float | None
+        self, account: Account, nbytes: int, found: Resize | Exception | None, timeout: float | None
     ) -> Lease:
         ledger = self._ledger
 
-        def attempt(ahead: Sequence[Waiter]) -> Lease | Job | Exception | None:
+        def attempt(ahead: Sequence[Waiter]) -> Lease | Resize | Exception | None:
             with ledger.lock:
                 self._check_request(account, nbytes)
-                ledger.begin()
-                found = ledger.serve(account, nbytes, ahead)
-                ledger.end()
-            return found
+                return ledger.decide(ledger.serve, account, nbytes, ahead)
 
         def timed_out(others: int) -> Exception:
             return _refusals.timed_out(ledger.figures(), nbytes, timeout, others)
 
-        served: Lease | Job | Exception | None = found
+        served: Lease | Resize | Exception | None = found
         while not isinstance(served, Lease):
             if isinstance(served, Exception):
                 raise served
             if served is None:
                 served = self._line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             else:
-                job = served
+                resize = served
                 try:
-                    served = self._wait_for_room(job)
+                    served = self._wait_for(resize)
+                except HostIsFull:
+                    served = None  # in the line
                 except REFUSALS:
-                    if not job.refusal or self._is_hopeless(account, nbytes):
+                    if not resize.refusal or ledger.decide(ledger.hopeless, account, nbytes) is not None:
                         raise
-                    self._tell_of_refusal(job)
+                    self._tell_of_refusal(resize)
                     served = None
         if ledger.closed:
             served.release()
@@ -341,39 +318,24 @@ class SlabPool:
             self._check_open()
         return served
 
-    def _is_hopeless(self, account: Account, nbytes: int) -> bool:
-        ledger = self._ledger
-        with ledger.lock:
-            ledger.begin()
-            found = ledger.hopeless(account, nbytes)
-            ledger.end()
-        return found is not None
-
-    def _tell_of_refusal(self, job: Job) -> None:
+    def _tell_of_refusal(self, resize: Resize) -> None:
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"pool cannot grow by {format_bytes(job.capacity)}, and goes on with the slabs that it has: "
-                f"{self._ledger.figures()}; {job.refusal}; this is said once",
+                f"pool cannot grow by {format_bytes(resize.capacity)}, and goes on with the slabs that it has: "
+                f"{self._ledger.figures()}; {resize.refusal}; this is said once",
                 RuntimeWarning,
                 stacklevel=5,
             )
 
-    def _wait_for(self, job: Job) -> Lease | None:
+    def _wait_for(self, resize: Resize) -> Lease | None:
         """Wait for slow work; return the lease that it was for, unless an interrupt of another thread lost that."""
-        job.wait()
+        resize.wait()
         ledger = self._ledger
         with ledger.lock:
             ledger.begin()
             ledger.end()
-        return job.outcome()
-
-    def _wait_for_room(self, job: Job) -> Lease | None:
-        """Wait for slow work; return None where the host has no room for it now: the request waits in the line then."""
-        try:
-            return self._wait_for(job)
-        except HostIsFull:
-            return None
+        return resize.outcome()
 
     # -- checks
 
@@ -415,9 +377,7 @@ class SlabPool:
     def __enter__(self) -> SlabPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

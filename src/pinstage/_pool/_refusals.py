@@ -32,14 +32,21 @@ class Figures(NamedTuple):
             f"{format_bytes(self.leased)}, in flight {format_bytes(self.in_flight)}"
         )
 
+    def numbers(self, nbytes: int) -> dict[str, int]:
+        return {
+            "requested_bytes": nbytes,
+            "held_bytes": self.held,
+            "leased_bytes": self.leased,
+            "in_flight_bytes": self.in_flight,
+            "max_bytes": self.max_bytes,
+        }
+
 
 def closed(figures: Figures) -> PoolClosedError:
-    """Return the error of a request to a closed pool."""
     return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
 
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
-    """Return the error of a request that is larger than the cap, or than shares leave to an owner."""
     if account is not None:
         shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
         remedy = "raise max_bytes, change share(), or ask for less"
@@ -47,25 +54,23 @@ def never_fits(figures: Figures, nbytes: int, account: Account | None = None) ->
         shares, remedy = "", f'pass max_bytes="{size_to_paste(nbytes * 9 // 8)}" or more, or ask for less'
     return BudgetExceededError(
         f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
-        **_numbers(figures, nbytes),
+        **figures.numbers(nbytes),
     )
 
 
 def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
-    """Return the error of a reservation for which there is no room now."""
     return BudgetExceededError(
         f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
         f'trim() idle slabs, or pass max_bytes="{size_to_paste(figures.held + missing * capacity)}"',
-        **_numbers(figures, missing * capacity),
+        **figures.numbers(missing * capacity),
     )
 
 
 def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
-    """Return the error of a request for which nothing came free in time."""
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
         f'release leases sooner, wait longer, or pass max_bytes="{size_to_paste(figures.held + nbytes * 9 // 8)}"',
-        **_numbers(figures, nbytes),
+        **figures.numbers(nbytes),
     )
 
 
@@ -83,21 +88,18 @@ class Refusal(NamedTuple):
 
 
 def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
-    """Return the error of a request that needs what was refused a short time ago."""
     return MemoryError(f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}")
 
 
 def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
-    """Return the error of a request that a frozen pool would have to allocate for."""
     return PoolFrozenError(
         f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest slab "
         f"{format_bytes(largest)}, {figures}; reserve() all that is needed before freeze()",
-        **_numbers(figures, nbytes),
+        **figures.numbers(nbytes),
     )
 
 
 def forked() -> ForkedPoolError:
-    """Return the error of any use in a forked child."""
     return ForkedPoolError(
         f"pool belongs to the parent of process {os.getpid()}: page-locked memory does not survive fork; make a "
         "SlabPool in the child, or use pinstage in the main process only"
@@ -110,13 +112,3 @@ def entered_again() -> StagingError:
         "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
         "again; a finaliser may release() leases and close() the pool, nothing else"
     )
-
-
-def _numbers(figures: Figures, nbytes: int) -> dict[str, int]:
-    return {
-        "requested_bytes": nbytes,
-        "held_bytes": figures.held,
-        "leased_bytes": figures.leased,
-        "in_flight_bytes": figures.in_flight,
-        "max_bytes": figures.max_bytes,
-    }

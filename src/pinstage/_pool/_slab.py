@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import _thread
 import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .._memory import Block
-    from ._accounts import Account
+from .._memory import Block
+from ._accounts import Account, Waiter
 
 
-class Event(Protocol):
-    """Work that will be done at some time: all that the pool needs to know of CUDA. `torch.cuda.Event` is one."""
+class Fence(Protocol):
+    """What a slab has to wait for: all that the pool needs to know of CUDA. A `torch.cuda.Event` is one, or a stream.
 
-    def query(self) -> bool:
-        """Say whether the work is done, without waiting."""
-        ...
+    `query` says whether the work is done, without waiting; `synchronize` waits until it is.
+    """
 
-    def synchronize(self) -> None:
-        """Wait until the work is done."""
-        ...
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Meter:
@@ -37,7 +34,6 @@ class Meter:
         self.slabs = self.peak_slabs = self.total_slabs = 0
 
     def enter(self, nbytes: int) -> None:
-        """Count a slab of `nbytes` that comes into this state."""
         self.bytes += nbytes
         self.slabs += 1
         self.total_bytes += nbytes
@@ -48,12 +44,10 @@ class Meter:
             self.peak_slabs = self.slabs
 
     def leave(self, nbytes: int) -> None:
-        """Count a slab of `nbytes` that leaves this state."""
         self.bytes -= nbytes
         self.slabs -= 1
 
     def recount(self, sizes: list[int]) -> None:
-        """Set what is in this state now."""
         self.bytes, self.slabs = sum(sizes), len(sizes)
 
     def figures(self, state: str) -> dict[str, int]:
@@ -84,19 +78,6 @@ class Slab:
         came_back: puts the slab into the pool's inbox, whatever it is given.
     """
 
-    __slots__ = (
-        "account",
-        "block",
-        "came_back",
-        "capacity",
-        "event",
-        "exporter",
-        "holder",
-        "ptr",
-        "requested",
-        "state",
-    )
-
     def __init__(self, block: Block, inbox: Inbox) -> None:
         self.block = block
         self.came_back: Callable[[object], object] = partial(inbox.notices.setdefault, self)
@@ -107,10 +88,9 @@ class Slab:
         self.state: Meter | None = None
         self.holder: weakref.ref[Any] | None = None
         self.exporter: weakref.ref[Any] | None = None
-        self.event: Event | None = None
+        self.event: Fence | None = None
 
     def enter(self, state: Meter) -> None:
-        """Be counted in a state from now on."""
         before, nbytes = self.state, self.capacity
         if before is not state:
             if before is not None:
@@ -120,20 +100,14 @@ class Slab:
             state.enter(nbytes)
 
     def has_lease(self) -> bool:
-        """Say whether somebody has a lease of it that was not released."""
         return self.holder is not None and self.holder() is not None
 
     def has_view(self) -> bool:
-        """Say whether a view of it is alive."""
         return self.exporter is not None and self.exporter() is not None
 
 
 class IdleSlabs:
-    """Idle slabs by capacity, and by when they were used last. All methods are called under the pool's lock.
-
-    Attributes:
-        bytes: of all of them.
-    """
+    """Idle slabs by capacity, and by when they were used last. All methods are called under the pool's lock."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -158,7 +132,6 @@ class IdleSlabs:
         return None
 
     def put(self, slab: Slab) -> None:
-        """Take a slab in."""
         stack = self._stacks.get(slab.capacity)
         if stack is None:
             stack = self._stacks[slab.capacity] = deque()
@@ -184,37 +157,12 @@ class IdleSlabs:
         return taken
 
     def slabs(self) -> list[Slab]:
-        """Return all of them, least recently used first."""
         return list(self._recency)
 
     def forget(self, capacity: int) -> None:
         """Forget a capacity of which the pool holds no slab any more."""
         if self._stacks.pop(capacity, None) is not None:
             self._capacities.remove(capacity)
-
-
-class Waiter:
-    """One who waits for a slab.
-
-    The bell is a lock, which is rung by releasing it: an interrupt may leave a `threading.Event` locked for ever, and a
-    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
-
-    Attributes:
-        account: of the owner.
-        nbytes: wanted.
-        ring: lets the waiter look again. One call of C; raises RuntimeError if it was rung and not heard yet.
-        hear: waits until it is rung.
-    """
-
-    __slots__ = ("account", "hear", "nbytes", "ring")
-
-    def __init__(self, account: Account, nbytes: int) -> None:
-        bell = _thread.allocate_lock()
-        bell.acquire()
-        self.account = account
-        self.nbytes = nbytes
-        self.ring = bell.release
-        self.hear = bell.acquire
 
 
 class Inbox:

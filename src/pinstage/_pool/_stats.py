@@ -34,16 +34,16 @@ class OwnerStats:
 class PoolStats:
     """A consistent snapshot of a pool's counters.
 
-    Each of the four states has current, ``peak_`` and ``total_`` values, in bytes (capacities) and in slabs; ``total_``
-    counts every entry into the state since the pool was made. Always ``held = free + leased + in_flight`` and
-    ``held <= max_bytes``. A slab that is being allocated at this very moment counts against the cap, but nowhere here
-    yet; one that is being freed counts as held and free until it is gone.
+    Held, leased, in flight and free each have current, ``peak_`` and ``total_`` values, in bytes (capacities) and in
+    slabs. ``total_`` counts every entry into the state since the pool was made. Always ``held = free + leased +
+    in_flight`` and ``held <= max_bytes``. A slab that is just being allocated counts against the cap, but not here yet.
+    One that is being freed counts as held and free until it is gone.
     """
 
     held_bytes: int
     """Bytes of all slabs of the pool, idle ones included: what the cap limits."""
     leased_bytes: int
-    """Bytes of slabs in somebody's hands."""
+    """Bytes of slabs with a lease."""
     in_flight_bytes: int
     """Bytes of released slabs whose event is not done or of which a view is alive."""
     free_bytes: int
@@ -90,7 +90,7 @@ class PoolStats:
     trims: int
     """Idle slabs given back to the system."""
     recovered: int
-    """Slabs taken back that an interrupt had taken from everybody."""
+    """Slabs found again that an interrupt had lost."""
     owners: Mapping[str, OwnerStats] = field(hash=False)
     """Who holds what, by the name given to `SlabPool.acquire`."""
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._accounts import Accounts
-from ._slab import Inbox, Waiter
+from ._accounts import Accounts, Waiter
+from ._slab import Inbox
 
 _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
@@ -21,14 +21,6 @@ class Line:
 
     Each looks for itself, with those before it in mind. What comes back wakes the first; where there are shares, which
     may let another one pass, each who finds nothing wakes the next.
-
-    Args:
-        inbox: has the line.
-        accounts: say whether there are shares.
-
-    Attributes:
-        waits: how many waited.
-        seconds: that they waited in all.
     """
 
     def __init__(self, inbox: Inbox, accounts: Accounts) -> None:

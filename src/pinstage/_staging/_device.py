@@ -16,7 +16,7 @@ import torch
 from .._copy import Gathering
 from .._layout import Table
 from .._memory import disregard_captures, start_copy, why_unusable
-from .._pool import Event
+from .._pool import Fence
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
 from ..errors import StagingError
@@ -144,7 +144,7 @@ class Target(Protocol):
     """A device that batches are staged to."""
 
     device: torch.device
-    all_copies: Event | None
+    all_copies: Fence | None
     """Done when no copy is under way; None where a copy is done when the call returns."""
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -170,11 +170,11 @@ class Target(Protocol):
         """
         ...
 
-    def record_copies(self) -> Event | None:
+    def record_copies(self) -> Fence | None:
         """Mark this point of the copy stream; None where a copy is done when the call returns."""
         ...
 
-    def record_current(self) -> Event | None:
+    def record_current(self) -> Fence | None:
         """Mark this point of the caller's current stream; None where there are no streams."""
         ...
 
@@ -182,7 +182,7 @@ class Target(Protocol):
         """Return the stream that is meant: the current one for None; None where there are no streams."""
         ...
 
-    def record_on(self, stream: Any) -> Event | None:
+    def record_on(self, stream: Any) -> Fence | None:
         """Mark this point of a consumer's stream; None where there are no streams."""
         ...
 
@@ -190,7 +190,7 @@ class Target(Protocol):
         """Let the copy stream wait for an event."""
         ...
 
-    def hand_over(self, event: Event | None, tensors: list[torch.Tensor], consumer: Any) -> None:
+    def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
         """Order the consumer's stream behind an event, and keep tensors' memory while that stream uses it.
 
         Args:
@@ -214,7 +214,7 @@ class CudaTarget:
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.all_copies: Event | None = self.stream
+        self.all_copies: Fence | None = self.stream
         self._stream_handle: int = self.stream.cuda_stream
         self._stream_ids = ids_of(self.stream)
         self._cuda = cuda_calls()
@@ -254,11 +254,11 @@ class CudaTarget:
         with on_stream(self.stream):
             slab[start:end].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
 
-    def record_copies(self) -> Event:
+    def record_copies(self) -> Fence:
         """See `Target`."""
         return self._events.record(self.stream)
 
-    def record_current(self) -> Event:
+    def record_current(self) -> Fence:
         """See `Target`."""
         return self._events.record(self.consumer(None))
 
@@ -273,7 +273,7 @@ class CudaTarget:
             self._last_consumer = ids, current  # at once: threads may race for it
         return current
 
-    def record_on(self, stream: torch.cuda.Stream) -> Event:
+    def record_on(self, stream: torch.cuda.Stream) -> Fence:
         """See `Target`."""
         return self._events.record(stream)
 
@@ -294,7 +294,7 @@ class CpuTarget:
     """No GPU: a copy is done when the call returns, and there is nothing to wait for."""
 
     device = torch.device("cpu")
-    all_copies: Event | None = None
+    all_copies: Fence | None = None
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -312,7 +312,7 @@ class CpuTarget:
         return slab
 
     def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
-        """See `Target`. Not torch's ``copy_``: its threads wait for busy cpus, for milliseconds at a time."""
+        """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
         ctypes.memmove(slab.data_ptr() + start, host + start, end - start)
 
     def record_copies(self) -> None:
@@ -372,10 +372,10 @@ class HostCopy(NamedTuple):
 class Source(Protocol):
     """A device that tensors are fetched from."""
 
-    all_copies: Event | None
+    all_copies: Fence | None
     """Done when no copy is under way; None where a copy is done when the call returns."""
 
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Event | None:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
         Args:
@@ -396,9 +396,9 @@ class CudaSource:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.all_copies: Event | None = self.stream
+        self.all_copies: Fence | None = self.stream
 
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Event:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence:
         """See `Source`."""
         consumer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(consumer)
@@ -421,7 +421,7 @@ class CudaSource:
 class CpuSource:
     """No GPU: a copy is done when the call returns."""
 
-    all_copies: Event | None = None
+    all_copies: Fence | None = None
 
     def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> None:  # noqa: ARG002
         """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
@@ -456,7 +456,7 @@ class Sources:
 class Events:
     """Several events as one: done when all are."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[Fence]) -> None:
         self.parts = events
 
     def query(self) -> bool:
@@ -469,7 +469,7 @@ class Events:
             event.synchronize()
 
 
-def wait_here(event: Event | None) -> None:
+def wait_here(event: Fence | None) -> None:
     """Let the current stream of each device wait for its part of an event; the host does not."""
     for part in event.parts if isinstance(event, Events) else [event]:
         if isinstance(part, DeviceEvent):

@@ -50,16 +50,15 @@ class _Place:
 class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
-    Each ``iter()`` begins another pass over the source. An iterator can be read once only. ``len()`` is the source's,
-    and so are all other attributes, such as ``prefetcher.dataset``.
+    Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
+    ``prefetcher.dataset``.
 
-    If the source has ``state_dict()``, so has the prefetcher. The source is asked after each batch that is read, and
-    its answer is kept with that batch. So the state is that of the batch which was yielded last, as in a loop that does
-    not read ahead. ``load_state_dict()`` is the source's.
+    If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
+    so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
+    source's.
 
-    Accelerate's prepared loaders say in ``end_of_dataloader`` and ``remainder`` which batch the loop has. These, too,
-    are kept with each batch, and set again when it is yielded. Such a loader is told of the end of its pass when the
-    loop has come there.
+    Accelerate's prepared loaders tell by ``end_of_dataloader`` and ``remainder`` which batch the loop has. These are
+    kept with each batch too, and set again when it is yielded.
     """
 
     def __init__(self, stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int) -> None:

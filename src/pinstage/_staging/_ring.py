@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from .._layout import Layout, Table
-from .._pool import Event
+from .._pool import Fence
 from .._sizes import format_bytes, size_to_paste
 from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
@@ -100,7 +100,7 @@ class RingSlab:
         self.content: tuple[Structure, Table] | None = None
         self.consumers: list[Any] = []
         self.all_consumers: list[Any] = []
-        self.events: list[Event] = []
+        self.events: list[Fence] = []
         self._users = StorageUsers(self.memory)
         self._lease: weakref.ref[RingLease] | None = None
         self._in_use = False

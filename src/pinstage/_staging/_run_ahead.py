@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .._pool import Event
+from .._pool import Fence
 from ._device import Target
 
 RUN_AHEAD = 3
@@ -34,7 +34,7 @@ class RunAhead:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._used: deque[Event | None] = deque()  # what the consumer's streams had to do, batch by batch
+        self._used: deque[Fence | None] = deque()  # what the consumer's streams had to do, batch by batch
 
     def bound(self) -> None:
         """Wait until the device has no more to do than the last `RUN_AHEAD` batches; called once for each batch."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._pool import Event
+from .._pool import Fence
 from .._torch import check_is_plain, ids_of
 from ._device import DeviceEvent, EventCache, on_stream
 
@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
 
     there: torch.Tensor
     """uint8 ``[n]`` on the device."""
-    event: Event | None
+    event: Fence | None
     """Behind the copy; None where it is done."""
     stream: tuple[int, int, int]
     """The ids of the stream that its memory belongs to."""
@@ -42,7 +42,7 @@ class Shuttle(Protocol):
     """A device, and the way from there to the host and back. May be used by several threads."""
 
     device: torch.device
-    all_leaving: Event | None
+    all_leaving: Fence | None
     """Done when no copy to the host is under way; None where a copy is done when the call returns."""
 
     def stream(self) -> tuple[int, int, int]:
@@ -57,7 +57,7 @@ class Shuttle(Protocol):
         """Say whether a graph is being captured on the caller's current stream."""
         ...
 
-    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Event | None:
+    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence | None:
         """Copy to the host, behind what the caller's current stream was given so far.
 
         Args:
@@ -94,7 +94,7 @@ class CudaShuttle:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.all_leaving: Event | None = self._out
+        self.all_leaving: Fence | None = self._out
         self._events = EventCache(partial(DeviceEvent.of, device.index))
         self._default = ids_of(torch.cuda.default_stream(device))
 
@@ -110,7 +110,7 @@ class CudaShuttle:
         """See `Shuttle`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Event:
+    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence:
         """See `Shuttle`."""
         self._events.record(torch.cuda.current_stream(self.device)).wait(self._out)
         if after is not None:
@@ -155,7 +155,7 @@ class CpuShuttle:
     """No GPU: a copy is done when the call returns."""
 
     device = torch.device("cpu")
-    all_leaving: Event | None = None
+    all_leaving: Fence | None = None
 
     def stream(self) -> tuple[int, int, int]:
         """See `Shuttle`."""
@@ -169,7 +169,7 @@ class CpuShuttle:
         """See `Shuttle`."""
         return False
 
-    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Event | None:  # noqa: ARG002
+    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence | None:  # noqa: ARG002
         """See `Shuttle`. Not torch's ``copy_``, as in `CpuTarget`."""
         ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
         return None

@@ -14,7 +14,7 @@ import torch
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
 from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
-from .._pool import Event, HostBudget, Lease, PoolStats, SlabPool
+from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool
 from .._reaper import reaper
 from .._sizes import format_bytes, parse_bytes, table_text
 from .._steps import step
@@ -45,7 +45,7 @@ _LEAST_SLAB_BYTES = 1 << 20
 class Kept:
     """What has to stay alive until an event is done; a task of the reaper's."""
 
-    def __init__(self, event: Event, things: list[Any]) -> None:
+    def __init__(self, event: Fence, things: list[Any]) -> None:
         self._event = event
         self._things = things
 
@@ -61,7 +61,7 @@ class StagerStats:
     batches: int
     """Batches staged."""
     copies: int
-    """Host-to-device copies issued for packed leaves: one a batch, but for very large batches."""
+    """Host-to-device copies issued for packed leaves: one a batch, several for batches of 2 MiB and more."""
     packed_leaves: int
     """Tensors and arrays that travelled in a slab; one that appears several times in a batch counts once."""
     packed_bytes: int
@@ -69,11 +69,11 @@ class StagerStats:
     padding_bytes: int
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
-    """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
+    """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
     ring_overflows: int
     """Batches that found no free slab in the ring and got a device slab of their own."""
     refused_batches: int
-    """Batches and fetches that went on through a smaller slab, or pageable memory, because page-locking was refused."""
+    """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
     """Calls of `to_host`."""
     fetch_copies: int
@@ -112,36 +112,35 @@ class Stager:
             pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        owner: for whom slabs are taken, in `PoolStats.owners`, and by which name a share of the pool binds the stager;
-            see `SlabPool.share`.
-        ring: use so many fixed device slabs again and again, rather than a fresh one for each batch. A batch's tensors
-            are then the same objects, at the same addresses, whenever its layout comes back in the same slab. A slab is
-            used again when nobody holds its batch any more and the work issued on it is done, or after
-            `Transfer.release`. None: fresh slabs.
+        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
+            it.
+        ring: number of fixed device slabs to use in turn, instead of a fresh one for each batch. A layout that comes
+            back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
+            more and the work issued on it is done, or after `Transfer.release`. None: fresh slabs.
         ring_bytes: size of each of these slabs; None takes the first batch's.
-        ring_overflow: what becomes of a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
+        ring_overflow: what happens to a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
             ``"fresh"``, a device slab of its own (counted in the stats).
-        threads: how many pack a batch of 1 MiB or more at the most, the calling one included; None takes the cpus that
+        threads: how many threads may pack a batch of 1 MiB or more, including the calling one; None takes the CPUs that
             the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease): they travel from where they lie, each by a copy of its own. They must not be changed
-            until `Transfer.query` is true, as with torch's own ``non_blocking=True``; they are kept alive until then.
-        keep: what stays on the host, as it is: paths of leaves, or of containers of leaves, as errors and
-            `Layout.slots` name them (``["['lengths']"]``), or a function of path and leaf that says so. Such leaves are
+            views of a lease). They travel from where they are, each by its own copy. They must not be changed until
+            `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
+        keep: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots` write
+            them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
             neither searched for tensors nor compared. `Keep` does the same in the batch itself.
-        timeout: seconds that a call waits for a host slab at the most, while the pool is at its cap. None waits for
-            ever, also where the calling thread itself has what holds the slabs: results of `to_host`.
+        timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
+            even if results of `to_host` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep` is neither.
-        ValueError: another kind of device, both `pool` and `max_bytes`, a ring of no size, or a negative `timeout`.
-        StagingError: a CUDA device without CUDA.
+        TypeError: `keep` is neither of these.
+        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, or a negative `timeout`.
+        StagingError: a CUDA device, but no CUDA.
 
-    Where the platform refuses to page-lock as much as a batch needs, the batch goes in parts through a smaller slab,
-    and `stage` waits for its copies; where nothing can be page-locked, it goes from pageable memory. A `RuntimeWarning`
-    says so once, with the reason and what to do, and `StagerStats.refused_batches` counts.
+    If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
+    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
+    says so once, with the reason and what to do, and `StagerStats.refused_batches` counts these batches.
 
-    All methods may be called from any thread. Otherwise no method but `prefetch` waits for the device; all wait for the
+    All methods may be called from any thread. Otherwise only `prefetch` waits for the device; all methods wait for the
     pool when it is at its cap. In a forked child nothing can be staged.
     """
 
@@ -208,14 +207,14 @@ class Stager:
     def stage(self, batch: Any) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
-        Blocks while it packs, and while the pool is at its cap; never for the copy. Copies run on a stream of the
-        stager's own; `Transfer.get` orders the consumer's stream behind it. The host slab goes back to the pool by the
-        copy's own event. When the call returns, all that was packed has been read.
+        Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
+        stream; `Transfer.get` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
+        copy's event. When the call returns, everything that was packed has been read.
 
-        A tensor that cannot be packed (sparse, quantised, nested, of a class that nobody registered, one that requires
-        grad, or not on the CPU) is moved by its own ``.to(device, non_blocking=True)`` on the caller's current stream,
-        and counted. So is an object that holds tensors, is no known container, and has a ``to(device)`` method, after
-        a warning.
+        A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
+        counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
+        is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
+        warning.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
@@ -247,13 +246,13 @@ class Stager:
     def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
-        Does not block. The lease is released behind the copy, also if that fails: it is the caller's still after the
-        errors below, and not otherwise. Its views must not be written until `Transfer.query` is true.
+        Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
+        still the caller's. Its views must not be written until `Transfer.query` is true.
 
         Args:
-            lease: holds the batch, as `layout` says; of any pool.
+            lease: holds the batch in this layout; of any pool.
             layout: where each leaf lies.
-            others: the leaves that do not live in the slab, in the order of the batch, as `Layout.others` returns them.
+            others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
             ValueError: the lease is smaller than the layout, or `others` are too few or too many.
@@ -306,27 +305,27 @@ class Stager:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and travel in one copy; dense ones of a MiB and more are copied from where they are. The call is
-        like an operation on the caller's current stream: it sees what that stream was given before, and the tensors may
-        be changed or freed right afterwards. While large ones are read, that stream waits; call on a stream of your own
-        if it must not.
+        their device and travel in one copy; dense ones of 1 MiB and more are copied from where they are. The call acts
+        like an operation on the current stream: it sees the results of earlier work on that stream, and the tensors may
+        be changed or freed right afterwards. That stream waits while large tensors are read; if it must not, call on
+        another stream.
 
-        CPU tensors, numpy arrays and whatever is no tensor come back as the objects they are (on a stager for the CPU,
-        CPU tensors are fetched). Tensors of several devices may be mixed. A tensor that cannot be packed (sparse, a
-        subclass, one that requires grad) is brought by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+        CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
+        copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
+        subclass, one that requires grad) travels by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
-            copy: return ordinary tensors, each with memory of its own, rather than views of a slab. For what is kept:
-                views hold a slab of the pool.
+            copy: return ordinary tensors, each with its own memory, instead of views of a slab. Use it for results that
+                you keep: views hold a slab of the pool.
 
         Returns:
             The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is no known container.
-            AcquireTimeoutError: no slab came free within the stager's `timeout`, because living results hold the pool,
-                say.
+            AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
+                are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
@@ -340,10 +339,10 @@ class Stager:
         return transfer
 
     def prefetch(self, iterable: Iterable[T], *, depth: int = 2) -> Prefetcher[T]:
-        """Return the batches of an iterable on the device, staged ahead, as something to iterate over.
+        """Iterate over the batches of an iterable on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling, while the device works on it. Waits for the
-        device only where that has the work of more than three batches before it.
+        When a batch is yielded, the next `depth` are packed and travelling. Waits for the device only if it still has
+        the work of more than three batches to do.
 
         The iterable is read in the calling thread, `depth` batches ahead of the loop. If its samples are made there too
         (``num_workers=0``), it draws random numbers that the loop would have drawn first.
@@ -353,9 +352,9 @@ class Stager:
             depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
 
         Returns:
-            The prefetcher. Each pass over it is one over the iterable, of batches as `to_device` returns them, for the
-            stream that is current when each is asked for. What the iterable or staging raised comes after the batches
-            before it, as in a plain loop.
+            The prefetcher. Each pass over it is a pass over the iterable. Batches are as `to_device` returns them, for
+            the stream that is current when each is requested. An error of the iterable or of staging is raised after
+            the batches before it, as in a plain loop.
 
         Raises:
             TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
@@ -403,7 +402,7 @@ class Stager:
             self._padding_bytes += table.nbytes - table.payload_bytes
             self._passthrough_leaves += table.moved
 
-    def _send(self, parts: Parts, ring_lease: RingLease | None) -> tuple[torch.Tensor, Event | None, int]:
+    def _send(self, parts: Parts, ring_lease: RingLease | None) -> tuple[torch.Tensor, Fence | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         target, table = self._target, parts.table
         borrowed = borrow(parts) if self._borrow_pinned else None
@@ -442,7 +441,7 @@ class Stager:
         """
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
         host, slab = lease.data_ptr(), lease.tensor()
-        events: list[Event | None] = [None] * _PARTS
+        events: list[Fence | None] = [None] * _PARTS
         copies = 0
         for number, (start, run) in enumerate(windows(parts, size)):
             part = number % _PARTS

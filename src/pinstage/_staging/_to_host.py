@@ -20,7 +20,7 @@ import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
 from .._layout import DTYPES, PACKED, IsContainer, RowKind, Table, cut, describe
-from .._pool import Event, Lease
+from .._pool import Fence, Lease
 from .._steps import step
 from .._torch import check_is_plain
 from .._tree import WRAPPERS, Structure, walk
@@ -50,8 +50,7 @@ class Share(NamedTuple):
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.to_host`.
 
-    The bytes are out of reach until they are there: `get` is the only way to them, and waits. Not for use by several
-    threads at the same time.
+    `get` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
     """
 
     __slots__ = ("_copy", "_event", "_fetched", "_host", "_leaves", "_nbytes", "_structure", "_tables", "copies")
@@ -62,7 +61,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         leaves: list[Any],
         tables: list[Table],
         host: torch.Tensor | None,
-        event: Event | None,
+        event: Fence | None,
         copies: int,
         *,
         copy: bool,
@@ -88,7 +87,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return self._event is None or self._event.query()
 
     def synchronize(self) -> None:
-        """Block until the bytes are on the host: on the copies' own event, not on the device or on a stream."""
+        """Block until the bytes are on the host. Waits for the copies' own event, not for the device or a stream."""
         if self._event is not None:
             with step("wait"):
                 self._event.synchronize()
@@ -99,10 +98,9 @@ class HostTransfer(NotABatch, Generic[B_co]):
         Blocks as `synchronize` does. Later calls return the same object.
 
         Returns:
-            A tree of the same types. Tensors that travelled are tensors on the CPU: views of one page-locked slab,
-            which goes back to the pool when the last view has died (and this transfer, which keeps what it
-            returned); or, if the transfer was made with ``copy=True``, ordinary tensors. What was on the host already
-            is the object it was.
+            A tree of the same types. Tensors that travelled are views of one page-locked slab. The slab goes back to
+            the pool when the last view has died, and this transfer, which keeps its result. With ``copy=True`` they are
+            ordinary tensors. What was on the host already is the same object as before.
         """
         fetched: B_co
         if self._leaves is None:
@@ -173,7 +171,7 @@ def landings(transfer: HostTransfer) -> list[Any]:
     return found
 
 
-def event_of(transfer: HostTransfer) -> Event | None:
+def event_of(transfer: HostTransfer) -> Fence | None:
     """Return what is done when all bytes are on the host; None where they are there already."""
     return transfer._event
 
@@ -224,7 +222,7 @@ def to_host(
     if nbytes:
         lease = acquire(nbytes)
         streams = [sources.of(share.device).all_copies for share in shares]
-        after: Event | None = Events([stream for stream in streams if stream is not None])
+        after: Fence | None = Events([stream for stream in streams if stream is not None])
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
@@ -289,9 +287,9 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
 
 def _fetch(
     shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
-) -> tuple[list[Event], int]:
+) -> tuple[list[Fence], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
-    events: list[Event] = []
+    events: list[Fence] = []
     copies = start = 0
     for device, gathering, _ in shares:
         here = host[start : start + gathering.table.nbytes]

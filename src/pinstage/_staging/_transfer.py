@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex
 import torch
 
 from .._layout import Layout, RowKind, Table, cut
-from .._pool import Event
+from .._pool import Fence
 from .._steps import step
 from .._torch import memory_of, tell_once
 from .._tree import Structure, moves_in_silence, tensors_in
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, perhaps still travelling. Made by `Stager.stage`.
 
-    The host is free at once: what was packed may be changed or freed when `stage` returns. Not for use by several
-    threads at the same time.
+    What was packed may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
     """
 
     __slots__ = (
@@ -49,11 +48,11 @@ class Transfer(NotABatch, Generic[B_co]):
         structure: Structure,
         table: Table,
         slab: torch.Tensor | None,
-        event: Event | None,
+        event: Fence | None,
         copies: int,
         others: list[Any],
         moved: list[Any],
-        moved_event: Event | None,
+        moved_event: Fence | None,
         ring_lease: RingLease | None = None,
     ) -> None:
         self._target = target
@@ -74,7 +73,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def layout(self) -> Layout:
-        """Where each leaf lives in the slab."""
+        """Where each leaf lies in the slab."""
         return Layout(self._structure, self._table)
 
     @property
@@ -84,12 +83,12 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def copies(self) -> int:
-        """Host-to-device copies issued for the packed leaves: 1, or more for very large batches."""
+        """Host-to-device copies issued for the packed leaves: 1, or more for batches of 2 MiB and more."""
         return self._copies
 
     @property
     def passthrough(self) -> int:
-        """Tensors, and objects that say how they move, that travelled by their own ``.to()``."""
+        """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
         return len(self._moved)
 
     def query(self) -> bool:
@@ -97,7 +96,7 @@ class Transfer(NotABatch, Generic[B_co]):
         return all(event is None or event.query() for event in (self._event, self._moved_event))
 
     def synchronize(self) -> None:
-        """Block the host until the bytes are on the device. Rarely needed: `get` orders streams without waiting."""
+        """Block the host until the bytes are on the device. Rarely needed: with `get`, only the stream waits."""
         for event in (self._event, self._moved_event):
             if event is not None:
                 event.synchronize()
@@ -105,8 +104,8 @@ class Transfer(NotABatch, Generic[B_co]):
     def get(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
 
-        Does not block: the stream waits for the copy, the host does not. Use on another stream as well needs another
-        `get` with that stream, which returns the same batch.
+        Does not block: the stream waits for the copy, the host does not. To use the batch on another stream too, call
+        `get` again with that stream; it returns the same batch.
 
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
@@ -155,9 +154,9 @@ class Transfer(NotABatch, Generic[B_co]):
     def release(self) -> None:
         """Give the device slab back to the ring, although tensors of the batch are still alive.
 
-        Call it when all work on the batch has been issued. Only a ring needs it, and only where the tensors stay alive
-        on purpose, such as the inputs that a CUDA graph was captured with. The slab is used again when each stream that
-        `get` was given has done the work issued on it so far. Without a ring it does nothing. Does not block.
+        Call it when all work on the batch has been issued. Only a ring needs it, and only if the tensors stay alive on
+        purpose, such as the inputs of a captured CUDA graph. The slab is used again when each stream that `get` was
+        given has done the work issued on it so far. Without a ring it does nothing. Does not block.
         """
         if self._ring_lease is not None:
             self._ring_lease.release()
@@ -183,7 +182,7 @@ class Transfer(NotABatch, Generic[B_co]):
         return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
 
 
-def copy_event_of(transfer: Transfer[Any]) -> Event | None:
+def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
     return transfer._event
 
@@ -205,7 +204,7 @@ def move(thing: Any, device: torch.device) -> Any:
     return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
 
 
-def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[Any], Event | None]:
+def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[Any], Fence | None]:
     """Move what cannot be packed by its own ``.to()``, on the current stream.
 
     Args:

@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 class Keep(Generic[T]):
-    """Something in a batch that stays on the host, and comes back as the object it is.
+    """Something in a batch that stays on the host, and comes back as the same object.
 
-    It is neither searched for tensors nor compared, so it may hold anything: lengths that a kernel wants on the host,
-    metadata that cannot be hashed. From a worker of a loader it comes as a copy, made by pickle.
+    It is neither searched for tensors nor compared, so it may hold anything: lengths that a kernel needs on the host,
+    or metadata that cannot be hashed. From a worker of a loader it arrives as a copy, made by pickle.
 
     Args:
         obj: what comes back in its place.

@@ -43,9 +43,9 @@ _by_attributes: set[type] = set()  # classes given to register_node(cls) alone; 
 
 @runtime_checkable
 class StagingNode(Protocol):
-    """A class that says itself how it is taken apart; it needs no registration.
+    """A class that needs no registration, because it has these two methods.
 
-    It is the convention of JAX and optree, so a class written for them works as it is. ``tree_unflatten`` is a class
+    The convention is that of JAX and optree, so a class written for them works unchanged. ``tree_unflatten`` is a class
     method.
     """
 
@@ -70,27 +70,27 @@ def register_node(
 ) -> type[T] | Callable[[type[T]], type[T]]:
     """Make a class known as a container, so that the tensors in it are staged. Also a class decorator.
 
-    Given the class alone, an object is staged by its attributes: the result is a shallow copy, made without calling
-    ``__init__``, in which tensors and arrays are staged and everything else is the very same object. Attributes are
-    what the object stores, in ``__dict__`` or slots; properties are neither read nor set. Subclasses follow.
+    Given the class alone, an object is staged by its attributes. The result is a shallow copy, made without calling
+    ``__init__``, in which tensors and arrays are staged and everything else is the same object. Attributes are what the
+    object stores in ``__dict__`` or slots; properties are neither read nor set. Subclasses are registered too.
 
-    To register a class again in the same way does nothing. The two functions are tried on the first object that is
-    staged; if `unflatten` turns out to take its arguments in the other order, as torch's pytree passes them, that is a
+    Registering a class again in the same way does nothing. The two functions are tried on the first object that is
+    staged. If `unflatten` takes its arguments in the other order, as torch's pytree passes them, that is a
     `LayoutError`.
 
     Args:
         cls: the class.
         flatten: returns ``(children, metadata)`` of an object; metadata must be hashable. What cannot be hashed may be
-            a child, as ``Keep(...)``. Goes with `unflatten`.
+            a child, as ``Keep(...)``. Needs `unflatten`.
         unflatten: returns a new object from ``(metadata, children)``.
 
     Returns:
         `cls`, or a decorator if `cls` is None.
 
     Raises:
-        TypeError: `cls` is no class, or a tensor's; only one of the two functions was given; neither was, and the class
-            keeps data that are no attributes (a subclass of `deque` or `set`, say).
-        ValueError: the class is a container already, and in another way.
+        TypeError: `cls` is no class, or a tensor's; only one of the two functions was given; or neither was, and the
+            class keeps data outside its attributes (such as a subclass of `deque` or `set`).
+        ValueError: the class is registered already, in another way.
     """
     if cls is None:
         return lambda decorated: register_node(decorated, flatten, unflatten)
@@ -117,15 +117,15 @@ def register_node(
 def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
     """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a class decorator.
 
-    Its memory travels like any tensor's, and the class is put around it again. What the object has in its ``__dict__``
-    stays on the host and comes back as it is. A class that has its tensors inside says by ``__tensor_flatten__`` and
-    ``__tensor_unflatten__``, as torch's compiler asks for, what these are. Subclasses follow. Tensors that require grad
-    go by their own ``.to()``.
+    Its memory travels like any tensor's, and the result has the same class. The object's ``__dict__`` stays on the host
+    and comes back unchanged. A class that wraps other tensors needs ``__tensor_flatten__`` and
+    ``__tensor_unflatten__``, as for torch's compiler. Subclasses are registered too. Tensors that require grad move by
+    their own ``.to()``.
 
     Args:
         cls: the class.
-        rebuild: returns what shall stand in the staged batch, from the plain tensor and a dict of the attributes. None
-            makes an object of the same class with the same attributes. Not for a class with ``__tensor_flatten__``.
+        rebuild: makes the staged object from the plain tensor and a dict of the attributes. None makes an object of the
+            same class with the same attributes. Not for a class with ``__tensor_flatten__``.
 
     Returns:
         `cls`.

@@ -118,8 +118,9 @@ def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]
             native, leaves = found
             structure = Structure(native, None)
             _last[key] = native, structure
-            while len(_last) > _MOST_REMEMBERED:
-                _last.pop(next(iter(_last)), None)
+            if len(_last) > _MOST_REMEMBERED:
+                for oldest in list(_last)[:-_MOST_REMEMBERED]:  # all at once: other threads add some
+                    _last.pop(oldest, None)
             return leaves, structure
     # There is something in it that only optree knows.
     leaves, treespec = flatten(batch)

@@ -38,8 +38,6 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Snapshot(NamedTuple):
-    """A state dict taken apart."""
-
     message: bytes
     """The structure, and all that is no tensor."""
     tensors: list[torch.Tensor]

@@ -123,11 +123,7 @@ ForkingPickler.register(StagedState, _reduce)
 
 
 class Save:
-    """Watches over a staged state dict until nobody reads it any more; does not keep it.
-
-    Args:
-        memory: the view that keeps its slab; None if it has none.
-    """
+    """Watches over a staged state dict until nobody reads it any more; does not keep it."""
 
     def __init__(self, memory: Bytes | None) -> None:
         self._bell = threading.Lock()  # a plain lock: the collector may ring anywhere, in the middle of a wait, too
@@ -138,11 +134,9 @@ class Save:
         self._staged: weakref.ref[StagedState] | None = None
 
     def is_over(self) -> bool:
-        """Say whether the slab is out of use."""
         return self._memory is None or self._memory() is None
 
     def is_taken(self, staged: StagedState, thread: threading.Thread) -> None:
-        """Note which thread writes it."""
         self._staged = weakref.ref(staged)
         self._writers.append(thread)
 
@@ -151,7 +145,11 @@ class Save:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_over():
             if self._writers and not any(thread.is_alive() for thread in self._writers):
-                self._let_go()
+                # The slab is taken from a save that has ended: an error may keep its frames, and these what another
+                # process read. What is left then are tensors that somebody here refers to; the slab waits for them.
+                if self._staged is not None and (staged := self._staged()) is not None:
+                    staged.let_go()
+                    del staged
                 gc.collect()  # an error and its frames, which refer to one another
                 return True
             left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
@@ -159,15 +157,6 @@ class Save:
                 return False
             self._bell.acquire(timeout=min(left, _LOOK_AGAIN_SECONDS))
         return True
-
-    def _let_go(self) -> None:
-        """Take the slab from a save that has ended: an error may keep its frames, and these what another process read.
-
-        What is left then are tensors that somebody here refers to; the slab waits for them.
-        """
-        staged = None if self._staged is None else self._staged()
-        if staged is not None:
-            staged.let_go()
 
 
 class Staging(Future[dict[str, Any]]):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
-from .._pool import Event, Lease, SlabPool
+from .._pool import Fence, Lease, SlabPool
 from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
@@ -21,9 +23,6 @@ from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, rebuild, take
 from ._staged import Bytes, Save, Slab, Staging
 from ._waves import Late, Wave, WaveWriter
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
@@ -39,28 +38,27 @@ class PoolStager(AsyncStager):
         ...  # training goes on; parameters may be changed at once
         response.upload_completion.result()
 
-    `stage` starts the copies of what is on a GPU, on a stream of their own, behind the work that the current stream was
-    given before, and returns. Tensors on the CPU are copied before it returns. Later saves of the same state find the
-    slab of the first, and page-lock nothing.
+    `stage` starts the copies of what is on a GPU, behind the earlier work of the current stream, and returns. Tensors
+    on the CPU are copied before it returns. Later saves of the same state use the same slab, and page-lock nothing.
 
-    What is staged is a copy of everything, as torch's ``DefaultStager`` makes one: tensors on the CPU with a storage
-    each, those that are the same part of the same memory still as one; shards of DTensors and ShardedTensors in tensors
-    of these classes; other objects as ``copy.deepcopy`` copies them.
+    The result is a copy of everything, like that of torch's ``DefaultStager``: tensors on the CPU with a storage each,
+    where tied tensors stay tied; DTensors and ShardedTensors with this rank's shards; other objects as
+    ``copy.deepcopy`` copies them.
 
-    Works with the checkpointers in a thread and in a process. That in a process maps the slab, and copies nothing; the
-    pool's memory has to be `SharedMemory` for it, as that of the stager's own pool is.
+    Works with the checkpointers in a thread and in a process. The one in a process maps the slab and copies nothing;
+    the pool's memory has to be `SharedMemory` for it, like that of the stager's own pool.
 
     Args:
         pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
             closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        hold: what waits for copies from a GPU, which read the tensors themselves. ``"stream"``: all that the current
-            stream is given after the call; the tensors may be changed at once, in any way. ``"step"``: the next step of
-            any optimizer of ``torch.optim``, so that forward and backward go on while the copies run. That is for
-            training that changes nothing else of the state that is as large as 1 MiB (smaller tensors are always copied
-            on the device, at the call); what does, an average of weights, say, calls `wait_before_change` first.
-        timeout: seconds that a save waits at the most for the one before to be written, and for a slab. 0 does not
-            wait; None waits forever.
+        hold: what waits for copies from a GPU. ``"stream"``: all later work of the current stream, so the tensors may
+            be changed at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so forward
+            and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way, such as
+            an average of weights, must then call `wait_before_change` first. (Smaller tensors are copied on the device,
+            at the call.)
+        timeout: seconds that a save waits at most for the one before to be written, and for a slab. 0 does not wait;
+            None waits forever.
 
     Raises:
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
@@ -91,8 +89,13 @@ class PoolStager(AsyncStager):
         self._wave: Wave | None = None
         self._wave_writers: weakref.WeakSet[WaveWriter] = weakref.WeakSet()
         self._hold = hold
-        self._copies: Event | None = None
-        self._hook = register_optimizer_step_pre_hook(_Hook(self)) if hold == "step" else None
+        self._copies: Fence | None = None
+        self._hook = register_optimizer_step_pre_hook(_weakly(self.wait_before_change)) if hold == "step" else None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``async_save`` waits for a state in waves; else the next step does."""
+        return self._hold == "stream"
 
     @property
     def pool(self) -> SlabPool:
@@ -133,10 +136,12 @@ class PoolStager(AsyncStager):
     def wait_before_change(self) -> None:
         """Let the current stream of each device wait until the copies have read the tensors; the host does not wait.
 
-        For ``hold="step"``, where something other than an optimizer's step is about to change them.
+        For ``hold="step"``, where something other than an optimizer's step is about to change them. The host waits for
+        a state in waves, until its last tensor has been copied.
         """
         copies, self._copies = self._copies, None
         wait_here(copies)
+        self._wait_for_wave(None)
 
     def in_waves(self, writer: StorageWriter) -> StorageWriter:
         """Return a writer by which a state larger than the pool's cap can be saved.
@@ -147,7 +152,8 @@ class PoolStager(AsyncStager):
 
         Such a state is copied and written part by part, each of at most half the cap, to more files than otherwise.
         The call of ``async_save`` returns when the last tensor has been copied: training waits while all parts but the
-        last are written. A state that fits is saved as ever. For the checkpointer in a thread.
+        last are written. With ``hold="step"`` it returns at once, and the next step waits for that, on the host. A
+        state that fits is saved as usual. For the checkpointer in a thread.
 
         Args:
             writer: a ``FileSystemWriter``, or another one that names files by the prefix in its plan.
@@ -171,16 +177,21 @@ class PoolStager(AsyncStager):
                 return lease.numpy()
 
         most = max(1, self._pool.max_bytes // 2)
-        wave = self._wave = Wave(lease, most, snapshot.tensors)
-        late = [Late.of(tensor, wave) for tensor in snapshot.tensors]
+        sources = snapshot.tensors
+        if self._hold == "step":  # what is small may be changed before
+            sources = [tensor.clone() if tensor.nbytes < DIRECT_BYTES else tensor for tensor in sources]
+
+        def stream(device: torch.device) -> torch.cuda.Stream:
+            return self._sources.of(device).stream  # type: ignore[attr-defined,no-any-return] # a GPU's
+
+        wave = self._wave = Wave(lease, most, sources, stream)
+        late = [Late.of(tensor, wave) for tensor in sources]
         state: dict[str, Any] = rebuild(snapshot.message, late, snapshot.kept)
         return state
 
     def synchronize_staging(self) -> None:
         """Wait until the bytes of the last state dict are on the host."""
-        if self._wave is not None:
-            self._wave.wait()
-            self._wave = None
+        self._wait_for_wave(None)
         if self._thread is not None:
             self._thread.join()
 
@@ -192,12 +203,20 @@ class PoolStager(AsyncStager):
         if self._owns_pool:
             self._pool.close()
 
+    def _wait_for_wave(self, timeout: float | None) -> bool:
+        """Wait until the state in waves was read; return whether it is."""
+        if self._wave is not None and not self._wave.wait(timeout):
+            return False
+        self._wave = None
+        return True
+
     def _wait_for_last(self) -> float | None:
         """Wait for the save before; return how long to wait for a slab."""
         last = self._save
-        if last is None or last.is_over():
+        is_read = self._wait_for_wave(self._timeout)
+        if is_read and (last is None or last.is_over()):
             return self._timeout
-        if not last.wait(self._timeout):
+        if not is_read or (last is not None and not last.wait(self._timeout)):
             figures = self._pool.stats()
             raise AcquireTimeoutError(
                 f"the last checkpoint is still being written after {self._timeout} s: in flight "
@@ -208,10 +227,9 @@ class PoolStager(AsyncStager):
                 in_flight_bytes=figures.in_flight_bytes,
                 max_bytes=figures.max_bytes,
             )
-        return self._timeout if last.is_over() else 0
+        return self._timeout if last is None or last.is_over() else 0
 
     def _fetch(self, snapshot: Snapshot, timeout: float | None) -> tuple[HostTransfer, Slab | None]:
-        """Start the copies."""
         slab: Slab | None = None
 
         def acquire(nbytes: int) -> Lease:
@@ -236,11 +254,7 @@ class PoolStager(AsyncStager):
             raise BudgetExceededError(
                 f"the state of this rank does not fit the pool: {tensors} tensors; {error}, or save it in "
                 "waves, see PoolStager.in_waves",
-                requested_bytes=nbytes,
-                held_bytes=error.held_bytes,
-                leased_bytes=error.leased_bytes,
-                in_flight_bytes=error.in_flight_bytes,
-                max_bytes=error.max_bytes,
+                **vars(error),
             ) from None
         except AcquireTimeoutError as error:
             if self._save is not None and not self._save.is_over():
@@ -253,22 +267,19 @@ class PoolStager(AsyncStager):
     def __enter__(self) -> PoolStager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"<PoolStager {self._pool!r}>"
 
 
-class _Hook:
-    """Lets the optimizers' steps wait for a stager, and does not keep it."""
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls a method, and does not keep its object."""
+    reference = weakref.WeakMethod(method)
 
-    def __init__(self, stager: PoolStager) -> None:
-        self._stager = weakref.ref(stager)
+    def hook(*_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive()
 
-    def __call__(self, *_: Any) -> None:
-        stager = self._stager()
-        if stager is not None:
-            stager.wait_before_change()
+    return hook

@@ -5,13 +5,14 @@
     stage: tensors that are not there yet --plan--> parts of the plan that fit, one after the other (`WaveWriter`)
       the user's writer asks for a tensor --> it is copied to the slab of this part
       part written: its tensors die, its slab is free for the next
-    async_save returns when the last tensor has been copied
+    async_save returns when the last tensor has been copied; with hold="step" at once, and the next step waits for that
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex
@@ -37,9 +38,16 @@ class Wave:
         lease: returns the bytes of a slab of so many; it is free when all views of them have died.
         most: bytes of a part.
         tensors: of the state.
+        stream: returns the one that copies from a device.
     """
 
-    def __init__(self, lease: Callable[[int], Bytes], most: int, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        lease: Callable[[int], Bytes],
+        most: int,
+        tensors: list[torch.Tensor],
+        stream: Callable[[torch.device], torch.cuda.Stream],
+    ) -> None:
         self.is_open = False
         """Whether the writer may ask for tensors now."""
         self.is_read = threading.Event()
@@ -51,7 +59,7 @@ class Wave:
         self._trainer = threading.current_thread()
         self._writer: threading.Thread | None = None
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        self._ready = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+        self._ready = {device: (torch.cuda.current_stream(device).record_event(), stream(device)) for device in devices}
 
     def parts(self, items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         """Yield what is written together, and be open for it meanwhile."""
@@ -74,9 +82,12 @@ class Wave:
             place = Landing(self._end, source.dtype, tuple(like.shape), like.stride())
             self._end += nbytes
             there = over(self._slab, place)
-        for device, event in self._ready:
-            torch.cuda.current_stream(device).wait_event(event)
-        return there.copy_(source)
+        if source.device not in self._ready:
+            return there.copy_(source)
+        ready, stream = self._ready[source.device]
+        with torch.cuda.stream(stream):  # training goes on in others
+            stream.wait_event(ready)
+            return there.copy_(source)
 
     def note_thread(self) -> None:
         """Take note of who writes: the first thread but the trainer's that has anything to do with it."""
@@ -84,11 +95,15 @@ class Wave:
         if self._writer is None and thread is not self._trainer:
             self._writer = thread
 
-    def wait(self) -> None:
-        """Wait until all tensors were copied, or the writer has ended without."""
-        while not self.is_read.wait(_LOOK_AGAIN_SECONDS):
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all tensors were copied, or the writer has ended without; return whether that came in time."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_read.wait(max(0, min(_LOOK_AGAIN_SECONDS, end - time.monotonic()))):
             if self._writer is not None and not self._writer.is_alive():
-                return
+                return True
+            if time.monotonic() >= end:
+                return False
+        return True
 
 
 class Late(torch.Tensor):
@@ -99,7 +114,6 @@ class Late(torch.Tensor):
 
     @staticmethod
     def of(source: torch.Tensor, wave: Wave) -> Late:
-        """Return what stands for a tensor."""
         late: Late = shell_of(Late, source)  # type: ignore[assignment]
         late._source, late._wave = source, wave
         return late
@@ -135,12 +149,7 @@ def _not_there(late: Late) -> StagingError:
 
 
 class WaveWriter(StorageWriter):
-    """Lets another writer write a plan in parts that fit the pool. Made by `PoolStager.in_waves`.
-
-    Args:
-        writer: writes files of its own for each part, as ``FileSystemWriter`` does.
-        wave: returns the save that it is for; None if that goes in one piece.
-    """
+    """Lets another writer, one that writes files of its own for each part, write a plan in parts that fit the pool."""
 
     def __init__(self, writer: StorageWriter, wave: Callable[[], Wave | None]) -> None:
         self._writer = writer
@@ -151,29 +160,23 @@ class WaveWriter(StorageWriter):
         return getattr(self._writer, name)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """See ``StorageWriter``."""
         self._begin()
         self._writer.reset(checkpoint_id)
 
     def storage_meta(self) -> Any:
-        """See ``StorageWriter``."""
         self._begin()
         return self._writer.storage_meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See ``StorageWriter``."""
         self._writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See ``StorageWriter``."""
         return self._writer.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See ``StorageWriter``."""
         return self._writer.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write the plan, part by part."""
         wave = self._wave
         if wave is None:
             return self._writer.write_data(plan, planner)
@@ -193,12 +196,10 @@ class WaveWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See ``StorageWriter``."""
         self._writer.finish(metadata, results)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - the writer was made for it
-        """See ``StorageWriter``."""
         return True
 
     def _begin(self) -> None:

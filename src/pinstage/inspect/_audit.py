@@ -74,15 +74,15 @@ class SlabCopy:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found; made by `audit`. Print it, show it with rich, or take `to_dict`.
+    """The findings of `audit`. Print them, show them with rich, or use `to_dict`.
 
     Attributes:
-        leaves: each tensor and array, in the order of the batch; one that is in two places is there twice.
+        leaves: each tensor and array, in the order of the batch; one that appears twice is listed twice.
         pinning: what ``DataLoader(pin_memory=True)`` would do.
         each: what ``.to()`` on each leaf would do.
         slab: what one slab would do.
         bus: what the copies were priced with; None if there is no figure.
-        bus_source: where the figures are from, or why there are none.
+        bus_source: where the figures come from, or why there are none.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -213,9 +213,9 @@ class Audit:
 def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | int | None = None) -> Audit:
     """Say what a batch is made of, what ``pin_memory=True`` would really pin of it, and what moving it costs.
 
-    Looks into any object, known to pinstage or not. Moves, pins and changes nothing; packs the batch three times into
-    pageable memory to see how long that takes. Where there is a GPU, the first call measures the bus, which takes about
-    half a second and synchronises the device.
+    Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Packs the batch three times into
+    pageable memory to time it. With a GPU, the first call measures the bus, which takes about half a second and
+    synchronises the device.
 
     Args:
         batch: what a loader yields, however nested.
@@ -284,7 +284,7 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabC
         pack_seconds = _pack_seconds(layout, packed)
         if bus is not None:  # what is measured here leaves describing and views out: the larger figure counts
             known = cost_of(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
-            whole = known.total_seconds(len(packed), layout.nbytes, bus.pinned_bytes_per_second)
+            whole = known.seconds(len(packed), layout.nbytes, bus.pinned_bytes_per_second)
             seconds = max(pack_seconds + bus.seconds(layout.nbytes, pinned=True), whole)
     padding = layout.nbytes - sum(leaf.nbytes for leaf in packed)
     copies = bool(layout.nbytes) + unpackable

@@ -43,7 +43,6 @@ class Point:
 
     @property
     def bytes_per_second(self) -> float:
-        """The bandwidth."""
         return self.nbytes / self.seconds
 
 
@@ -57,15 +56,10 @@ def measure(
 ) -> list[Point]:
     """Measure copies between the host and a device. Blocks for up to a few seconds; synchronises the device.
 
-    Args:
-        device: a CUDA device. With ``"cpu"`` the same code copies from memory to memory, for tests.
-        sizes: bytes of the copies.
-        kinds: kinds of host memory.
-        directions: which ways.
-        advance: called after each point.
+    With ``"cpu"`` the same code copies from memory to memory, for tests. `advance` is called after each point.
 
     Returns:
-        A point for each combination.
+        A point for each combination of kind, direction and size.
     """
     device = torch.device(device)
     points = []
@@ -135,9 +129,9 @@ class Bus:
     """Seconds of one host-to-device copy, by size, from pageable and from page-locked memory.
 
     Attributes:
-        pageable: pairs of bytes and seconds, bytes ascending, at least two; between them time is linear.
+        pageable: pairs of bytes and seconds, bytes ascending, at least two. Time is linear between them.
         pinned: the same from page-locked memory.
-        source: where the figures are from, for people.
+        source: where the figures come from, in words.
     """
 
     pageable: tuple[tuple[int, float], ...]
@@ -146,7 +140,7 @@ class Bus:
 
     @classmethod
     def of_figures(cls, *, pageable: float, pinned: float, call: float = _CALL_US) -> Bus:
-        """Make a bus of three figures.
+        """Make a bus from three figures.
 
         Args:
             pageable: GB/s of large copies from pageable memory.

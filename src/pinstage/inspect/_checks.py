@@ -51,7 +51,6 @@ class Check:
 
 
 def python(version: str, *, free_threaded: bool, gil: bool) -> Check:
-    """Check the interpreter."""
     if not free_threaded:
         return Check("Python", "ok", version)
     found = f"{version}, free-threaded, its lock {'on' if gil else 'off'}: pinstage is not tested there"
@@ -60,7 +59,6 @@ def python(version: str, *, free_threaded: bool, gil: bool) -> Check:
 
 
 def cpus(usable: int, quota: float | None, installed: int) -> Check:
-    """Check how many cpus this process can use: those of its affinity, and the quota of its control group."""
     real = usable if quota is None else min(usable, quota)
     limits = [f"{usable} by affinity"] if usable < installed else []
     if quota is not None:
@@ -77,7 +75,6 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
 
 
 def memory(total: int | None, available: int | None) -> Check:
-    """Check the memory of the machine."""
     if total is None or available is None:
         return Check("memory", "info", "/proc/meminfo tells nothing")
     found = f"{format_bytes(available)} of {format_bytes(total)} available"
@@ -87,7 +84,6 @@ def memory(total: int | None, available: int | None) -> Check:
 
 
 def cgroup(headroom: Headroom | None) -> Check:
-    """Check the container's limit of memory."""
     name = "cgroup limit"
     if headroom is None:
         return Check(name, "ok", "no control group limits memory")
@@ -98,7 +94,6 @@ def cgroup(headroom: Headroom | None) -> Check:
 
 
 def automatic_cap(max_bytes: int, reason: str) -> Check:
-    """Say what ``max_bytes="auto"`` would be."""
     return Check('max_bytes="auto"', "info", f"{format_bytes(max_bytes)}: {reason}")
 
 
@@ -127,7 +122,6 @@ def locked_memory(soft_limit: int | None) -> Check:
 
 
 def shared_memory(total: int | None) -> Check:
-    """Check the size of ``/dev/shm``."""
     name = "/dev/shm"
     if total is None:
         return Check(name, "warning", "not there", "mount it: torch's DataLoader workers need it")
@@ -139,7 +133,6 @@ def shared_memory(total: int | None) -> Check:
 
 
 def huge_pages(enabled: str) -> Check:
-    """Check transparent huge pages."""
     name = "huge pages"
     if not enabled:
         return Check(name, "info", "this kernel does not tell of transparent huge pages")
@@ -150,7 +143,6 @@ def huge_pages(enabled: str) -> Check:
 
 
 def wsl(present: bool) -> Check:
-    """Check for Linux under Windows."""
     if not present:
         return Check("WSL", "ok", "no")
     remedy = 'max_bytes="512MiB", and small batches; or Linux'
@@ -161,7 +153,6 @@ def wsl(present: bool) -> Check:
 
 
 def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver) -> Check:
-    """Check whether torch, built for a CUDA version or for none, can use a GPU."""
     if available:
         return Check("CUDA", "ok", ", ".join(f"{gpu.name} (cuda:{gpu.index})" for gpu in gpus) or "available")
     if driver.version is None:
@@ -260,7 +251,7 @@ def link(gpu: Gpu, *, under_load: bool) -> Check:
 
 
 def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
-    """Compare the NUMA node of a GPU with the cpus of this process, on a machine of so many nodes."""
+    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine of so many nodes."""
     name = f"NUMA cuda:{gpu.index}"
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
@@ -292,13 +283,7 @@ def host_page_tables(gpu: Gpu) -> Check:
 
 
 def bandwidth(points: Sequence[Point], link_rate: float | None, *, host_page_tables: bool) -> list[Check]:
-    """Check the bandwidth of the largest copies, for each direction.
-
-    Args:
-        points: what was measured.
-        link_rate: bytes per second of the link on paper; None: not known.
-        host_page_tables: whether the GPU uses the host's. Then pageable memory is as fast, and there is no PCIe link.
-    """
+    """Check the largest copies in each direction. With the host's page tables, pageable memory is as fast."""
     checks = []
     for direction in dict.fromkeys(point.direction for point in points):
         mine = [point for point in points if point.direction == direction]
@@ -333,7 +318,6 @@ def small_copies(points: Sequence[Point]) -> list[Check]:
 
 
 def page_locking_time(nbytes: int, took: Mapping[str, tuple[float, float]]) -> Check:
-    """Say how long it takes to page-lock memory, and to give it back."""
     names = {PINNED: "cudaHostAlloc", REGISTERED: "registered huge pages"}
     parts = [f"{names[kind]} {duration(take)} (back: {duration(give)})" for kind, (take, give) in took.items()]
     return Check("page-locking time", "info", f"{format_bytes(nbytes)}: {', '.join(parts)}")
@@ -341,13 +325,11 @@ def page_locking_time(nbytes: int, took: Mapping[str, tuple[float, float]]) -> C
 
 def staging_cost(cost: Cost) -> Check:
     """Say what staging takes here, which `pinstage trace` takes for traces of such a GPU."""
-    found = f"{duration(cost.fixed_seconds)} a batch, {duration(cost.leaf_seconds)} a leaf, "
-    found += f"{rate(cost.slab_bytes_per_second)}; the profiler adds {duration(cost.op_seconds)} an operator, "
-    return Check("staging", "info", f"{found}{duration(cost.call_seconds)} a call of CUDA")
+    found = f"in a training loop {duration(cost.fixed_seconds)} a batch, {duration(cost.leaf_seconds)} a leaf, "
+    return Check("staging", "info", f"{found}{rate(cost.bytes_per_second)}")
 
 
 def no_such_device(index: int, gpus: int) -> Check:
-    """Say that the device that was asked for is not there."""
     remedy = (
         "name one that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
     )
@@ -355,5 +337,4 @@ def no_such_device(index: int, gpus: int) -> Check:
 
 
 def not_measured(reason: str) -> Check:
-    """Say that nothing was measured, and why."""
     return Check("bandwidth", "info", f"not measured: {reason}")

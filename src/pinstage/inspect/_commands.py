@@ -29,7 +29,6 @@ from ._report import Section, as_rich, as_text
 
 
 def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) -> int:
-    """Audit the batch that ``module:callable`` gives; return the exit status."""
     figures = None if bus is None else Bus.parse(bus)
     with _prints_on_stderr():
         found = audit(first_batch(target), bus=figures)
@@ -164,10 +163,8 @@ def _device_index(device: str) -> int:
 def first_batch(target: str) -> Any:
     """Import a module, call a function of it without arguments, and return the batch that it gives.
 
-    Args:
-        target: ``"module:callable"``, the module by its dotted name or as ``path/to/file.py``. The callable returns a
-            batch, or a DataLoader or other iterable of batches, whose first one is taken. What is no callable is taken
-            as it is.
+    The module is named by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
+    other iterable of batches, whose first one is taken. What is no callable is taken as it is.
 
     Raises:
         TargetError: there is no such thing, it raises, or it yields nothing.

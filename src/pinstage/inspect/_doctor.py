@@ -28,7 +28,6 @@ from ._checks import Check, Status
 from ._cost import Cost, measure_cost
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
 from ._report import Line, Section, TextTable, count
-from ._trace import count_events
 
 PINNED_BYTES = 1 << 30
 """Bytes that are page-locked to see how long that takes."""
@@ -41,12 +40,10 @@ _BAR = 12
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on one GPU."""
-
     gpu: Gpu
     points: tuple[Point, ...]
     page_locking: dict[str, tuple[float, float]]  # by kind: seconds for PINNED_BYTES, and to give them back
-    cost: Cost | None = None  # of staging, and of the profiler
+    cost: Cost | None = None  # of staging
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Diagnosis:
         return any(check.status == "problem" for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, ready for JSON. Seconds and bytes."""
         points, page_locking = (self.measured.points, self.measured.page_locking) if self.measured else ((), {})
         return {
             "problem": self.has_problem,
@@ -78,7 +74,6 @@ class Diagnosis:
         }
 
     def sections(self) -> list[Section]:
-        """Return what is printed."""
         urgent = [check for check in self.checks if check.status in ("problem", "warning")]
         rows = [
             (check.status.upper() if check in urgent else check.status, check.name, check.found)
@@ -106,17 +101,10 @@ def diagnose(
     smi: Smi = nvidia_smi,
     advance: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
-    """Look at this machine. Blocks for some seconds where there is a GPU to measure, which should be idle.
+    """Look at this machine, and say what can be said without a GPU. Blocks for some seconds where one is measured.
 
-    Args:
-        device: the index of the GPU to measure; None: torch's current one.
-        measuring: whether to measure at all.
-        root: where ``proc`` and ``sys`` are.
-        smi: runs nvidia-smi.
-        advance: called after each measured point, `POINTS` times.
-
-    Returns:
-        The report. It says what it can without a GPU.
+    `device` is the index of the GPU to measure, or None for torch's current one; it should be idle. `root` is where
+    ``proc`` and ``sys`` are. `advance` is called after each measured point, `POINTS` times.
     """
     available = torch.cuda.is_available()
     driver = find_driver(root, smi)
@@ -201,7 +189,7 @@ def _measure(gpus: Sequence[Gpu], device: int | None, advance: Callable[[], None
         return Measured(gpus[index], tuple(measure(on, kinds=(PAGEABLE,), advance=advance)), {})
     points = measure(on, kinds=(PAGEABLE, PINNED, REGISTERED), advance=advance)
     locking = page_locking_seconds(PINNED_BYTES, on)
-    return Measured(gpus[index], tuple(points), locking, measure_cost(on, count_events))
+    return Measured(gpus[index], tuple(points), locking, measure_cost(on))
 
 
 def _transfer_checks(measured: Measured) -> list[Check]:

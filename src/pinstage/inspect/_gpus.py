@@ -65,7 +65,6 @@ class Driver:
 
 
 def nvidia_smi(arguments: Sequence[str]) -> str:
-    """Run nvidia-smi."""
     command = ["nvidia-smi", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SMI_SECONDS).stdout
@@ -107,14 +106,9 @@ def find_gpus(root: Path, smi: Smi = nvidia_smi) -> list[Gpu]:
 
 
 def describe(index: int, name: str, told: Mapping[str, str], addressing_mode: str, root: Path) -> Gpu:
-    """Put together what is known of one GPU.
+    """Put together what is known of one GPU; `told` is what nvidia-smi tells of it, by field, and may be empty.
 
-    Args:
-        index: torch's.
-        name: of the product.
-        told: by nvidia-smi, by the names of its fields; may be empty.
-        addressing_mode: as nvidia-smi tells it: ``ATS`` where the GPU uses the host's page tables.
-        root: where ``sys`` is.
+    The addressing mode is ``ATS`` where the GPU uses the host's page tables.
     """
     pci = pci_address(told.get("pci.bus_id", ""))
     device = pci or "none"

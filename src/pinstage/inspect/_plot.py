@@ -17,13 +17,7 @@ _STYLES = {
 
 
 def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
-    """Write a PNG: a panel for each direction, bandwidth over size, a line for each kind of memory.
-
-    Args:
-        points: what was measured.
-        path: the file, overwritten.
-        title: stands above; the machine.
-        link_rate: bytes per second of the link on paper, drawn as a line.
+    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link on paper.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -20,16 +20,12 @@ _KEPT_WIDTH = 14
 
 @dataclass(frozen=True)
 class Line:
-    """A line, or paragraph, of text."""
-
     text: str
     style: str = ""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text under a head."""
-
     columns: Sequence[str]  # the head; a name that begins with ">" stands over numbers, which are set to the right
     rows: Sequence[Sequence[str]]
     title: str = ""
@@ -70,11 +66,7 @@ def _table_text(table: TextTable) -> str:
 
 
 def as_rich(sections: Iterable[Section]) -> Any:
-    """Draw sections as one renderable of rich.
-
-    Raises:
-        ModuleNotFoundError: rich is not installed.
-    """
+    """Draw sections as one renderable of rich, which has to be installed."""
     from rich.console import Group
     from rich.text import Text
 

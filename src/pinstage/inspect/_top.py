@@ -50,7 +50,6 @@ def _show_live() -> None:
 
 
 def to_dict(shares: Sequence[HostShare]) -> dict[str, Any]:
-    """Return everything as plain data, ready for JSON. Seconds and bytes."""
     return {
         "budgets": [
             {
@@ -66,14 +65,15 @@ def to_dict(shares: Sequence[HostShare]) -> dict[str, Any]:
 
 
 def sections(shares: Sequence[HostShare]) -> list[Section]:
-    """Return what is printed: a table for each budget, with a row for each pool and each of its owners."""
+    """Return a table for each budget, with a row for each pool and each of its owners."""
     found: list[Section] = []
     for name, pools in _by_budget(shares):
         taken, cap = sum(pool.nbytes for pool in pools), pools[0].max_bytes
         title = "HostBudget" if name is None else f"HostBudget {name}"
         title += f": {format_bytes(taken)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
         rows = [row for pool in pools for row in _rows(pool)]
-        styles = [_style(pool) for pool in pools for _ in _rows(pool)]
+        marks = ["warning" if pool.wanted_bytes or not pool.answered else "" for pool in pools]
+        styles = [mark for mark, pool in zip(marks, pools, strict=True) for _ in _rows(pool)]
         found.append(TextTable(_COLUMNS, rows, title, styles))
         found += [
             Line(f"process {pool.pid} does not answer, so it gives nothing back: is it stopped?", "warning")
@@ -88,12 +88,7 @@ def _by_budget(shares: Sequence[HostShare]) -> Iterator[tuple[str | None, list[H
         yield name, list(pools)
 
 
-def _style(pool: HostShare) -> str:
-    return "warning" if pool.wanted_bytes or not pool.answered else ""
-
-
 def _rows(pool: HostShare) -> list[tuple[str, ...]]:
-    """Return the row of a pool, and those of its owners."""
     whose = (str(pool.pid), pool.program, "", _bytes(pool.nbytes))
     wanted = _bytes(pool.wanted_bytes)
     if not pool.answered:

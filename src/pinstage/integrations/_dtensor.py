@@ -8,6 +8,5 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> None:
-    """Make DTensor known, once one is met."""
     if issubclass(cls, DTensor):
         ps.register_tensor(DTensor)

@@ -11,7 +11,6 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> None:
-    """Make MetaTensor known, once one is met."""
     if issubclass(cls, MetaTensor):
         ps.register_tensor(MetaTensor, _rebuild)
 

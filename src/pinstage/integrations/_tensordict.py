@@ -63,9 +63,16 @@ def _unflatten(metadata: Any, children: Any) -> Any:
 
 def _device_of(values: Iterable[Any], before: Any) -> Any:
     """Return the one device of tensors; `before` if there are none, None if there are several."""
-    devices = {value.device for value in values if isinstance(value, torch.Tensor) or is_tensor_collection(value)}
+    devices = {value.device for value in values if _has_tensors(value)}
     devices.discard(None)
     return devices.pop() if len(devices) == 1 else None if devices else before
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether the device of a value is that of tensors. One without any still has the device that it came from."""
+    if isinstance(value, LazyStackedTensorDict):
+        return any(map(_has_tensors, value.tensordicts))  # its values would be stacked
+    return isinstance(value, torch.Tensor) or (is_tensor_collection(value) and any(map(_has_tensors, value.values())))
 
 
 def _flatten_stack(stack: Any) -> tuple[Any, Any]:

@@ -62,15 +62,13 @@ def _flatten(data: Any) -> tuple[Any, None]:
         for key, store in found.items():
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
-            mappings.append({name: _as_pyg_has_it(item) for name, item in store.items()})
+            mappings.append(
+                {name: ps.Keep(item) if isinstance(item, np.ndarray) else item for name, item in store.items()}
+            )
     return (*mappings, ps.Keep((attributes, stores))), None
 
 
 _ITS_OWN = ("_mapping", "_parent", "_cached_attr")
-
-
-def _as_pyg_has_it(item: Any) -> Any:
-    return ps.Keep(item) if isinstance(item, np.ndarray) else item
 
 
 def _reduce_batch_class(cls: Any) -> Any:

@@ -8,7 +8,6 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> None:
-    """Make the base class of all tv_tensors known, once one of them is met."""
     found = sys.modules.get("torchvision.tv_tensors")
     if found is not None and issubclass(cls, found.TVTensor):
         ps.register_tensor(found.TVTensor)

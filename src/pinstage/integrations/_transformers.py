@@ -14,10 +14,13 @@ from transformers.cache_utils import (  # type: ignore[import-not-found,unused-i
 
 import pinstage as ps
 
+_CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
+_STAGED = (torch.Tensor, list, tuple, dict, *_CACHES)
+
 
 def nodes(cls: Any) -> Any:
     """Return how a cache or a layer of one is taken apart; None of anything else."""
-    if not issubclass(cls, Cache | CacheLayerMixin | LinearAttentionCacheLayerMixin):
+    if not issubclass(cls, _CACHES):
         return None
 
     def unflatten(names: Any, children: Any) -> Any:
@@ -34,8 +37,8 @@ def nodes(cls: Any) -> Any:
 
 
 def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
-    """Stage attributes that are tensors, or containers; the rest stays."""
-    staged = {name: value for name, value in vars(obj).items() if isinstance(value, torch.Tensor | list | tuple | dict)}
+    """Stage attributes that are tensors, containers, or caches in a cache; the rest stays."""
+    staged = {name: value for name, value in vars(obj).items() if isinstance(value, _STAGED)}
     rest = {name: copy.copy(value) if isinstance(value, set) else value for name, value in vars(obj).items()}
     for name in staged:
         del rest[name]

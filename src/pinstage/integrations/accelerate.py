@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import accelerate
@@ -16,40 +17,42 @@ def prepare(
     pool: ps.SlabPool | None = None,
     max_bytes: int | str = "auto",
     depth: int = 2,
+    keep: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> Any:
     """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
 
-    The result is Accelerate's own loader, whatever options it has: it shards, splits or dispatches batches, and says
-    which one is the last. Only the torch loader inside of it writes its batches into slabs, as `DataLoader` does, and
-    they arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
+    The result is Accelerate's own loader with all of its options: it shards, splits or dispatches batches, and says
+    which one is the last. The torch loader inside of it writes its batches into slabs, as `DataLoader` does, and they
+    arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
     parts from it.
 
     Args:
-        accelerator: whose device and options hold.
+        accelerator: its device and options are used.
         loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.
+        keep: as for `DataLoader`.
 
     Returns:
-        The prepared loader, with the `DataLoader.stats`.
+        The prepared loader, which also has `DataLoader.stats`.
 
     Raises:
         TypeError, ValueError, StagingError: as `wrap_loader`.
     """
-    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth}
+    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth, "keep": keep}
     return _wrapped(accelerator.prepare_data_loader(loader), options)
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Do what `accelerate.skip_first_batches` does, and stage, which the loader that it returns does not.
+    """Do what `accelerate.skip_first_batches` does, and stage the remaining batches.
 
     Args:
         loader: what `prepare` returned. If it was not iterated yet, both have the same slabs and stats.
         num_batches: how many to leave out.
 
     Raises:
-        TypeError: `loader` is another one.
+        TypeError: `loader` does not come from `prepare`.
     """
     options = vars(loader).get("pinstage_options")
     if options is None:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class StageBatches(Callback):
     """Stages each batch that Lightning would have moved to the device, while training, validating, testing, predicting.
 
-    Stands in for the hook `transfer_batch_to_device` as long as the trainer runs. The other hooks stay as they are:
-    `on_before_batch_transfer` gets the batch on the host, and `on_after_batch_transfer` on the device. Any loader will
-    do; tensors that are on the device already, as those of `pinstage.DataLoader` are, stay where they are.
+    Replaces the hook `transfer_batch_to_device` while the trainer runs. The other hooks do not change:
+    `on_before_batch_transfer` gets the batch on the host, and `on_after_batch_transfer` on the device. Any loader may
+    be used. Tensors that are on the device already, such as those of `pinstage.DataLoader`, stay there.
 
     Args:
         max_bytes: cap on the page-locked memory; see `SlabPool`.
-        **options: others of `Stager`, but `device`, which is the trainer's.
+        **options: other options of `Stager`, but not `device`, which is the trainer's.
 
     A batch travels in one asynchronous copy, while the device works on the one before. Nothing is read ahead, so the
     trainer's progress and checkpoints are those without the callback. A `training_step` that takes ``dataloader_iter``
@@ -39,7 +39,7 @@ class StageBatches(Callback):
 
     @property
     def stager(self) -> ps.Stager:
-        """What stages; made when a trainer begins, and kept for further ones with the same device.
+        """The stager; made when a trainer begins, and kept for later ones with the same device.
 
         Raises:
             RuntimeError: no trainer has begun in this process.
@@ -49,7 +49,7 @@ class StageBatches(Callback):
         return self._stager
 
     def stats(self) -> ps.StagerStats:
-        """Return what was done so far in this process; raises as `stager`."""
+        """Return the stager's counters in this process; raises as `stager`."""
         return self.stager.stats()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002

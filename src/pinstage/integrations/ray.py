@@ -14,13 +14,13 @@ import pinstage as ps
 class StageBatches:
     """Stages the batches of Ray Data where they are consumed, such as in the workers of a `TorchTrainer`.
 
-    Can be pickled, so it may be made by the driver: its stager is made where it is first used. The batch that
-    `collate_fn` returns may be of any structure.
+    Can be pickled, so the driver may make it: each process makes its own stager. The batch that `collate_fn` returns
+    may have any structure.
 
     Args:
         device: as for `Stager`; None is the current CUDA device of the thread that iterates, else the CPU.
         max_bytes: cap on the page-locked memory of each process; see `SlabPool`.
-        **options: others of `Stager`.
+        **options: other options of `Stager`.
     """
 
     def __init__(self, device: Any = None, *, max_bytes: int | str = "auto", **options: Any) -> None:
@@ -29,13 +29,13 @@ class StageBatches:
 
     @property
     def stager(self) -> ps.Stager:
-        """What stages in this process."""
+        """The stager of this process."""
         if self._stager is None:
             self._stager = ps.Stager(**self._options)
         return self._stager
 
     def stats(self) -> ps.StagerStats:
-        """Return what was done so far in this process."""
+        """Return the stager's counters in this process."""
         return self.stager.stats()
 
     def iter_torch_batches(
@@ -43,15 +43,15 @@ class StageBatches:
     ) -> Iterator[Any]:
         """Yield the batches of a dataset or of its shard on the device.
 
-        They are packed, and their copies started, by Ray's threads, `prefetch_batches` ahead.
+        Ray's threads pack them and start their copies, `prefetch_batches` ahead.
 
         Args:
             shard: what `ray.train.get_dataset_shard` or `Dataset.streaming_split` returns, or a dataset.
             collate_fn: as Ray's, of one of its classes; None yields a tensor for each column.
-            **options: others of Ray's `iter_torch_batches`, but for `device`, `dtypes` and `pin_memory`.
+            **options: other options of Ray's `iter_torch_batches`, but not `device`, `dtypes` and `pin_memory`.
 
         Yields:
-            Batches as `Stager.to_device` returns them, for the stream that is current when each is asked for.
+            Batches as `Stager.to_device` returns them, for the stream that is current when each is requested.
         """
         collate = _collate_class(collate_fn)(collate_fn, self.stager)
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):

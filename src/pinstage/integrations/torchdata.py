@@ -14,8 +14,8 @@ import pinstage as ps
 class Stage(BaseNode[Any]):
     """Yields the batches of another node on a device, staged ahead; the last node of a pipeline.
 
-    Stands where `PinMemory` would. Its state is that of the batches that were yielded, whatever was read ahead: a
-    pipeline that is resumed yields the batch that comes next.
+    Use it in the place of `PinMemory`. Its state belongs to the batches that were yielded, whatever was read ahead: a
+    resumed pipeline yields the next batch.
 
     Args:
         source: yields batches.
@@ -23,7 +23,7 @@ class Stage(BaseNode[Any]):
         depth: batches ahead; see `Stager.prefetch`.
 
     Raises:
-        TypeError, ValueError: as `Stager.prefetch`, when the first batch is asked for.
+        TypeError, ValueError: as `Stager.prefetch`, when the first batch is requested.
     """
 
     def __init__(self, source: BaseNode[Any], stager: ps.Stager, *, depth: int = 2) -> None:
@@ -33,7 +33,7 @@ class Stage(BaseNode[Any]):
         self.depth = depth
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin again, or where a state says."""
+        """Begin again, or at a given state."""
         super().reset(initial_state)
         self.source.reset(None if initial_state is None else initial_state["source"])
         self._state = self.source.state_dict()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._pool import Event, Lease, SlabPool
+from .._pool import Fence, Lease, SlabPool
 from .._reaper import reaper
 from .._staging import Arrival, Events, Kept, Shuttle
 from ..errors import ForkedPoolError, PoolClosedError
@@ -22,7 +22,7 @@ _leases: dict[int, Lease] = {}
 death before `Away` could release it."""
 
 
-def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Event | None] | None:
+def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
     """Lease a slab without waiting for one to come free.
 
     Slabs in flight are taken first: a host that runs ahead finds none idle, and the pool would grow with each step that
@@ -48,7 +48,7 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Event | None] | None:
         return None
 
 
-def keep_until(event: Event | None, memory: torch.Tensor) -> None:
+def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
     """Keep memory that a copy on a stream of ours reads or writes. One call of C, but for what it is given."""
     if event is not None:
         reaper.tasks.put(Kept(event, [memory]))
@@ -78,29 +78,13 @@ class Away:
         seqs: numbers of the saved tensors that are in it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "ahead_for",
-        "arrival",
-        "begin",
-        "device",
-        "dropped",
-        "event",
-        "here",
-        "nbytes",
-        "packed",
-        "seqs",
-        "source",
-        "stream",
-    )
-
     def __init__(
         self,
         shuttle: Shuttle,
         source: torch.Tensor,
         begin: int,
         lease: Lease,
-        after: Event | None,
+        after: Fence | None,
         dropped: deque[tuple[int, int]] | None = None,
     ) -> None:
         self.arrival: Arrival | None = None
@@ -115,7 +99,7 @@ class Away:
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
         ends = [event for event in (after, shuttle.all_leaving) if event is not None]
-        self.event: Event | None = Events(ends) if ends else None  # an interrupt may come before the next one
+        self.event: Fence | None = Events(ends) if ends else None  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
         self.event = shuttle.leave(source, self.here, after)
@@ -123,18 +107,15 @@ class Away:
             self.source = source
 
     def fetch(self, shuttle: Shuttle) -> Arrival:
-        """Start the copy back."""
         assert self.here is not None
         self.arrival = arrival = shuttle.fetch(self.here, self.event)
         self.event = arrival.event
         return arrival
 
     def let_source_go(self, shuttle: Shuttle, *, at_once: bool) -> None:
-        """Order the current stream behind the copy, and keep the device's memory no longer than that takes.
+        """Order the current stream behind the copy, and let go of the device's memory.
 
-        Args:
-            shuttle: of the device.
-            at_once: whether the memory is the current stream's, so that it may be used again behind the wait.
+        At once where it is the current stream's, which may use it again behind the wait; else when the copy is done.
         """
         source, self.source = self.source, None
         if source is not None:
@@ -171,14 +152,6 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tenso
 
 
 def view_of(storage: torch.UntypedStorage, begin: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
-    """Return a tensor over a storage.
-
-    Args:
-        storage: of the device.
-        begin: the first byte.
-        dtype: of the tensor.
-        shape: its sizes.
-        stride: of each dimension, in elements.
-    """
+    """Return a tensor over a storage, from its byte `begin` on; `stride` is in elements."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, begin // dtype.itemsize, shape, stride)

@@ -23,7 +23,8 @@ class OffloadedState:
         self._optimizer = weakref.ref(optimizer)
         self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
         self._away: dict[int, tuple[torch.Tensor, Away]] = {}  # by what stands in its place
-        self._stayed_bytes = 0
+        self.stayed_bytes = 0
+        """Bytes that stayed on the device when state left the last time, because the pool had no room."""
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._arrive()),
             optimizer.register_step_post_hook(lambda *_: self.leave()),
@@ -36,11 +37,6 @@ class OffloadedState:
     def away_bytes(self) -> int:
         """Bytes that are on the host now."""
         return sum(away.nbytes for _, away in self._away.values())
-
-    @property
-    def stayed_bytes(self) -> int:
-        """Bytes that stayed on the device when state left the last time, because the pool had no room."""
-        return self._stayed_bytes
 
     def bring(self) -> None:
         """Begin to bring the state back, behind what the current stream was given so far. Does not block.
@@ -70,11 +66,11 @@ class OffloadedState:
         The memory on the device is free when the copies are done. Each tensor's place is taken by one of device
         ``"meta"``, which has a shape but no content.
         """
-        self._stayed_bytes = 0
+        self.stayed_bytes = 0
         for state, key, value in list(self._own_values()):
             leased = lease_now(self._pool, value.nbytes)
             if leased is None:
-                self._stayed_bytes += value.nbytes
+                self.stayed_bytes += value.nbytes
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
             away = Away(shuttle_for(value.device), source, 0, *leased)
@@ -146,21 +142,22 @@ def optimizer_state(
         optimizer = torch.optim.AdamW(model.parameters())
         offloaded = ps.offload.optimizer_state(optimizer, pool)
 
-    State leaves after each step, while the next forward goes on, and comes back before the next one. Between steps the
-    device has room for activations in its place. Weights are bit-equal to those of a run without. ``state_dict`` and
-    ``load_state_dict`` work as before; the state is on the device after the first, until the next step has ended.
+    The state leaves after each step, while the next forward goes on, and comes back before the next step. Meanwhile the
+    device has that memory for activations. Weights are bit-equal to those of a run without offloading. ``state_dict``
+    and ``load_state_dict`` work as before. After ``state_dict`` the state is on the device until the next step has
+    ended.
 
-    Between steps ``optimizer.state`` has tensors of device ``"meta"`` in these places, so that what reads them fails
-    rather than read old content. With each step the tensors are new ones: what keeps one of the optimizer's own does
-    not see later steps. Tensors of less than `min_bytes` stay on the device, and so do subclasses (``DTensor``),
-    tensors that share memory, and what the pool has no room for.
+    Between steps ``optimizer.state`` has tensors of device ``"meta"`` in these places, so that reading them fails. Each
+    step has new tensors: a tensor of the state that you keep does not see later steps. Tensors of less than `min_bytes`
+    stay on the device, and so do subclasses (``DTensor``), tensors that share memory, and what the pool has no room
+    for.
 
     Args:
-        optimizer: of any kind; its state has to be in ``optimizer.state[parameter]``, as that of all of torch's is.
+        optimizer: of any kind whose state is in ``optimizer.state[parameter]``, as with all of torch's.
         pool: where the slabs come from; as for `save_on_cpu`.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
 
     Returns:
-        What says how much is away, brings it back, and ends this.
+        An object that says how much is away, brings it back, and ends the offloading.
     """
     return OffloadedState(optimizer, pool, parse_bytes(min_bytes))

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,12 +18,7 @@ from .._steps import step
 from .._torch import base_of, check_changes_are_seen
 from ..errors import StagingError
 from ._away import lease_now, range_of
-from ._saved import Load, Saved, Stayed
-from ._stats import OffloadStats
-from ._trail import Trail
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from ._trail import Load, OffloadStats, Saved, Stayed, Trail
 
 
 class Saving:
@@ -42,7 +37,6 @@ class Saving:
         self._lock = threading.Lock()
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
-        """Take a tensor that autograd saves."""
         if self._stays(tensor):
             self.counters.stayed += 1
             return Stayed(tensor)
@@ -64,12 +58,11 @@ class Saving:
             return trail.send(tensor, load, *leased)
 
     def unpack(self, packed: Saved | Stayed) -> torch.Tensor:
-        """Give back a tensor that autograd saved."""
         with step("offload"):
             return packed.unpack()
 
     def begin_pass(self) -> None:
-        """Forget which memory was saved before: it may have other content by now that no counter tells of."""
+        """Forget which memory was saved before: it may have other content, which no counter tells."""
         for trail in list(self._trails.values()):
             trail.forget_storages()
 
@@ -94,7 +87,7 @@ class Saving:
 
 
 class save_on_cpu:  # noqa: N801 - torch's name
-    """Save activations on the host, in slabs of a pool: in the place of ``torch.autograd.graph.save_on_cpu``.
+    """Save activations on the host, in slabs of a pool. Replaces ``torch.autograd.graph.save_on_cpu``.
 
     ::
 
@@ -104,31 +97,30 @@ class save_on_cpu:  # noqa: N801 - torch's name
                 loss = model(batch)
             loss.backward()
 
-    What operations in the block save for backward leaves on a stream of its own, while forward goes on. Backward finds
-    it on the device again, since those saved before come back while one is in use. Streams wait for events; the host
-    waits for nothing, but for the pool while that allocates. Gradients are bit-equal to those of a run without.
+    What operations in the block save for backward leaves on a stream of its own, while forward goes on. Tensors come
+    back ahead of backward. Streams wait for events; the host waits only while the pool allocates. Gradients are
+    bit-equal to those of a run without offloading.
 
     These stay on the device: parameters and views of them, tensors of less than `min_bytes`, those that `keep` names,
-    sparse tensors and other subclasses. What the pool has no room for stays as well, and is counted; nothing fails.
-    Tensors that share memory are copied once. A tensor that was changed in place after it had been saved is the
+    sparse tensors and other subclasses. What the pool has no room for stays too, and is counted. Tensors that share
+    memory are copied once. If a tensor was changed in place after it had been saved, backward raises the
     ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
 
-    May be entered again, in any thread, and nested; of nested blocks of saved-tensor hooks the innermost counts, as
-    always with torch. A function that `torch.compile` made may be called in the block; a block inside such a function
-    is refused by a graph break.
+    The object may be used again, in any thread, and nested. Of nested blocks of saved-tensor hooks the innermost
+    counts, as always with torch. A function that `torch.compile` made may be called in the block; a block inside such a
+    function breaks its graph.
 
     Args:
-        pool: where the slabs come from. Over page-locked memory, CUDA's tensors go there. Over pageable memory CPU
-            tensors go, too, by plain copies: for machines without a GPU.
+        pool: where the slabs come from. A pool over page-locked memory takes CUDA tensors. One over pageable memory
+            also takes CPU tensors, by plain copies: for machines without a GPU.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
-        keep: says which others stay, called with each tensor. It must not change it.
-        device_bytes: memory of a device that copies may hold: so much of what is leaving, after which forward's stream
-            waits for the copies; and as much of what came back before it is asked for. Four times the largest tensor
-            keeps the bus busy.
+        keep: is called with each tensor, and returns true for those that stay. It must not change them.
+        device_bytes: device memory that copies may hold: that much may be leaving, after which forward's stream waits,
+            and that much may have come back before it is needed. Four times the largest tensor keeps the bus busy.
 
     Raises:
         ValueError: a negative size.
-        StagingError: torch does not tell of changes in place.
+        StagingError: this torch does not report in-place changes.
     """
 
     def __init__(
@@ -162,7 +154,5 @@ class save_on_cpu:  # noqa: N801 - torch's name
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)

@@ -5,8 +5,7 @@ added up by interval arithmetic (`_intervals`, `_analysis`), and a model says wh
 `_report` puts the ranks of a job together and shows them as tables, `_html` as a page.
 """
 
-from ._events import count_events
 from ._html import html
 from ._report import RankReport, TraceReport, sections, trace_files, trace_report
 
-__all__ = ["RankReport", "TraceReport", "count_events", "sections", "html", "trace_files", "trace_report"]
+__all__ = ["RankReport", "TraceReport", "sections", "html", "trace_files", "trace_report"]

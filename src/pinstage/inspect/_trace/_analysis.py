@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._cost import Cost
-from ._events import COPY, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, Trace
-from ._intervals import EMPTY, Intervals, containing, intersection, subtract, total, union, within
+from ._events import COPY, INSIDE_TO_OP, OUR_OP, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, TO_OP, Trace
+from ._intervals import ALWAYS, EMPTY, Intervals, containing, intersection, subtract, total, union, within
 
 KIB, MIB = 1 << 10, 1 << 20
 BUCKETS = (
@@ -23,6 +22,14 @@ BUCKETS = (
     (">= 16 MiB", 16 * MIB, 1 << 62),
 )
 _SHORTEST = 1e-9  # of a trace of one moment, so that shares of it can be taken
+_GAP = 5e-6
+"""From one kernel of a full queue to the next, and from one `.to()` of a loop to the next: 1 to 4 us in the traces of
+tests/traces/loops."""
+OP_UNITS, CALL_UNITS = 2.3, 4.6
+_UNIT_SECONDS = 0.4e-6
+"""What the profiler adds to each operator and to each call of CUDA depends on the machine: 0.7 and 1.4 us on one H200's
+host, 1.7 and 3.4 on another's. The trace has a measure of it, the time from the beginning of `aten::to` to that of
+`aten::_to_copy`, of which little else is part: 0.31 and 0.74 us there. The second figure is for traces without it."""
 SMALL_BYTES = 64 * KIB
 """Below it, the call costs more than the bus."""
 
@@ -52,7 +59,6 @@ class CopyGroup(_SomeCopies):
 
     kind: str  # pageable, pinned...
     median_bytes: float
-    largest_bytes: int
     hidden_seconds: float  # time in which one of them and a kernel ran on its device
     exposed_seconds: float  # time in which one of them ran and no kernel did
 
@@ -86,8 +92,7 @@ class Step:
     copies: int  # to the device, that were asked for in it
     nbytes: int  # of these copies
     copy_seconds: float  # time in which a copy to the device, or from it, ran
-    exposed_seconds: float  # of that, without a kernel
-    kernel_seconds: float  # time in which a kernel ran
+    kernel_seconds: float  # time in which a kernel ran, or the next of a run was about to
     staging_seconds: float  # time in which the host was staging, or a copy to the device ran
     stall_seconds: float  # of that, without a kernel: the GPU waits for staging
     synchronise_seconds: float  # time in which the host waited for the device, outside staging
@@ -98,11 +103,11 @@ class Step:
     idle_wait_seconds: float  # of wait_seconds, until a batch was there to be unpickled
     downloads: int = 0  # copies to the host that were asked for in it
     download_bytes: int = 0
-    # What the profiler adds to the times above, by `Cost`: to the step, and to the parts of it that are named
+    # What the profiler adds to the times above: to the step, and to the parts of it that are named
     profiler_seconds: float = 0.0
     profiler_staging_seconds: float = 0.0
     profiler_stall_seconds: float = 0.0
-    profiler_idle_seconds: float = 0.0  # while no kernel ran
+    profiler_idle_seconds: float = 0.0  # while no kernel ran, and no copy that the host did not stage beside
     profiler_download_seconds: float = 0.0  # in exposed_download_seconds
 
 
@@ -134,6 +139,8 @@ class Analysis:
     has_gpu: bool  # whether there is anything of a GPU in the trace
     has_workers: bool  # whether the loop's loader has worker processes
     uses_pinstage: bool  # whether pinstage staged something on the loop's thread
+    op_seconds: float  # that the profiler added to each operator or range that it recorded
+    call_seconds: float  # that it added to each call of CUDA
     fastest_pinned: float  # bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none
     spans: Spans
 
@@ -157,24 +164,19 @@ class Analysis:
         }
 
 
-def analyse(trace: Trace, cost: Cost) -> Analysis:
-    """Compute the figures of a trace.
-
-    Args:
-        trace: what was read.
-        cost: what the profiler adds to each event.
-    """
+def analyse(trace: Trace) -> Analysis:
+    """Compute the figures of a trace."""
     copies = _Copies(trace)
     kernels = {
         int(device): union(trace.kernels.spans()[trace.kernels["device"] == device])
         for device in np.unique(trace.kernels["device"])
     }
     device = _main_device(kernels, copies)
-    busy = kernels.get(device, EMPTY)
+    busy = union(kernels.get(device, EMPTY), gap=_GAP)
     thread = _main_thread(trace)
     uploads, downloads = (_host_copying(trace, copies, thread, way) for way in (TO_DEVICE, TO_HOST))
-    ours = trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["ours"] == 1)]
-    host = union(uploads, ours)
+    ours = trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["kind"] == OUR_OP)]
+    host = union(uploads, ours, gap=_GAP)
     if not trace.has_gpu:  # then the operators that would copy are all that can be told
         host = union(trace.ops.spans()[trace.ops["thread"] == thread])
     downloads = subtract(downloads, host)
@@ -186,9 +188,14 @@ def analyse(trace: Trace, cost: Cost) -> Analysis:
     waits = union(trace.waits.spans())
     synchronising = subtract(_synchronising(trace, thread), staging)
     exposed = subtract(downloads, busy)
-    columns = (both_ways, subtract(both_ways, busy), busy, staging, stalls, synchronising, waits, host)
+    columns = (both_ways, busy, staging, stalls, synchronising, waits, host)
     steps = _steps(trace, copies, (*columns, downloads, exposed, _idle_waits(trace, thread)))
-    steps = _with_profiler(steps, trace, thread, cost, (host, stalls, exposed), busy)
+    unit = _profiler_unit(trace, thread)
+    op_seconds, call_seconds = OP_UNITS * unit, CALL_UNITS * unit
+    # What the profiler does while a kernel runs, or a copy that the host does not stage beside, holds nothing up.
+    under_way = subtract(both_ways, host)
+    parts = (host, subtract(stalls, under_way), exposed, subtract(ALWAYS, union(busy, under_way)))
+    steps = _with_profiler(steps, trace, thread, (op_seconds, call_seconds), parts)
     return Analysis(
         path=trace.path,
         rank=trace.rank,
@@ -203,6 +210,8 @@ def analyse(trace: Trace, cost: Cost) -> Analysis:
         has_gpu=trace.has_gpu,
         has_workers=trace.has_workers,
         uses_pinstage=bool(len(ours)),
+        op_seconds=op_seconds,
+        call_seconds=call_seconds,
         fastest_pinned=_fastest_pinned(copies),
         spans=Spans(busy, _timeline_copies(copies, device), host, waits, stalls),
     )
@@ -275,7 +284,7 @@ def _host_copying(trace: Trace, copies: _Copies, thread: int, way: str) -> Inter
         relevant |= group == PIN
     relevant &= trace.calls["thread"] == thread
     calls = trace.calls.spans()[relevant.astype(bool)]
-    around = union(trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["ours"] == 0)])
+    around = union(trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["kind"] != OUR_OP)])
     holding = np.unique(containing(around, calls[:, 0]))
     return union(calls, around[holding[holding >= 0]])
 
@@ -304,14 +313,29 @@ def _steps(trace: Trace, copies: _Copies, columns: Sequence[Intervals]) -> tuple
     return tuple(steps)
 
 
+def _profiler_unit(trace: Trace, thread: int) -> float:
+    """Return how long it takes from the beginning of an operator to that of the one that it calls at once."""
+    kinds, starts = trace.ops["kind"], trace.ops.spans()[:, 0]
+    mine = trace.ops["thread"] == thread
+    outer, inner = np.sort(starts[mine & (kinds == TO_OP)]), starts[mine & (kinds == INSIDE_TO_OP)]
+    before = np.searchsorted(outer, inner, side="right") - 1
+    if not (before >= 0).any():
+        return _UNIT_SECONDS
+    return float(np.median((inner - outer[before])[before >= 0]))
+
+
 def _with_profiler(
-    steps: Sequence[Step], trace: Trace, thread: int, cost: Cost, parts: Sequence[Intervals], busy: Intervals
+    steps: Sequence[Step],
+    trace: Trace,
+    thread: int,
+    cost: tuple[float, float],
+    parts: Sequence[Intervals],
 ) -> tuple[Step, ...]:
-    """Add what the profiler took: in each step, in parts of it, and where no kernel ran."""
+    """Add what the profiler took, for an operator and for a call: in each step, and in parts of it."""
     mine = trace.host["thread"] == thread
     starts = trace.host.spans()[mine, 0]
-    added = np.where(trace.host["is_call"][mine] == 1, cost.call_seconds, cost.op_seconds)
-    inside = [np.ones(len(starts)), *(containing(part, starts) >= 0 for part in parts), containing(busy, starts) < 0]
+    added = np.array(cost)[trace.host["is_call"][mine]]
+    inside = [np.ones(len(starts)), *(containing(part, starts) >= 0 for part in parts)]
     names = ("seconds", "staging_seconds", "stall_seconds", "download_seconds", "idle_seconds")
     order = np.argsort(starts, kind="stable")
     # What comes before a step's end less what comes before its start.
@@ -353,7 +377,6 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> tuple[CopyGroup, 
                 direction=direction,
                 kind=kind,
                 median_bytes=float(np.median(copies.nbytes[mine])),
-                largest_bytes=int(copies.nbytes[mine].max()),
                 hidden_seconds=hidden,
                 exposed_seconds=exposed,
                 **copies.sums(mine),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,16 +35,17 @@ _MOVING_OPS = {
 """Operators that bring tensors to a device or to the host; one that holds no such copy is not counted."""
 _OURS, _OUR_WAIT = "pinstage.", "pinstage.loader.wait"
 _OUR_DOWNLOADS = frozenset(("pinstage.to_host", "pinstage.gather", "pinstage.wait"))
+MOVING_OP, OUR_OP, TO_OP, INSIDE_TO_OP, _STEP_RANGE, _WAIT_RANGE, _NO_COPY = range(7)
+"""What operators and ranges are. `aten::to` does nothing but call `aten::_to_copy`: see `_analysis`."""
 _WAIT = "enumerate(DataLoader)"
 _WORKERS = "_MultiProcessing"
-_STEP = re.compile(r"ProfilerStep#(\d+)$")
+_STEP = re.compile(r"ProfilerStep#\d+$")
 
 _CATEGORIES = {
-    "gpu_memcpy": "memcpy", "memcpy": "memcpy", "kernel": "kernel", "gpu_memset": "memset", "memset": "memset",
-    "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call", "hip_runtime": "call",
-    "cpu_op": "op", "operator": "op", "user_annotation": "op", "python_function": "python",
+    "gpu_memcpy": "memcpy", "kernel": "kernel", "gpu_memset": "memset", "cuda_runtime": "call", "cuda_driver": "call",
+    "hip_runtime": "call", "cpu_op": "op", "user_annotation": "op", "python_function": "python",
 }  # fmt: skip
-"""Kineto's names of categories; those before torch 1.11 were capitalised."""
+"""Kineto's names of categories."""
 
 
 class Columns:
@@ -85,7 +85,7 @@ class Trace:
         self.copies = Columns("device", "direction", "kind", "nbytes", "correlation")
         self.calls = Columns("thread", "name", "group", "correlation")  # on the host: to copy, pin or synchronise
         self.host = Columns("thread", "is_call")  # all that was recorded on the host: each cost the profiler time
-        self.ops = Columns("thread", "ours")  # operators that may copy, and ranges of pinstage
+        self.ops = Columns("thread", "kind")  # operators that may copy, and ranges of pinstage
         self.waits = Columns("thread")  # of the loop for its loader
         self.has_workers = False  # whether some of these waits are for worker processes
         self.steps = Columns("thread", "number")
@@ -94,6 +94,7 @@ class Trace:
         # A trace has millions of events and few names: each name is read once.
         self._copy_of: dict[str, tuple[int, int]] = {}
         self._group_of: dict[str, int] = {}
+        self._op_of: dict[str, int] = {}
         self._zero: float | None = None
 
     @property
@@ -133,7 +134,7 @@ class Trace:
             if event.get("ph") != "X":
                 continue
             category = event.get("cat")
-            kind = _CATEGORIES.get(category.lower()) if isinstance(category, str) else None
+            kind = _CATEGORIES.get(category) if isinstance(category, str) else None
             if kind is None:
                 continue
             try:
@@ -175,31 +176,47 @@ class Trace:
         return self._label(direction), self._label((host or "unknown").lower())
 
     def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
-        self.host.add(start, end, self._thread(event), 1)
+        thread = self._thread(event)
+        self.host.add(start, end, thread, 1)
         group = self._group_of.get(name)
         if group is None:
             group = next((self._label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
             self._group_of[name] = group
         if group >= 0:
             correlation = int((event.get("args") or {}).get("correlation", -1))
-            self.calls.add(start, end, self._thread(event), self._label(name), group, correlation)
+            self.calls.add(start, end, thread, self._label(name), group, correlation)
 
     def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
-        self.host.add(start, end, self._thread(event), 0)
-        step = _STEP.match(name)
-        if step is not None:
-            self.steps.add(start, end, self._thread(event), int(step[1]))
-        elif name.startswith((_WAIT, _OUR_WAIT)):
-            self.waits.add(start, end, self._thread(event))
+        thread = self._thread(event)
+        self.host.add(start, end, thread, 0)
+        kind = self._op_of.get(name)
+        if kind is None:
+            kind = self._op_of.setdefault(name, _kind_of_op(name))
+        if kind in (_STEP_RANGE, _WAIT_RANGE):
+            self._take_range(kind, name, start, end, thread)
+        elif kind != _NO_COPY:
+            self.ops.add(start, end, thread, kind)
+
+    def _take_range(self, kind: int, name: str, start: float, end: float, thread: int) -> None:
+        if kind == _WAIT_RANGE:
+            self.waits.add(start, end, thread)
             self.has_workers |= _WORKERS in name or name.startswith(_OURS)
-        elif name in _MOVING_OPS:
-            self.ops.add(start, end, self._thread(event), 0)
-        elif name.startswith(_OURS) and name not in _OUR_DOWNLOADS:
-            self.ops.add(start, end, self._thread(event), 1)
+        else:
+            self.steps.add(start, end, thread, int(name.rpartition("#")[2]))
 
     def _thread(self, event: Event) -> int:
         key = event.get("pid"), event.get("tid")
         return self._thread_of.setdefault(key, len(self._thread_of))
+
+
+def _kind_of_op(name: str) -> int:
+    if _STEP.match(name):
+        return _STEP_RANGE
+    if name.startswith((_WAIT, _OUR_WAIT)):
+        return _WAIT_RANGE
+    if name in _MOVING_OPS:
+        return {"aten::to": TO_OP, "aten::_to_copy": INSIDE_TO_OP}.get(name, MOVING_OP)
+    return OUR_OP if name.startswith(_OURS) and name not in _OUR_DOWNLOADS else _NO_COPY
 
 
 def read(file: TraceFile) -> Trace:
@@ -219,9 +236,3 @@ def read(file: TraceFile) -> Trace:
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
     return trace
-
-
-def count_events(path: Path) -> tuple[int, int]:
-    """Return how many operators and calls of CUDA a trace has on the host."""
-    is_call = read(TraceFile(path)).host["is_call"]
-    return int((is_call == 0).sum()), int(is_call.sum())

@@ -15,17 +15,18 @@ Times = npt.NDArray[np.float64]
 Intervals = npt.NDArray[np.float64]
 
 EMPTY: Intervals = np.empty((0, 2))
+ALWAYS: Intervals = np.array([[-np.inf, np.inf]])
 
 
-def union(*parts: npt.ArrayLike) -> Intervals:
-    """Merge any intervals, ``[n, 2]`` each, into a set; those that touch become one, empty ones vanish."""
+def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
+    """Merge any intervals, ``[n, 2]`` each, into a set; those at most `gap` apart become one, empty ones vanish."""
     spans = np.concatenate([np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY])
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
         return EMPTY
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])
-    begins = np.concatenate([[True], spans[1:, 0] > reach[:-1]])
+    begins = np.concatenate([[True], spans[1:, 0] > reach[:-1] + gap])
     ends = np.concatenate([begins[1:], [True]])
     return np.column_stack([spans[begins, 0], reach[ends]])
 

@@ -86,7 +86,7 @@ def trace_report(
         path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``, or a folder with one for each rank.
         bus: of the machine that it is from.
         step_seconds: of a step without the profiler, if that was measured.
-        cost: of staging and of the profiler; None: what ``pinstage doctor`` kept for such a GPU, else the reference.
+        cost: of staging; None: what ``pinstage doctor`` kept for such a GPU, else the reference.
         advance: called with the bytes of the files that were read since the last call.
 
     Raises:
@@ -96,7 +96,7 @@ def trace_report(
     for index, file in enumerate(trace_files(Path(path))):
         trace = read(TraceFile(file, advance=advance))
         costs = cost_of(trace.device_name) if cost is None else cost
-        analysis = analyse(trace, costs)
+        analysis = analyse(trace)
         rank = analysis.rank
         if rank is None:
             named = _RANK.search(file.name)

@@ -80,6 +80,7 @@ class TraceFile:
                 seen = True
                 yield from window.array()
             else:
+                window.peek()
                 self.header[str(key)] = window.value()
         if not seen:
             keys = ", ".join(list(self.header)[:5]) or "nothing"
@@ -117,8 +118,7 @@ class _Window:
         self._at += 1
 
     def value(self) -> Any:
-        """Decode the next value."""
-        self.peek()
+        """Decode the value at the character that was peeked at."""
         while True:
             try:
                 value, end = _decode(self._text, self._at)

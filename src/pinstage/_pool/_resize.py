@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .._memory import REFUSALS, MemoryResource, as_called_here, remedy
 from .._reaper import reaper, running
@@ -22,80 +23,62 @@ _START_SECONDS = 1.0
 """A thread that has not begun after so long is taken for dead; if it does begin, it finds nothing to do."""
 
 
-class Job:
-    """Slow work that a call has decided on: free some slabs, then allocate others. Runs once.
+@dataclass(eq=False)
+class Resize:
+    """A change of what the pool holds: some slabs are freed, then others are allocated. Runs once."""
 
-    Args:
-        memory: frees and allocates.
-        inbox: is told when the victims are gone, and when all is done.
-        slabs: all that the pool holds: what is freed leaves it, what is made enters it.
-        host: the pool's part of what the host has: asked before, and told after.
-        keeper: is kept alive until the end.
-        victims: idle slabs, out of the idle ones already.
-        capacity: of the slabs to be made.
-        count: how many.
-        nbytes: what the lease shall be of that the first slab is made for; 0 if for none.
-        account: whose lease that is; None if for none.
+    memory: MemoryResource
+    inbox: Inbox
+    """Is told when the victims are gone, and when all is done."""
+    slabs: dict[Slab, None]
+    """All that the pool holds. What is freed leaves it, what is made enters it."""
+    host: Share | Alone
+    """The pool's part of a budget for the host: asked before, and told after."""
+    keeper: object
+    """Is kept alive until the end."""
+    victims: Sequence[Slab] = ()
+    """Idle slabs, out of the idle ones already."""
+    capacity: int = 0
+    """Bytes of each slab to be made."""
+    count: int = 0
+    """How many are made."""
+    nbytes: int = 0
+    """What is leased of the first one; 0 if nothing is."""
+    account: Account | None = None
+    """Whose lease that is."""
 
-    Attributes:
-        promised: bytes of the cap that are kept for it beyond those of the victims; the ledger's.
-        settled: victims that the ledger has taken note of.
-        gone: victims that are freed, or lost because freeing them failed.
-        made: new slabs.
-        refusal: what the platform said when it refused memory, and what to do; empty if it did not.
-        error: what ended it; None if nothing did. Nothing is made then.
-        finished: whether all of this is final.
-        lease: of the first slab.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryResource,
-        inbox: Inbox,
-        slabs: dict[Slab, None],
-        host: Share | Alone,
-        keeper: object,
-        *,
-        victims: Sequence[Slab] = (),
-        capacity: int = 0,
-        count: int = 0,
-        nbytes: int = 0,
-        account: Account | None = None,
-    ) -> None:
-        self.victims = victims
-        self.account = account
-        self.capacity = capacity
-        self.count = count
-        self.nbytes = nbytes
-        self.settled = self.gone = 0
+    def __post_init__(self) -> None:
+        self.settled = 0
+        """Victims that the ledger has taken note of."""
+        self.gone = 0
+        """Victims that are freed, or lost because freeing them failed."""
         self.promised = self.room_needed()
+        """Bytes of the cap that are kept for it beyond those of the victims; the ledger's."""
         self.made: list[Slab] = []
         self.refusal = ""
+        """What the platform said when it refused memory, and what to do; empty if it did not."""
         self.error: BaseException | None = None
+        """What ended it; None if nothing did. Nothing is made then."""
         self.finished = False
+        """Whether all of this is final."""
         self.lease: Lease | None = None
         self._claim = _thread.allocate_lock()  # taken by the thread that does it
         self._end = _thread.allocate_lock()  # free from the end on
         self._end.acquire()
-        self._memory = memory
-        self._inbox = inbox
-        self._slabs = slabs
-        self._host = host
         self._taken = 0  # of the host, and not made yet
-        self._keeper: object = keeper
         self._surroundings = as_called_here()
 
-    def start(self, jobs: dict[Job, None]) -> None:
-        """Begin, and be one of the jobs under way. Where there can be no thread any more, that is the error."""
+    def start(self, resizes: dict[Resize, None]) -> None:
+        """Begin, and be one of `resizes`, those under way. Where there can be no thread any more, that is the error."""
         run, nothing = self._run, ()
         try:
             reaper.start()
-            jobs[self] = None  # no call comes before that of the next line: an interrupt finds both done, or neither
+            resizes[self] = None  # no call comes before that of the next line: an interrupt finds both done, or neither
             _thread.start_new_thread(run, nothing)
         except RuntimeError as error:  # the interpreter is about to end
-            jobs[self] = None
+            resizes[self] = None
             self.error, self.finished = error, True
-            self._inbox.notices.setdefault(self)
+            self.inbox.notices.setdefault(self)
             self._end.release()
 
     def wait(self) -> None:
@@ -137,50 +120,50 @@ class Job:
                 for slab in self.victims:
                     self._free(slab)
                 if self.victims and self.count:
-                    self._inbox.notices.setdefault(self)
+                    self.inbox.notices.setdefault(self)
                 if self.count:
-                    self._host.take(self.capacity * self.count)
+                    self.host.take(self.capacity * self.count)
                     self._taken = self.capacity * self.count
                 while len(self.made) < self.count:
                     self._make()
-                self._host.give(self._taken)  # less than nothing, if blocks are larger than was asked for
+                self.host.give(self._taken)  # less than nothing, if blocks are larger than was asked for
         except BaseException as error:  # noqa: BLE001 - raised by `outcome`
             self._undo()
             self.error = error
         self.finished = True
-        self._inbox.notices.setdefault(self)
+        self.inbox.notices.setdefault(self)
         self._end.release()
-        self._inbox.ring()
-        self._keeper = None
+        self.inbox.ring()
+        self.keeper = None
         del running[self]
 
     def _free(self, slab: Slab) -> None:
         try:
-            self._memory.deallocate(slab.block)
-            self._host.give(slab.capacity)
+            self.memory.deallocate(slab.block)
+            self.host.give(slab.capacity)
         finally:  # one whose freeing fails is lost, not used again
-            self._slabs.pop(slab, None)
+            self.slabs.pop(slab, None)
             self.gone += 1
 
     def _make(self) -> None:
         try:
-            block = self._memory.allocate(self.capacity)
+            block = self.memory.allocate(self.capacity)
         except REFUSALS as error:
             self.refusal = f"{error}; {remedy(self.capacity)}"
             raise
-        slab = Slab(block, self._inbox)
+        slab = Slab(block, self.inbox)
         self.made.append(slab)
         self._taken -= slab.capacity
-        self._slabs[slab] = None
+        self.slabs[slab] = None
 
     def _undo(self) -> None:
-        self._host.give(self._taken)
+        self.host.give(self._taken)
         while self.made:
             slab = self.made.pop()
-            self._slabs.pop(slab, None)
+            self.slabs.pop(slab, None)
             with contextlib.suppress(Exception):  # the first error is the one that is told
-                self._memory.deallocate(slab.block)
-                self._host.give(slab.capacity)
+                self.memory.deallocate(slab.block)
+                self.host.give(slab.capacity)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Share | Alone) -> bool:

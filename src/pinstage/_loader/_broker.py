@@ -1,4 +1,4 @@
-"""The main process's side: which slabs workers have, and when each is free again."""
+"""The main process's side: which worker has which slab, and when each slab is free again."""
 
 from __future__ import annotations
 
@@ -15,105 +15,79 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
-from .._pool import Event, Lease, SlabPool, size_class
+from .._pool import Fence, Lease, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from .._staging import Target
 from ..errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
-from ._arrivals import RECEIVERS, Arrival, Known
 from ._descriptors import send_descriptor
+from ._messages import BROKERS, Known, PackedBatch
+from ._sending import SendingQueue
+from ._slabs import Slabs
 
 _STARVED_MS = 1
-"""How often copies are looked at while a worker waits for a slab. Nobody looks while none waits."""
+"""How often the thread asks whether copies are done while a worker waits for a slab. It does not while none waits."""
 
 _IDLE_MS = 100
-"""How often the thread looks around by itself while there is something that nobody may have told it of: a batch that
-was dropped, or a word that an interrupt swallowed."""
+"""How often the thread looks by itself for what nobody may have told it: a batch was dropped, or an interrupt swallowed
+a wake-up. Only while a worker or a batch waits."""
 
 _tokens = itertools.count()
-
-
-class Incoming(Protocol):
-    """What the server's thread reads besides."""
-
-    def fileno(self) -> int:
-        """Return the file that can be read when there is something."""
-        ...
-
-    def receive(self) -> None:
-        """Take what is there."""
-        ...
-
-    def send(self) -> bool:
-        """Send on what may be sent by now; say whether anything waits. Called whenever the thread was woken."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Take note that the thread ends, by an error."""
-        ...
-
-    def close(self) -> None:
-        """Let nothing wait for what will not come."""
-        ...
 
 
 class Loan:
     """A slab that one worker may write.
 
-    It is the worker's, until a batch arrives in it; then that batch's, until it is sent or dies; then that of a copy
-    under way; then the worker's again, which is told so.
+    First the worker has it. Then the batch that arrived in it has it, until that is sent or dies. Then the copy has it.
+    When the copy is done, the worker is told, and has it again.
     """
-
-    __slots__ = ("address", "arrival", "free_message", "lease", "number", "worker")
 
     def __init__(self, number: int, worker: int, lease: Lease) -> None:
         self.number = number
         self.worker = worker
         self.lease = lease
         self.address = lease.data_ptr()
-        self.arrival: weakref.ref[Arrival] | None = None
+        self.batch: weakref.ref[PackedBatch] | None = None
         self.free_message = _encoded("free", number)
-        """The message that the worker gets after each copy."""
+        """What the worker gets after each copy."""
 
     def was_dropped(self) -> bool:
         """Say whether the batch in it has died unsent."""
-        return self.arrival is not None and self.arrival() is None
+        return self.batch is not None and self.batch() is None
 
 
-class SlabServer:
-    """Lends slabs to the workers of one iterator, and takes them back.
+class SlabBroker:
+    """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
-    A thread answers the workers' requests, since the main one may be waiting for just the worker that asks, and sends
-    their batches, since the main one may be busy. It is the only one that lends, frees and writes to workers; others
-    leave a note and wake it. It starts after the workers, so that they are forked from a process without it, except
-    where a loader needs answers before its iterator is there.
+    It has a thread, which answers the workers' requests: the main thread may be waiting for just the worker that asks.
+    The thread also sends the batches, since the main thread may be busy. Only this thread lends slabs, frees them and
+    writes to workers. Others leave a note and wake it.
+
+    The thread starts after the workers, so that these are forked from a process without it. It starts before them where
+    a loader needs answers before its iterator is there.
 
     Args:
-        pool: over shared memory.
-        channels: this side's ends, one for each worker; the server closes them.
-        target: where slabs are copied to.
-        keeper: keeps the pool open.
-        owner: for whom slabs are taken from the pool.
+        slabs: of the loader. Kept until the end, since they keep the pool open.
+        channels: the main process's ends, one for each worker. The broker closes them.
+        owner: for whom slabs are leased.
     """
 
-    def __init__(
-        self, pool: SlabPool, channels: Sequence[Connection], target: Target, keeper: object, owner: str
-    ) -> None:
+    def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], Known] = {}
-        self._keeper: object = keeper
+        """What each worker's numbers stand for, by the worker's id and the number."""
+        self._slabs: Slabs | None = slabs
+        self._target = slabs.target
+        self._pool = slabs.shared()
         self._owner = owner
-        self._target = target
-        self._pool = pool
         self._channels = dict(enumerate(channels))
         self._open = {channel.fileno(): worker for worker, channel in self._channels.items()}
         self._numbers = itertools.count()
         self._loans: dict[int, Loan] = {}
-        self._copying: deque[tuple[int, Event | None]] = deque()  # written by whoever sends
+        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by whoever sends
         self._lost: deque[int] = deque()  # written by whoever unpickles
-        self._starved: dict[int, int] = {}  # worker to bytes
+        self._starved: dict[int, int] = {}  # bytes that a worker waits for
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
@@ -121,8 +95,8 @@ class SlabServer:
         self._has_thread = False
         self._gone = threading.Lock()
         self._gone.acquire()
-        self._incoming: Incoming | None = None
-        RECEIVERS[self.token] = self
+        self._incoming: SendingQueue | None = None
+        BROKERS[self.token] = self
 
     # -- for any thread
 
@@ -132,39 +106,40 @@ class SlabServer:
             _thread.start_new_thread(self._serve, ())
             self._has_thread = True
 
-    def serve(self, incoming: Incoming) -> None:
-        """Send what comes from now on."""
+    def serve(self, incoming: SendingQueue) -> None:
+        """Read this queue from now on, and send the batches in it."""
         self._incoming = incoming
         self.wake()
 
-    def arrived(self, number: int, arrival: Arrival | None) -> None:
-        """See `Receiver`."""
-        if arrival is None:
-            self._lost.append(number)
-        else:
-            loan = self._loans.get(number)
-            if loan is not None:
-                loan.arrival = weakref.ref(arrival)
+    def arrived(self, number: int, batch: PackedBatch) -> None:
+        """Note which batch a slab holds."""
+        loan = self._loans.get(number)
+        if loan is not None:
+            loan.batch = weakref.ref(batch)
+
+    def lost(self, number: int) -> None:
+        """Note that the batch in a slab could not be unpickled."""
+        self._lost.append(number)
 
     def address_of(self, number: int) -> int:
-        """Return where a slab is in which bytes arrived."""
+        """Return the address of a slab's first byte in this process."""
         return self._loans[number].address
 
-    def sent(self, number: int, event: Event | None) -> None:
-        """Give a slab back to its worker when the copy from it is done; at once if it is, for None."""
-        self._loans[number].arrival = None
+    def sent(self, number: int, event: Fence | None) -> None:
+        """Give a slab back to its worker when `event` is done. None: the copy is done already."""
+        self._loans[number].batch = None
         self._copying.append((number, event))
         if event is None or self._starved:
             self.wake()
 
     def wake(self) -> None:
-        """Let the thread look at what there is to do."""
-        with self._wake_lock, contextlib.suppress(OSError):  # full: then it wakes anyway
-            if not self._ended:  # else the number may be another file's by now
+        """Wake the thread. Does not block."""
+        with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
+            if not self._ended:  # else the descriptor may be another file's by now
                 os.write(self._wake_write, b"w")
 
     def waiting(self) -> str:
-        """Say which workers wait for slabs, and who holds these; empty if none waits."""
+        """Say which workers wait for slabs, and who holds those. An empty text if none waits."""
         copying = {number for number, _ in list(self._copying)}
         workers = []
         for worker, nbytes in list(self._starved.items()):
@@ -186,10 +161,10 @@ class SlabServer:
         self.wake()
 
     def finish(self, *, leak: bool) -> None:
-        """Release everything, now that no worker is left.
+        """Release everything, now that no worker is left. Blocks for at most five seconds.
 
         Args:
-            leak: a worker could not be ended: what it may write must not be handed out again.
+            leak: a worker could not be ended. The slabs that it may still write stay leased.
         """
         self._leak = self._leak or leak
         self._finished = True
@@ -200,7 +175,7 @@ class SlabServer:
         if self._incoming is not None:
             self._incoming.close()
         self.wake()
-        if self._gone.acquire(timeout=5.0):  # forever only if a message of the user's does not end in unpickling
+        if self._gone.acquire(timeout=5.0):  # longer only if unpickling a user's object does not end
             self._gone.release()
 
     # -- the thread
@@ -225,7 +200,7 @@ class SlabServer:
 
     def _answer_workers(self) -> None:
         poll = select.poll()
-        incoming: Incoming | None = None
+        incoming: SendingQueue | None = None
         source = -1
         waits = False
         for file in (*self._open, self._wake_read):
@@ -248,16 +223,16 @@ class SlabServer:
                     poll.unregister(source)
                 self._tell_workers()
             if incoming is not None and not self._closing:
-                waits = incoming.send()
+                waits = incoming.send_ready()
             self._sweep()
 
     def _tell_workers(self) -> None:
-        """Tell those that wait for slabs to stop. Closing their channels would not: later workers have them too."""
+        """Tell the workers to wait no longer. To close their channels would not: later workers have those, too."""
         for worker in self._open.values():
             self._send(self._channels[worker], _encoded("closed"))
 
     def _receive(self, worker: int) -> bool:
-        """Answer a worker. Says whether more may come."""
+        """Read a worker's request, and do it. Says whether the worker may send another one."""
         channel = self._channels[worker]
         try:
             kind, *details = channel.recv()
@@ -288,7 +263,7 @@ class SlabServer:
         self._send(channel, _encoded("refused"))
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
-        """Lease a slab for a worker, but none that a worker without any will need."""
+        """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
         supplied = {loan.worker for loan in self._loans.values()}
@@ -299,8 +274,8 @@ class SlabServer:
         try:
             return self._pool.acquire(size, timeout=0, owner=self._owner)
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
-            return None  # the worker makes do without
-        except Exception as error:  # noqa: BLE001 - of the system: as above, but nobody would know why it is slow
+            return None  # the worker does without
+        except Exception as error:  # noqa: BLE001 - of the system: the same, but nobody would know why it is slow
             self._warn(size, repr(error))
             return None
 
@@ -321,7 +296,7 @@ class SlabServer:
             loan.lease.release()
 
     def _sweep(self) -> None:
-        """Tell workers which of their slabs are free again."""
+        """Tell the workers which of their slabs are free again."""
         while self._lost:
             self._free(self._lost.popleft())
         if self._starved:
@@ -333,15 +308,15 @@ class SlabServer:
     def _free(self, number: int) -> None:
         loan = self._loans.get(number)
         if loan is not None:
-            loan.arrival = None
+            loan.batch = None
             self._starved.pop(loan.worker, None)
             self._send(self._channels[loan.worker], loan.free_message)
 
     def _send(self, channel: Connection, message: bytes, fd: int | None = None) -> None:
-        # A few bytes, and never more of them unread than a worker has slabs: the socket takes them without waiting.
+        # A few bytes, and never more of these unread than a worker has slabs: the socket takes them without blocking.
         try:
             channel.send_bytes(message)
-            if fd is not None:  # right behind it: the worker reads no further before it has that
+            if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
                 send_descriptor(channel, fd)
         except OSError:
             return  # the worker ended
@@ -353,7 +328,7 @@ class SlabServer:
             self._ended = True
             os.close(self._wake_read)
             os.close(self._wake_write)
-        RECEIVERS.pop(self.token, None)
+        BROKERS.pop(self.token, None)
         self._incoming = None
         events = dict(self._copying)
         loans, self._loans = self._loans, {}
@@ -362,11 +337,11 @@ class SlabServer:
         for channel in self._channels.values():
             channel.close()
         if self._leak:
-            LEAKED.append((self._keeper, loans))
+            LEAKED.append((self._slabs, loans))
         else:
             for loan in loans.values():
                 loan.lease.release(after=events.get(loan.number))
-        self._keeper = None
+        self._slabs = None
         self._gone.release()
 
 
@@ -376,20 +351,14 @@ def _encoded(*message: Any) -> bytes:
 
 
 LEAKED: list[Any] = []
-"""Slabs that a worker may still write which could not be ended. They stay leased until the process ends."""
+"""Slabs of workers that could not be ended, and may still write. They stay leased until the process ends."""
 
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before the interpreter: one that comes back from CUDA or torch later would abort the process."""
-    for server in list(RECEIVERS.values()):
-        if isinstance(server, SlabServer):
-            server.finish(leak=True)  # the workers are still there
+    """End all threads before the interpreter ends: one that comes back from CUDA later would abort the process."""
+    for broker in list(BROKERS.values()):
+        broker.finish(leak=True)  # the workers are still there
 
 
-def _forget_servers() -> None:
-    """In a forked child: they are the parent's."""
-    RECEIVERS.clear()
-
-
-os.register_at_fork(after_in_child=_forget_servers)
+os.register_at_fork(after_in_child=BROKERS.clear)  # they are the parent's

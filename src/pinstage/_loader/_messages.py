@@ -1,0 +1,129 @@
+"""The messages that workers send, and what each becomes in the main process."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from .._layout import Table
+from .._tree import Structure
+
+BROKERS: dict[int, Any] = {}
+"""The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What one worker's batches of one number look like."""
+
+    structure: bytes | Structure
+    """Pickled, until it was unpickled for the first time."""
+    table: Table
+    """The offset table of the last such batch."""
+
+
+class Message:
+    """A batch, as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by `receive`.
+
+    Unpickling happens wherever torch reads the queue. So nothing is missed when torch drops a batch there, as it does
+    when persistent workers are reset: the batch's slab becomes free, and a new structure is known.
+
+    Args:
+        *contents: the arguments of `receive`.
+    """
+
+    __slots__ = ("contents",)
+
+    def __init__(self, *contents: Any) -> None:
+        self.contents = contents
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receive, self.contents
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class PackedBatch:
+    """A batch that a worker has packed, in the main process. If it dies unsent, its slab is free again."""
+
+    broker: Any
+    structure: Structure
+    table: Table
+    number: int | None
+    """Of the slab. None if the bytes are in `raw`, or if there are no bytes."""
+    raw: bytearray | None
+    others: list[Any]
+    """The leaves that are not packed."""
+    waited: float
+    """Seconds that the worker waited for a slab."""
+
+    def __post_init__(self) -> None:
+        if self.number is not None:
+            self.broker.arrived(self.number, self)
+
+
+class Failed:
+    """Stands for a batch that could not be unpickled or sent. An error in the queue itself would end torch's loop."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def reraise(self) -> NoReturn:
+        """Raise the error. May be called once."""
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # or its traceback and this frame would keep one another
+
+
+def receive(
+    token: int,
+    worker: int,
+    slab: int | None,
+    number: int,
+    structure: bytes | None,
+    table: bytes | None,
+    pickled: bytes | None,
+    raw: bytearray | None,
+    waited: float,
+) -> PackedBatch | Failed | None:
+    """Make a packed batch of a message. None if the broker has ended meanwhile.
+
+    Args:
+        token: the broker's.
+        worker: the id of the worker.
+        slab: the number of the slab with the bytes. None if they are in `raw`, or if there are none.
+        number: the worker's number for batches that look like this one.
+        structure: what `number` stands for from now on, pickled. None if the broker knows it.
+        table: the offset table. None if it is the one of the last batch of this number.
+        pickled: the leaves that are not packed, as a list. None if there are none.
+        raw: the bytes of a batch for which there was no slab.
+        waited: seconds that the worker waited for a slab.
+
+    Raises:
+        OSError: from unpickling. torch says what it means.
+        BaseException: from unpickling, if it is no `Exception`.
+    """
+    broker = BROKERS.get(token)
+    if broker is None:
+        return None
+    known = broker.known
+    try:
+        if structure is not None:
+            assert table is not None
+            known[worker, number] = Known(structure, Table.of_bytes(table))  # even if it cannot be unpickled now
+        found = known[worker, number]
+        if structure is None and table is not None:
+            found.table = Table.of_bytes(table)
+        if isinstance(found.structure, bytes):
+            found.structure = pickle.loads(found.structure)
+        others = pickle.loads(pickled) if pickled is not None else []
+    except BaseException as error:
+        if slab is not None:
+            broker.lost(slab)
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            return Failed(error)
+        raise
+    return PackedBatch(broker, found.structure, found.table, slab, raw, others, waited)

@@ -1,0 +1,164 @@
+"""PyG's loaders of sampled neighbourhoods.
+
+`NeighborLoader` is `NodeLoader` with a compiled sampler, of which few versions of torch have a wheel. This is
+`NodeLoader` with a sampler in Python.
+"""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from class_trips import DEVICES, target
+
+import pinstage as ps
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
+    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.loader import NodeLoader
+    from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, SamplerOutput
+
+NODES, TAKEN = 60, 3
+WRITES = ("user", "writes", "note")
+
+
+def neighbours(edges, nodes):
+    """Return the edges into some nodes, at most `TAKEN` of each, drawn at random as the compiled samplers draw them."""
+    found = []
+    for node in nodes.tolist():
+        into = (edges[1] == node).nonzero().flatten()
+        found.append(into[torch.randperm(len(into))[:TAKEN]])
+    return torch.cat(found)
+
+
+def numbered(nodes):
+    """Return nodes without repetition, in the order in which they were met, and the place of each."""
+    places = {}
+    for node in nodes.tolist():
+        places.setdefault(node, len(places))
+    return torch.tensor(list(places)), torch.tensor([places[node] for node in nodes.tolist()])
+
+
+class OneHop(BaseSampler):
+    """Takes some of the neighbours of each node."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def sample_from_nodes(self, index, **_):
+        if isinstance(self.data, HeteroData):
+            return self._of_kinds(index)
+        edges = self.data.edge_index
+        taken = neighbours(edges, index.node)
+        node, places = numbered(torch.cat([index.node, edges[0, taken], edges[1, taken]]))
+        row, col = places[len(index.node) :].chunk(2)
+        counts = [len(index.node), len(node) - len(index.node)], [len(taken)]
+        return SamplerOutput(node, row, col, taken, None, *counts, metadata=(index.input_id, index.time))
+
+    def _of_kinds(self, index):
+        edges = self.data[WRITES].edge_index
+        taken = neighbours(edges, index.node)
+        user, row = numbered(edges[0, taken])
+        note, places = numbered(torch.cat([index.node, edges[1, taken]]))
+        col = places[len(index.node) :]
+        return HeteroSamplerOutput(
+            {"user": user, "note": note},
+            {WRITES: row},
+            {WRITES: col},
+            {WRITES: taken},
+            None,
+            {"user": [0, len(user)], "note": [len(note), 0]},
+            {WRITES: [len(taken)]},
+            metadata=(index.input_id, index.time),
+        )
+
+    def sample_from_edges(self, *_, **__):
+        raise NotImplementedError
+
+    @property
+    def edge_permutation(self):
+        return None
+
+
+def graph():
+    generator = torch.Generator().manual_seed(3)
+    edges = torch.randint(NODES, (2, 400), generator=generator)
+    return Data(x=torch.randn(NODES, 5, generator=generator), edge_index=edges, y=torch.arange(NODES)), None
+
+
+def graph_of_kinds():
+    generator = torch.Generator().manual_seed(3)
+    data = HeteroData()
+    data["user"].x = torch.randn(NODES, 5, generator=generator)
+    data["note"].x = torch.randn(NODES, 7, generator=generator)
+    data[WRITES].edge_index = torch.randint(NODES, (2, 400), generator=generator)
+    data[WRITES].edge_attr = torch.randn(400, 2, generator=generator)
+    return data, ("note", torch.arange(NODES))
+
+
+def loader_of(make, workers, **options):
+    data, nodes = make()
+    return NodeLoader(data, OneHop(data), nodes, batch_size=8, shuffle=True, num_workers=workers, **options)
+
+
+def assert_same(found, expected, device):
+    assert type(found) is type(expected)
+    ours, theirs = found.to_dict(), expected.to_dict()
+    assert ours.keys() == theirs.keys()
+    stores = [(ours, theirs)]
+    if isinstance(expected, HeteroData):
+        stores = [(ours[key], theirs[key]) for key in ours]
+    for mine, its in stores:
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            if isinstance(value, torch.Tensor):
+                assert mine[key].device == device, key
+                assert torch.equal(mine[key].cpu(), value), key
+            else:
+                assert mine[key] == value, key
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [graph, graph_of_kinds])
+def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, device):
+    device = target(device)
+    torch.manual_seed(5)
+    expected = [list(loader_of(make, workers)) for _ in range(2)]
+    torch.manual_seed(5)
+    loaders = [ps.wrap_loader(loader_of(make, workers), device=device, max_bytes="16MiB") for _ in range(2)]
+    for loader, batches in zip(loaders, expected, strict=True):
+        for found, batch in zip(loader, batches, strict=True):
+            assert_same(found, batch, device)
+        stats = loader.stats()
+        assert (stats.batches, stats.fallback_batches, stats.passthrough_leaves) == (8, 0, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [graph, graph_of_kinds])
+def test_what_the_main_process_joins_is_staged_by_prefetch(make, workers, device):
+    device = target(device)
+    torch.manual_seed(5)
+    expected = list(loader_of(make, workers, filter_per_worker=False))
+    torch.manual_seed(5)
+    with ps.Stager(device, max_bytes="16MiB") as stager:
+        source = loader_of(make, workers, filter_per_worker=False)
+        for found, batch in zip(stager.prefetch(source, depth=0), expected, strict=True):
+            assert_same(found, batch, device)
+        assert stager.stats().passthrough_leaves == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapped_loader_whose_main_process_joins_yields_the_same(workers):
+    torch.manual_seed(5)
+    expected = list(loader_of(graph, workers, filter_per_worker=False))
+    torch.manual_seed(5)
+    loader = ps.wrap_loader(loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB")
+    says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .* filter_per_worker=True has none"
+    with pytest.warns(RuntimeWarning, match=says) if workers else nullcontext():
+        found = list(loader)
+    for mine, batch in zip(found, expected, strict=True):
+        assert_same(mine, batch, torch.device("cpu"))
+    assert loader.stats().batches == 8

@@ -1,0 +1,89 @@
+"""One cap for the processes of a host, over memory that is really page-locked."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from host_processes import MIB, Truth
+from torchrun import environment
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(__file__).with_name("budget_rank.py")
+
+
+class Rank:
+    """The program in a process of its own."""
+
+    def __init__(self, folder, device, *arguments):
+        command = [sys.executable, str(PROGRAM), str(device), *map(str, arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment(PINSTAGE_LEDGER_DIR=str(folder)), **pipes)
+
+    def hear(self):
+        """Return the next thing that it says."""
+        line = self.process.stdout.readline()
+        assert line, f"ended with {self.process.wait()}"
+        return json.loads(line)
+
+
+@pytest.fixture
+def rank(tmp_path, cuda_device):
+    """Start a program that is ended with the test."""
+    ranks = []
+
+    def start(*arguments):
+        ranks.append(Rank(tmp_path / "ledger", cuda_device, *arguments))
+        return ranks[-1]
+
+    yield start
+    for one in ranks:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_a_killed_process_gives_its_page_locked_share_to_one_that_waits_within_a_second(rank):
+    holder = rank("hold", 48 * MIB)
+    assert holder.hear() == {"is_pinned": True}
+    waiter = rank("want", 40 * MIB)
+    assert waiter.hear() == {"ready": True}
+    time.sleep(1)  # long enough to be served, if it could be
+    holder.process.kill()
+    holder.process.wait()
+    ended = time.monotonic()
+    served = waiter.hear()
+    assert served["is_pinned"] is True
+    assert served["at"] - ended < 1
+    assert waiter.hear() == {"is_right": True}
+
+
+def test_what_is_in_use_stays_where_it_is_until_it_is_given_back(rank):
+    holder = rank("hold", 48 * MIB)
+    holder.hear()
+    waiter = rank("want", 40 * MIB)
+    waiter.hear()
+    time.sleep(1)
+    before = time.monotonic()
+    holder.process.stdin.write("\n")
+    holder.process.stdin.flush()
+    assert waiter.hear()["at"] > before
+    assert waiter.hear() == {"is_right": True}
+
+
+def test_two_processes_on_one_device_never_page_lock_more_than_the_cap(rank, tmp_path):
+    truth = Truth.create(tmp_path / "truth")
+    ranks = [rank("stage", tmp_path / "truth", place, 12) for place in range(2)]
+    excesses, peak = 0, 0
+    while any(one.process.poll() is None for one in ranks):
+        excesses += truth.exceeds(64 * MIB)
+        peak = max(peak, truth.held())
+        time.sleep(0.002)
+    found = [one.hear() for one in ranks]
+    assert excesses == 0
+    assert peak > 32 * MIB
+    for said in found:
+        assert (said["wrong"], said["excesses"]) == (0, 0)
+        assert said["batches"] > 20

@@ -1,0 +1,87 @@
+"""`keep` of a loader: what it names stays on the host, with workers and without."""
+
+import pickle
+
+import pytest
+from loader_data import KEPT_PATHS, Mapped, is_kept, same, sample_of_which_some_stays
+from torch.utils.data import DataLoader
+
+import pinstage as ps
+from pinstage.errors import LayoutError
+
+
+def storages(batch):
+    """Return the leaves' memory: those that were packed have the slab's."""
+    leaves = [batch["values"], batch["lengths"], *batch["more"]]
+    return [leaf.untyped_storage().data_ptr() for leaf in leaves]
+
+
+def check(loader):
+    plain = DataLoader(Mapped(sample_of_which_some_stays), 5)
+    for turn in range(2):
+        found = list(loader)
+        for batch, expected in zip(found, plain, strict=True):
+            same(batch, expected)
+            values, lengths, first, second, number = storages(batch)
+            assert values == second == number, turn
+            assert len({values, lengths, first}) == 3
+            assert batch["lengths"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("keep", [KEPT_PATHS, is_kept], ids=["paths", "function"])
+def test_what_a_loader_keeps_stays_on_the_host(keep, workers):
+    check(
+        ps.DataLoader(
+            Mapped(sample_of_which_some_stays), 5, num_workers=workers, device="cpu", max_bytes="8MiB", keep=keep
+        )
+    )
+
+
+@pytest.mark.parametrize("keep", [KEPT_PATHS, is_kept], ids=["paths", "function"])
+def test_spawned_workers_are_told_what_stays(keep):
+    check(
+        ps.DataLoader(
+            Mapped(sample_of_which_some_stays),
+            5,
+            num_workers=1,
+            multiprocessing_context="spawn",
+            device="cpu",
+            max_bytes="8MiB",
+            keep=keep,
+        )
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrapped_loader_and_copies_of_it_keep(workers):
+    loader = ps.wrap_loader(
+        DataLoader(Mapped(sample_of_which_some_stays), 5, num_workers=workers),
+        device="cpu",
+        max_bytes="8MiB",
+        keep=iter(KEPT_PATHS),
+    )
+    check(loader)
+    check(pickle.loads(pickle.dumps(loader)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
+    loader = ps.DataLoader(
+        Mapped(sample_of_which_some_stays), 5, num_workers=workers, device="cpu", max_bytes="8MiB", keep="['length']"
+    )
+    with pytest.raises(LayoutError, match=r"keep=\"\['length'\]\" leads to nothing in this batch; its leaves are at"):
+        next(iter(loader))
+
+
+def test_what_is_neither_a_path_nor_a_function_is_refused():
+    with pytest.raises(TypeError, match="keep takes paths or a function of path and leaf: 3"):
+        ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep=3)
+
+
+def test_a_batch_too_large_for_the_cap_keeps_as_well():
+    loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep=KEPT_PATHS)
+    batch = next(iter(loader))
+    same(batch, next(iter(DataLoader(Mapped(sample_of_which_some_stays), 5))))
+    assert loader.stats().fallback_batches == 1
+    assert len({storages(batch)[0], *storages(batch)[1:3]}) == 3
