@@ -89,7 +89,8 @@ class ThreadStorm:
 
     They start no threads: before Python 3.12 one that has not begun has the number of the one that starts it, and may
     get the interrupt in its place, so that it never begins. So pools have all their slabs before, and loaders are not
-    read to their end.
+    read to their end. They import nothing either: an import may take the lock of `logging`, an interrupt there keeps it,
+    and then no process can be forked any more.
 
     Args:
         count: how often.
@@ -105,6 +106,8 @@ class ThreadStorm:
 
     def over(self, work):
         """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        with torch.profiler.record_function("the first imports a module, and a loader has one in each step"):
+            pass
         sys.setswitchinterval(1e-3)  # so that threads are met everywhere
         threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for _ in range(3)]
         for thread in threads:
