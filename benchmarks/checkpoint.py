@@ -160,7 +160,14 @@ class Job:
 
 def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
     """Make torch's stager; copies that do not block need pinned memory."""
-    return lambda: DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
+
+    def make() -> DefaultStager:
+        stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
+        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413). Later releases keep it.
+        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+        return stager
+
+    return make
 
 
 def _pool(hold: str) -> Any:
