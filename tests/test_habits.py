@@ -15,12 +15,6 @@ from pinstage._loader import _loader
 MIB = 1 << 20
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="8MiB") as stager:
-        yield stager
-
-
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", 1.5, object()])
 def test_a_device_that_is_none_is_refused_in_our_words(device):
     with pytest.raises(ValueError, match=r"not a device: .*; write 'cuda', 'cuda:0' or 'cpu'"):

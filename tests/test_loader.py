@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import itertools
 import os
 import pickle
 
@@ -218,16 +217,6 @@ def test_persistent_workers_stay():
     assert pids[0] == pids[1] == pids[2]
 
 
-def test_persistent_workers_begin_again_in_the_middle_of_a_pass():
-    loader = ps.DataLoader(
-        data.Mapped(data.mixed, 60), 2, num_workers=2, persistent_workers=True, max_bytes="256KiB", device="cpu"
-    )
-    expected = list(torch.utils.data.DataLoader(data.Mapped(data.mixed, 60), 2))
-    for taken in range(12):
-        assert same(list(itertools.islice(loader, taken)), expected[:taken])
-    assert same(list(loader), expected)
-
-
 def test_workers_have_no_part_in_cuda():
     # Spawned: what it imports is what it needs, not what this process had imported.
     loader = ps.DataLoader(
@@ -278,19 +267,6 @@ def test_batches_are_independent_of_slabs_that_are_written_again():
     loader = ps.DataLoader(data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu")
     for index, batch in enumerate(list(loader)):
         assert torch.equal(batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch))
-
-
-def test_batches_of_random_size_arrive_whole():
-    expected = torch.utils.data.DataLoader(data.Mapped(data.random_size, 600), batch_size=None)
-    loader = ps.DataLoader(
-        data.Mapped(data.random_size, 600), batch_size=None, num_workers=2, max_bytes="512KiB", device="cpu"
-    )
-    for found, wanted in zip(loader, expected, strict=True):
-        assert same(found, wanted)
-    stats = loader.stats()
-    assert stats.batches == 600
-    assert stats.pool.peak_held_bytes <= 512 * 1024
-    assert stats.pool.leased_slabs == stats.pool.in_flight_slabs == 0
 
 
 def test_later_passes_allocate_nothing():
