@@ -185,14 +185,12 @@ def test_an_empty_dataset_yields_nothing(workers):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_every_start_method_works(method):
-    stats = agree(
-        data.Mapped(data.mixed),
-        batch_size=4,
-        num_workers=2,
-        multiprocessing_context=method,
-        worker_init_fn=data.seed_again,
-    )
-    assert stats.fallback_batches == 0
+    options = {"batch_size": 4, "num_workers": 2, "worker_init_fn": data.seed_again}
+    expected = list(torch.utils.data.DataLoader(data.Mapped(data.random_numbers), **options))
+    options |= {"multiprocessing_context": method, "device": "cpu"}
+    loader = ps.DataLoader(data.Mapped(data.random_numbers), **options)
+    assert same(list(loader), expected)
+    assert loader.stats().fallback_batches == 0
 
 
 def test_out_of_order_all_batches_arrive_once():
@@ -217,21 +215,13 @@ def test_persistent_workers_stay():
     assert pids[0] == pids[1] == pids[2]
 
 
-def test_workers_have_no_part_in_cuda():
+def test_workers_have_no_part_in_cuda_though_the_loader_goes_to_them():
     # Spawned: what it imports is what it needs, not what this process had imported.
-    loader = ps.DataLoader(
-        data.Mapped(data.cuda_in_the_worker), 4, num_workers=1, multiprocessing_context="spawn", device="cpu"
-    )
-    asked, contexts, pids = torch.cat(list(loader)).unbind(1)
-    assert (asked.sum(), contexts.sum()) == (0, 0)
-    assert os.getpid() not in pids
-
-
-def test_a_loader_that_goes_to_a_spawned_worker_does_not_reach_for_the_device_there():
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu")
-    reached, asked, _, _ = torch.cat(list(loader)).unbind(1)
-    assert (reached.sum(), asked.sum()) == (0, 0)
+    reached, asked, contexts, pids = torch.cat(list(loader)).unbind(1)
+    assert (reached.sum(), asked.sum(), contexts.sum()) == (0, 0, 0)
+    assert os.getpid() not in pids
 
 
 def test_it_is_a_loader_of_torch(workers):

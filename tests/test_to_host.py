@@ -307,17 +307,6 @@ def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager
     assert torch.equal(stager.to_host([torch.ones(1000)]).get()[0], torch.ones(1000))
 
 
-def test_prefetch_raises_after_the_batches_that_found_a_slab(make_stager):
-    stager = make_stager(max_bytes=4096, timeout=0.01)
-    batches = iter(stager.prefetch([[torch.full((1000,), float(n))] for n in range(3)], depth=1))
-    first = next(batches)  # the second one has been staged by now
-    kept = stager.to_host(first).get()
-    assert float(next(batches)[0][0]) == 1.0
-    with pytest.raises(AcquireTimeoutError):
-        next(batches)
-    assert float(kept[0][0]) == 0.0
-
-
 def test_no_stager_waits_for_a_negative_time(make_stager):
     with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits forever"):
         make_stager(timeout=-1)
