@@ -378,6 +378,9 @@ ARRAYS = {
     "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
     "subclass": lambda a: a.view(ArraySubclass),
     "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
+    "not aligned, broadcast": lambda a: np.broadcast_to(
+        np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1)[:1], (3, *a.shape, 1)
+    ),
     "field of records": lambda a: np.rec.fromarrays([a, np.ones(a.shape, "i1")], names="x,y").x,
     "field of padded records": lambda a: np.ones(
         a.shape, [("x", "i1"), ("y", a.dtype), ("z", "V", 2 * a.itemsize - 1)]
