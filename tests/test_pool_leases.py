@@ -322,6 +322,46 @@ def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(ful
     assert states(full_pool) == FREE
 
 
+@pytest.mark.timeout(20)
+def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
+    class CollectingEvent(ManualEvent):
+        def query(self):
+            gc.collect()  # the pool holds its lock here
+            return super().query()
+
+    event = CollectingEvent()
+    pool.acquire(100).release(after=event)
+    holder = [pool.acquire(100), pool.acquire(100)]
+    holder += [holder[0].numpy(), holder[1].tensor(), holder]
+    del holder
+    with pytest.warns(UnreleasedLeaseWarning) as warned:
+        pool.stats()
+    assert len(warned) == 2
+    assert states(pool) == {"leased": 0, "in flight": 1, "free": 2}
+    event.finish()
+
+
+@pytest.mark.timeout(20)
+def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
+    views = []
+
+    class DroppingEvent(ManualEvent):
+        def query(self):
+            views.clear()  # the pool holds its lock here
+            return super().query()
+
+    event = DroppingEvent()
+    leases = [pool.acquire(100) for _ in VIEWS]
+    pool.acquire(100).release(after=event)
+    for lease, make_view in zip(leases, VIEWS.values(), strict=True):
+        views.append(make_view(lease))
+        lease.release()
+    assert len(views) == 4
+    pool.stats()
+    assert states(pool) == {"leased": 0, "in flight": 1, "free": 4}
+    event.finish()
+
+
 def test_a_lease_keeps_its_pool_alive(memory):
     lease = SlabPool(memory, max_bytes=1000).acquire(100)
     lease.tensor().fill_(1)
