@@ -11,13 +11,13 @@ from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
 from paths import PATHS, on_path
 
-from pinstage import SlabPool
+from pinstage import SlabPool, Stager
 from pinstage._memory import _cuda, _resource
 
 # How long an example may take is not asked: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", _always, derandomize=True)  # the same examples in each run
-settings.register_profile("thorough", _always, max_examples=5000, print_blob=True)
+settings.register_profile("thorough", _always, max_examples=300, print_blob=True)  # others in each run: .ci/run
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
@@ -105,6 +105,13 @@ def make_pool(background, memory):
 @pytest.fixture
 def pool(make_pool):
     return make_pool()
+
+
+@pytest.fixture
+def stager():
+    """A stager to the CPU."""
+    with Stager("cpu", max_bytes="8MiB") as stager:
+        yield stager
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -154,6 +156,31 @@ def in_child(claim: Callable[[], object]) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def claim_in_child(claim: Callable[[], object]) -> None:
+    """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)  # as above
+        pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PATIENCE_SECONDS)  # a child that hangs ends
+        failure = ""
+        try:
+            claim()
+        except BaseException:  # noqa: BLE001 - reported by the parent
+            failure = traceback.format_exc()
+        finally:
+            os.write(write, failure.encode()[-60_000:])
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        failure = pipe.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert not failure, f"in the child:\n{failure}"
+    assert status == 0
 
 
 def is_mapped(address: int) -> bool:

@@ -173,17 +173,6 @@ def test_leaves_that_somebody_else_writes_are_left_out(path):
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-@in_chunks
-def test_one_thread_packs_in_chunks_too_so_that_each_travels_meanwhile():
-    parts = take_apart(bytes_of(*[4 * MIB] * 3))
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
-    with start_packing(parts, slab, 1) as job:
-        assert len(job.ends) > 1
-        for chunk in range(len(job.ends)):
-            job.wait(chunk)
-    assert torch.equal(slab, torch.cat(parts.leaves))
-
-
 def test_a_small_batch_is_not_worth_a_second_thread():
     parts = take_apart(bytes_of(PARALLEL_FROM_BYTES - 216, 100))
     assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None

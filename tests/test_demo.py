@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -280,11 +282,19 @@ def test_determinism_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole
 
 
-def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(SMOKE) == 0
-    lines = capsys.readouterr().out.splitlines()
+@pytest.fixture(scope="module")
+def shown() -> list[str]:
+    """The lines of a small run whose output is not a terminal."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(SMOKE) == 0
+    assert "\x1b" not in out.getvalue()
+    assert err.getvalue() == ""
+    return out.getvalue().splitlines()
+
+
+def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next(shown: list[str]) -> None:
+    lines = shown
     assert lines[0].startswith("CPU: ")
     assert "on pageable memory" in lines[0]
     text = "\n".join(lines)
@@ -300,19 +310,11 @@ def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next
     assert lines[-1].startswith("next: ")
 
 
-def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SMOKE) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(shown: list[str]) -> None:
+    lines = shown
     assert not [line for line in lines if "time in total" in line or "staging alone" in line]
     table = lines[lines.index("DataLoader: 3 batches ...") + 1 : -4]
     assert max(map(len, table)) <= 80
-
-
-def test_the_output_is_plain_when_it_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SMOKE) == 0
-    captured = capsys.readouterr()
-    assert "\x1b" not in captured.out
-    assert captured.err == ""
 
 
 class OneBitOff(Staged):

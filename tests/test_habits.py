@@ -15,12 +15,6 @@ from pinstage._loader import _loader
 MIB = 1 << 20
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="8MiB") as stager:
-        yield stager
-
-
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", 1.5, object()])
 def test_a_device_that_is_none_is_refused_in_our_words(device):
     with pytest.raises(ValueError, match=r"not a device: .*; write 'cuda', 'cuda:0' or 'cpu'"):
@@ -95,9 +89,9 @@ def test_objects_print_as_what_they_are(stager):
     stager.to_device({"x": torch.ones(MIB)})
     assert "<Stager cpu batches=1" in repr(stager)
     text = repr(stager.stats())
-    for line in ("StagerStats\n  batches ", "1, in ", "packed              1 leaves, 4.00 MiB", "PoolStats\n"):
+    for line in ("StagerStats\n  batches ", "1, in ", "packed              1 leaf, 4.00 MiB", "PoolStats\n"):
         assert line in text
-    assert "  max_bytes         8.00 MiB (given: 8MiB)\n  held              4.00 MiB in 1 slabs, at most 4" in text
+    assert "  max_bytes         8.00 MiB (given: 8MiB)\n  held              4.00 MiB in 1 slab, at most 4" in text
     loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
     assert repr(loader) == "<DataLoader to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
     assert "Nothing was loaded yet." in repr(loader.stats())
@@ -127,3 +121,67 @@ def test_the_loader_s_typed_arguments_are_torch_s():
     assert defaults[: len(positional) + len(by_name) - 2] == [
         found.default for found in torchs.values() if found.default is not found.empty
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"threads": "2"}, TypeError, "threads is a number of CPU threads: '2'; pass an int, or None"),
+        ({"timeout": "1"}, TypeError, "timeout is a number of seconds: '1'; pass such a number, or None"),
+        ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
+        ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass one, or max_bytes="),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_in_our_words(options, error, text):
+    for make in (ps.Stager, lambda device, **more: ps.DataLoader([1], device=device, **more)):
+        if make is ps.Stager or options.keys() & {"owner", "pool"}:  # a loader's timeout is torch's
+            with pytest.raises(error, match=text):
+                make("cpu", **options)
+
+
+def test_a_pool_refuses_a_timeout_that_is_no_number():
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool:
+        with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
+            pool.acquire(1, timeout="1")
+        pool.acquire(1, timeout=np.float32(1)).release()
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "reason"),
+    [("AUTO", "25%"), (" Auto ", "25%"), ("4mib/HOST", "given"), (np.float32(4 * MIB), "given")],
+)
+def test_caps_are_read_in_any_case_and_from_numpy_s_floats(max_bytes, reason, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with ps.SlabPool(ps.PageableMemory(), max_bytes=max_bytes) as pool:
+        assert pool.stats().max_bytes_reason.startswith(reason)
+        assert reason == "25%" or pool.max_bytes == 4 * MIB
+
+
+def test_a_lease_takes_no_dtype_for_none():
+    with (
+        ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool,
+        pool.acquire(64) as lease,
+        pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
+    ):
+        lease.as_tensor(2, None)
+
+
+def test_a_masked_array_has_one_remedy(stager):
+    with pytest.raises(ps.errors.LayoutError) as caught:
+        stager.to_device(np.ma.masked_array([1.0], [True]))
+    assert str(caught.value).endswith(": a masked array would lose its mask; pass .filled(...) and .mask separately")
+
+
+def test_a_wrapped_loader_prints_as_what_it_is():
+    class Own(torch.utils.data.DataLoader):
+        pass
+
+    loader = ps.wrap_loader(Own([torch.ones(2)], batch_size=3), device="cpu", max_bytes="4MiB")
+    assert repr(loader) == "<Own to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
+
+
+def test_one_of_a_thing_is_no_plural(stager):
+    stager.to_device({"x": torch.ones(MIB // 8)})
+    text = repr(stager.stats())
+    for part in ("1, in 1 copy\n", "1 leaf, 512.00 KiB", "0 calls, 0 copies", "in 1 slab, at most"):
+        assert part in text

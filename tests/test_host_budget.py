@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles import CountingMemory, Interrupts, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import CountingMemory, Interrupts, ManualEvent, claim_in_child, outcome, stays_blocked, wait_until
 from host_processes import MIB, crowd, hold, rank
-from test_pool_fork import in_child
 
 import pinstage as ps
 from pinstage._pool import _host_budget, _host_ledger
@@ -350,7 +349,7 @@ def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
             with pytest.raises(AcquireTimeoutError):
                 own.acquire("6MiB", timeout=0)
 
-    in_child(claim)
+    claim_in_child(claim)
     lease.release()
     with pool.acquire("8MiB", timeout=5):
         pass

@@ -194,7 +194,9 @@ def clock(monkeypatch):
 def test_no_interleaving_of_processes_exceeds_a_budget_or_leaves_one_waiting(clock):
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(Host, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(
+        Host, settings=settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)
+    )
 
 
 @pytest.fixture

@@ -54,13 +54,6 @@ def trace(tmp_path):
     return naive_loop(steps=20).write(tmp_path / "trace.json.gz")
 
 
-def test_help_names_the_three_commands_and_when_to_use_them(run):
-    status, out, _ = run("--help")
-    assert status == 0
-    for line in ("pinstage audit train.py:make_loader", "pinstage doctor", "pinstage trace trace.json.gz"):
-        assert line in out
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -84,7 +84,7 @@ def alias(draw, children):
 samples = st.recursive(leaves(), lambda children: containers(children) | alias(children), max_leaves=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(samples, st.integers(1, 3), st.sampled_from([0, 1, 1]), st.sampled_from([default_collate, list]))
 def test_a_batch_is_what_its_collate_fn_makes_of_the_samples(make, size, workers, collate):
     dataset = [make(index) for index in range(5)]

@@ -256,16 +256,6 @@ def test_a_refused_unmapping_is_an_error():
 # Without CUDA
 
 
-def test_importing_the_room_imports_no_bindings_and_initialises_nothing():
-    code = f"""
-import sys, torch
-torchs_own = set(sys.modules)
-import pinstage._memory
-{NO_CUDA}
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @without_cuda
 @pytest.mark.parametrize("kind", [HostAllocMemory, RegisteredMemory])
 def test_a_page_locked_kind_without_cuda_says_what_to_use_instead(kind):

@@ -2,42 +2,13 @@
 
 import gc
 import os
-import signal
-import traceback
 import warnings
 
 import pytest
-from doubles import Gate, ManualEvent, outcome
+from doubles import Gate, ManualEvent, claim_in_child, outcome
 
 from pinstage import PageableMemory, SlabPool
 from pinstage.errors import ForkedPoolError
-
-
-def in_child(claim):
-    """Run ``claim`` in a forked child, and fail with the child's traceback if it fails there."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of a fork beside other threads; to survive that is what is tested here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # a child that hangs ends
-        failure = ""
-        try:
-            claim()
-        except BaseException:  # noqa: BLE001 - reported by the parent
-            failure = traceback.format_exc()
-        finally:
-            os.write(write, failure.encode()[-60_000:])
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        failure = pipe.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert not failure, f"in the child:\n{failure}"
-    assert status == 0
-
 
 VERBS = {
     "acquire": lambda pool, lease: pool.acquire(10),
@@ -61,7 +32,7 @@ def test_a_forked_child_is_refused_and_told_what_to_do(pool, verb):
             verb(pool, lease)
 
     with pool.acquire(100) as lease:
-        in_child(claim)
+        claim_in_child(claim)
 
 
 def test_a_lease_dropped_in_the_child_warns_nothing_and_frees_nothing(memory):
@@ -78,7 +49,7 @@ def test_a_lease_dropped_in_the_child_warns_nothing_and_frees_nothing(memory):
         assert warned == []
         assert (memory.live_bytes, memory.deallocations) == (208, 0)
 
-    in_child(claim)
+    claim_in_child(claim)
     leases["plain"].release()
     leases["viewed"].release()
     del leases["view"]
@@ -96,27 +67,8 @@ def test_closing_in_the_child_does_nothing(pool, memory):
         assert memory.deallocations == 0
         assert not event.waited_for.is_set()
 
-    in_child(claim)
+    claim_in_child(claim)
     event.finish()
-
-
-def test_the_parent_goes_on_as_if_nothing_had_happened(pool, memory):
-    lease = pool.acquire(100)
-    view = lease.tensor()
-    view.fill_(42)
-    before = pool.stats()
-
-    def claim():
-        with pytest.raises(ForkedPoolError):
-            pool.stats()
-
-    in_child(claim)
-    assert pool.stats() == before
-    assert view.tolist() == [42] * 100
-    lease.release()
-    del view
-    pool.acquire(100).release()
-    assert (pool.stats().hits, memory.allocations) == (1, 1)
 
 
 def test_the_child_is_refused_and_does_not_hang_when_the_parent_was_in_the_middle_of_something(pool, background):
@@ -125,7 +77,7 @@ def test_the_child_is_refused_and_does_not_hang_when_the_parent_was_in_the_middl
     class ForkingEvent(ManualEvent):
         def query(self):  # the pool's lock is held, here and in the child
             if not self.queries:
-                in_child(claim)
+                claim_in_child(claim)
             return super().query()
 
     def claim():
@@ -152,7 +104,7 @@ def test_a_fork_beside_a_growing_thread_changes_nothing_for_the_parent(pool, mem
         with pytest.raises(ForkedPoolError):
             pool.acquire(10)
 
-    in_child(claim)
+    claim_in_child(claim)
     memory.allocate_gate.open()
     outcome(growing).release()
 
@@ -168,7 +120,7 @@ def test_a_child_may_make_a_pool_of_its_own_and_its_child_is_refused_that_one(po
                     with pytest.raises(ForkedPoolError):
                         inherited.acquire(10)
 
-            in_child(claim_of_grandchild)
+            claim_in_child(claim_of_grandchild)
             own.acquire(100).release()
 
-    in_child(claim)
+    claim_in_child(claim)

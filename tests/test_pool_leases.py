@@ -20,7 +20,6 @@ VIEWS = {
     "numpy": lambda lease: lease.numpy(),
     "memoryview": lambda lease: lease.memoryview(),
 }
-every_view = pytest.mark.parametrize("make_view", VIEWS.values(), ids=VIEWS)
 
 
 def states(pool):
@@ -215,16 +214,6 @@ def test_of_two_releases_at_once_exactly_one_succeeds(pool, background):
 # -- what keeps the slab out of the pool
 
 
-def test_a_slab_is_in_flight_until_its_event_is_done(full_pool):
-    event = ManualEvent()
-    full_pool.acquire(100).release(after=event)
-    assert states(full_pool) == IN_FLIGHT
-    with pytest.raises(AcquireTimeoutError):
-        full_pool.acquire(100, timeout=0)
-    event.finish()
-    full_pool.acquire(100, timeout=0).release()
-
-
 def test_an_event_is_not_kept_after_it_is_done(full_pool):
     event = ManualEvent()
     full_pool.acquire(100).release(after=event)
@@ -235,36 +224,6 @@ def test_an_event_is_not_kept_after_it_is_done(full_pool):
     full_pool.acquire(100).release()
     full_pool.stats()
     assert event.queries == queries
-
-
-def test_slabs_come_back_in_the_order_in_which_their_events_are_done(pool):
-    events = [ManualEvent() for _ in range(3)]
-    leases = [pool.acquire(100) for _ in events]
-    addresses = [lease.data_ptr() for lease in leases]
-    for lease, event in zip(leases, events, strict=True):
-        lease.release(after=event)
-    pool.freeze()
-    for index in (2, 0, 1):
-        events[index].finish()
-        with pool.acquire(100, timeout=0) as lease:
-            assert lease.data_ptr() == addresses[index]
-        lease = pool.acquire(100)  # keep it away from the next round
-        lease.release(after=(later := ManualEvent()))
-        events.append(later)
-    for event in events:
-        event.finish()
-
-
-@every_view
-def test_a_view_keeps_its_slab_out_of_the_pool(full_pool, make_view):
-    lease = full_pool.acquire(100)
-    view = make_view(lease)
-    lease.release()
-    assert states(full_pool) == IN_FLIGHT
-    with pytest.raises(AcquireTimeoutError):
-        full_pool.acquire(100, timeout=0)
-    del view
-    full_pool.acquire(100, timeout=0).release()
 
 
 DERIVED = {
@@ -290,69 +249,6 @@ def test_what_is_derived_from_a_view_keeps_the_slab_too(full_pool, derive):
     assert states(full_pool) == FREE
 
 
-def test_the_last_of_many_views_gives_the_slab_back(full_pool):
-    lease = full_pool.acquire(100)
-    views = [make_view(lease) for make_view in VIEWS.values()]
-    lease.release()
-    while views:
-        assert states(full_pool) == IN_FLIGHT
-        views.pop()
-    assert states(full_pool) == FREE
-
-
-def test_views_that_die_before_the_release_keep_nothing(full_pool):
-    lease = full_pool.acquire(100)
-    for make_view in VIEWS.values():
-        make_view(lease)
-    assert states(full_pool) == LEASED
-    lease.release()
-    stats = full_pool.stats()
-    assert (stats.free_slabs, stats.total_in_flight_slabs) == (1, 0)
-
-
-@every_view
-def test_a_slab_comes_back_when_its_event_is_done_and_then_its_last_view_dies(full_pool, make_view):
-    lease, event = full_pool.acquire(100), ManualEvent()
-    view = make_view(lease)
-    lease.release(after=event)
-    event.finish()
-    assert states(full_pool) == IN_FLIGHT
-    del view
-    assert states(full_pool) == FREE
-
-
-@every_view
-def test_a_slab_comes_back_when_its_last_view_dies_and_then_its_event_is_done(full_pool, make_view):
-    lease, event = full_pool.acquire(100), ManualEvent()
-    view = make_view(lease)
-    lease.release(after=event)
-    del view
-    assert states(full_pool) == IN_FLIGHT
-    event.finish()
-    assert states(full_pool) == FREE
-
-
-def test_a_view_that_outlives_the_release_keeps_its_bytes_while_others_use_the_pool(pool):
-    lease = pool.acquire(100)
-    view = lease.tensor()
-    view.fill_(42)
-    lease.release()
-    for _ in range(20):
-        with pool.acquire(100, timeout=0) as other:
-            other.tensor().fill_(1)
-    assert view.tolist() == [42] * 100
-
-
-def test_the_same_slab_is_lent_again_after_its_views_have_died_with_views_of_its_own(full_pool):
-    for value in range(5):
-        lease = full_pool.acquire(100, timeout=0)
-        view = lease.numpy()
-        view[:] = value
-        lease.release()
-        assert states(full_pool) == IN_FLIGHT
-        del view
-
-
 # -- leases that nobody releases
 
 
@@ -364,32 +260,6 @@ def test_a_forgotten_lease_comes_back_with_a_warning_that_says_what_to_do(full_p
     assert states(full_pool) == FREE
     assert full_pool.stats().requested_bytes == 0
     full_pool.acquire(100, timeout=0).release()
-
-
-def test_a_forgotten_lease_with_views_comes_back_when_the_last_of_them_dies(full_pool):
-    lease = full_pool.acquire(100)
-    view = lease.tensor()
-    view.fill_(5)
-    del lease
-    with pytest.warns(UnreleasedLeaseWarning):
-        full_pool.stats()
-    assert full_pool.stats().free_slabs == 0
-    with pytest.raises(AcquireTimeoutError):
-        full_pool.acquire(100, timeout=0)
-    assert view.tolist() == [5] * 100
-    del view
-    assert states(full_pool) == FREE
-
-
-def test_a_forgotten_lease_whose_views_are_dead_comes_back_once(pool):
-    lease = pool.acquire(100)
-    lease.tensor()
-    del lease
-    with pytest.warns(UnreleasedLeaseWarning):
-        pool.stats()
-    assert states(pool) == FREE
-    with pool.acquire(100) as one, pool.acquire(100) as two:
-        assert one.data_ptr() != two.data_ptr()
 
 
 def test_a_forgotten_lease_waits_for_the_event_that_guards_it(full_pool):

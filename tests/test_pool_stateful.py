@@ -340,7 +340,7 @@ class UnwatchedPoolMachine(PoolMachine):
 TestPool = PoolMachine.TestCase
 TestUnwatchedPool = UnwatchedPoolMachine.TestCase
 TestPool.settings = TestUnwatchedPool.settings = settings(
-    max_examples=500,
+    max_examples=3 * settings.default.max_examples,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-import torch
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
@@ -66,14 +65,6 @@ def test_a_request_that_times_out_has_waited_that_long_and_leaves_the_pool_as_it
             before.misses,
             before.total_requested_bytes,
         )
-
-
-def test_a_timeout_of_zero_still_takes_what_is_there(full_pool):
-    full_pool.acquire(700, timeout=0).release()
-    full_pool.acquire(700, timeout=0).release()
-    full_pool.acquire(1000, timeout=0).release()
-    stats = full_pool.stats()
-    assert (stats.hits, stats.misses, stats.waits) == (1, 2, 0)
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
@@ -208,26 +199,6 @@ def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, backgr
 
 
 @slow_polling
-def test_waiters_are_served_first_come_first_served(full_pool, background):
-    lease = full_pool.acquire(1000)
-    served = []
-
-    def take(number):
-        with full_pool.acquire(1000 - number):
-            served.append(number)
-
-    futures = []
-    for number in range(12):
-        futures.append(background(take, number))
-        waiters(full_pool, number + 1)
-    lease.release()
-    for future in futures:
-        outcome(future)
-    assert served == list(range(12))
-    assert full_pool.stats().waits == 12
-
-
-@slow_polling
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, background):
     leases = [full_pool.acquire(480), full_pool.acquire(480)]
     large = background(full_pool.acquire, 900)
@@ -258,17 +229,6 @@ def test_one_release_serves_as_many_waiters_as_there_is_room_for(full_pool, back
     assert full_pool.stats().leased_bytes == 640 + 40 + 320
     for lease in leases:
         lease.release()
-
-
-def test_a_request_that_comes_while_others_wait_queues_behind_them_even_for_an_idle_slab(full_pool, background):
-    full_pool.reserve(96)
-    lease = full_pool.acquire(800)
-    large = background(full_pool.acquire, 900)
-    waiters(full_pool, 1)
-    with pytest.raises(AcquireTimeoutError):
-        full_pool.acquire(96, timeout=0)
-    lease.release()
-    outcome(large).release()
 
 
 # -- interrupted
@@ -327,16 +287,3 @@ def test_a_waiter_interrupted_while_it_asks_an_event_leaves_the_queue_and_the_sl
     with pytest.raises(AcquireTimeoutError):
         full_pool.acquire(1000, timeout=0)
     lease.release()
-
-
-@slow_polling
-def test_what_a_waiter_gets_is_its_own(full_pool, background):
-    def take(number):
-        with full_pool.acquire(500) as lease:
-            tensor = lease.tensor()
-            tensor.fill_(number)
-            assert torch.equal(tensor, torch.full((500,), number, dtype=torch.uint8))
-            del tensor
-
-    for future in [background(take, number) for number in range(30)]:
-        outcome(future)

@@ -21,12 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 def loader(size=12, batch_size=2, **options):
     return torch.utils.data.DataLoader(data.Mapped(data.scalar, size), batch_size, **options)
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, wait_until
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
@@ -214,7 +214,6 @@ def test_a_ring_takes_batches_in_parts(walled):
 
 
 @quietly
-@settings(max_examples=200)
 @given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
 def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
     parts = take_apart(batch)

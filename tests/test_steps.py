@@ -13,12 +13,6 @@ from pinstage._steps import step
 PARTS = ["walk", "describe", "acquire", "pack", "copy", "views", "unflatten"]
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu") as stager:
-        yield stager
-
-
 def batch():
     return {"a": torch.ones(3), "b": [torch.zeros(2)]}
 

@@ -16,7 +16,7 @@ from pinstage._layout import INTEGERS, PACKED, RowKind, Table, cut, pack, take_a
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
-many = settings(max_examples=5 * settings.default.max_examples)
+many = settings(max_examples=3 * settings.default.max_examples)
 
 HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
 MAGIC = 0x70696E7374616702

@@ -20,12 +20,6 @@ from pinstage.errors import LayoutError
 pytestmark = pytest.mark.usefixtures("both_paths")
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 @pytest.fixture(autouse=True)
 def told_anew():
     _torch._told.clear()

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import enum
 import functools
+import operator
 import subprocess
 import sys
 import textwrap
@@ -97,11 +98,6 @@ class Derived(Base):
     second: typing.Any
 
 
-@dataclasses.dataclass
-class DataDict(dict):
-    first: typing.Any
-
-
 @attrs.define
 class AttrsOpen:
     first: typing.Any
@@ -185,42 +181,10 @@ CONTAINERS = {
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_containers_come_back_as_they_were(kind):
     batch = [CONTAINERS[kind](), {"inner": CONTAINERS[kind]()}]
+    leaves = known.leaves_of(batch)
     assert_same(batch, through_slab(batch), "cpu")
     assert_same(batch[0], through_slab(batch[0]), "cpu")
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_the_original_containers_are_not_changed(kind):
-    original = CONTAINERS[kind]()
-    leaves = known.leaves_of(original)
-    through_slab(original)
-    assert all(one is other for one, other in zip(leaves, known.leaves_of(original), strict=True))
-
-
-def test_every_kind_of_container_nests_in_every_other():
-    batch = None
-    for kind in (
-        "dict",
-        "dataclass",
-        "list subclass",
-        "defaultdict subclass",
-        "registered",
-        "namedtuple",
-        "attrs",
-        "deque",
-    ):
-        batch = [CONTAINERS[kind](), {"deeper": batch}]
-    assert_same(batch, through_slab(batch), "cpu")
-
-
-def test_a_class_that_was_met_once_is_met_again_without_being_learnt():
-    @dataclasses.dataclass
-    class Local:
-        value: typing.Any
-
-    for _ in range(3):
-        batch = [Local(leaf()), Local(None), Local([Local(leaf())])]
-        assert_same(batch, through_slab(batch), "cpu")
+    assert all(map(operator.is_, leaves, known.leaves_of(batch))), "the original was changed"
 
 
 # -- dicts -------------------------------------------------------------------------------------------------------------
@@ -626,12 +590,6 @@ def test_what_optree_knows_in_our_namespace_is_a_container():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_what_optree_knows_in_another_namespace_is_a_container_too():
-    batch = [known.KnownToOptree([leaf(1), {"a": leaf(2)}])]
-    assert len(Layout.of(batch).slots) == 2
-    assert_same(batch, through_slab(batch), "cpu")
-
-
 @pytest.mark.parametrize("namespace", ["pinstage", "somebody's own"])
 @pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
 def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then_on(namespace, harmless_first):
@@ -736,19 +694,6 @@ def test_an_object_that_hides_a_tensor_is_an_error_that_names_its_path_and_the_r
         assert f"pinstage.register_node({type(hiding).__qualname__})" in said
         assert "flatten, unflatten" in said
         assert "tree_flatten" in said
-
-
-def test_the_remedy_works():
-    class Hiding:
-        def __init__(self, hidden):
-            self.hidden = hidden
-
-    batch = [Hiding(leaf())]
-    for _ in range(2):  # an error is no reason to remember anything wrong
-        with pytest.raises(LayoutError, match="register_node"):
-            Layout.of(batch)
-    register_node(Hiding)
-    assert_same(batch, through_slab(batch), "cpu")
 
 
 @pytest.mark.parametrize(

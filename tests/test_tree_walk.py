@@ -15,6 +15,7 @@ from pinstage._tree import _structure, walk
 from pinstage.errors import LayoutError
 
 both_paths = pytest.mark.usefixtures("both_paths")
+many = settings(max_examples=3 * settings.default.max_examples)
 OFTEN = 3
 
 Pair = namedtuple("Pair", "a b")
@@ -70,7 +71,7 @@ alike = st.recursive(LEAVES, containers_of, max_leaves=6)
 
 
 @both_paths
-@settings(max_examples=500)
+@many
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
 @example([{"a": {"a": 1, "b": 2}}], [{"a": {"b": 2, "a": 1}}])
@@ -90,14 +91,12 @@ def test_what_came_before_does_not_show(before, batch):
 
 
 @both_paths
-@settings(max_examples=100)
 @given(batches())
 def test_however_nested_a_batch_is_staged_the_same_each_time(batch):
     for _ in range(OFTEN):
         assert_same(batch, through_slab(batch), "cpu")
 
 
-@settings(max_examples=200)
 @given(st.one_of(alike, batches()))
 def test_both_paths_find_the_same_leaves_in_the_same_order_and_the_same_structure(batch):
     found = []
@@ -113,7 +112,7 @@ def test_both_paths_find_the_same_leaves_in_the_same_order_and_the_same_structur
 
 
 @both_paths
-@settings(max_examples=500)
+@many
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
 @example([OrderedDict(), {"a": 1, "b": 2}], [OrderedDict(), {"b": 1, "a": 2}])  # which only optree takes apart
@@ -131,7 +130,6 @@ def test_structures_that_share_a_key_rebuild_alike(one, other):
 
 
 @both_paths
-@settings(max_examples=200)
 @given(alike)
 def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
     leaves, structure = walk(batch)

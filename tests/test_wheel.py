@@ -107,11 +107,6 @@ def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed)
     assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
 
 
-def test_the_demo_and_the_benchmarks_are_not_in_the_wheel(installed):
-    named = {part.strip("_") for path in content(installed) for part in path.with_suffix("").parts}
-    assert not named & {"demo", "bench", "comparison", "rivals", "examples", "benchmarks"}
-
-
 def test_it_is_for_every_python_from_3_11_on_and_for_this_machine(installed):
     (info,) = installed.glob("*.dist-info")
     machine = sysconfig.get_platform().replace("-", "_")

@@ -34,6 +34,8 @@ from ._steps import profile
 from ._tree import Keep, register_node, register_tensor
 
 if TYPE_CHECKING:
+    from . import inspect as inspect
+    from . import offload as offload
     from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
@@ -77,12 +79,14 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_LATER[name], __name__)
-    found = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
-    return found
+if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(_LATER[name], __name__)
+        found = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """Sizes as people write them, and as the package prints them."""
 
+import numbers
 import operator
 import re
 from collections.abc import Iterable
@@ -40,8 +41,8 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
         if exact.denominator != 1:
             raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
         return int(exact)
-    if isinstance(size, float):
-        if not size.is_integer():
+    if isinstance(size, float | numbers.Real) and not isinstance(size, SupportsIndex):  # Python's or numpy's
+        if not float(size).is_integer():
             raise ValueError(f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'")
         size = int(size)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -79,6 +80,11 @@ def table_text(title: str, rows: Iterable[tuple[str, object]]) -> str:
     written = [(name, str(value)) for name, value in rows]
     width = max(len(name) for name, _ in written)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in written)])
+
+
+def count(number: float, noun: str, plural: str | None = None) -> str:
+    """Write a number with its noun: ``1 copy``, ``1,000 copies``."""
+    return f"{number:,.0f} {noun if number == 1 else plural or noun + 's'}"
 
 
 def round_up(nbytes: int, unit: int) -> int:

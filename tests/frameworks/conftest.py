@@ -3,6 +3,7 @@
 None is skipped, but those that need a CUDA device where there is none.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,13 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped, and nothing may be skipped here: {report.longrepr}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator():
+    """Let no test find the accelerator of another one, which Accelerate keeps in classes."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+        state.PartialState._reset_state()

@@ -2,7 +2,6 @@
 
 import pytest
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from programs import both_ways, reports
 from torch.utils.data import DataLoader
 from visits import Visits, collate
@@ -22,14 +21,6 @@ CASES = {
     "stateful": ["--use-stateful-dataloader"],
     "stateful_with_workers": ["--use-stateful-dataloader", "--workers", "1"],
 }
-
-
-@pytest.fixture(autouse=True)
-def no_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import webdataset as wds
 from programs import reports
 from train_webdataset import nested, write
 
-import pinstage as ps
-
 
 @pytest.mark.parametrize(("program", "steps"), [("train_webdataset.py", 2 * 8), ("train_torchrec.py", 2 * 10)])
 def test_two_processes_train_to_the_framework_s_own_losses_bit_for_bit(tmp_path, program, steps):
@@ -20,12 +18,6 @@ def test_two_processes_train_to_the_framework_s_own_losses_bit_for_bit(tmp_path,
 
 
 # -- webdataset --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 import torchdata.nodes
-from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerated import samples, train
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
@@ -22,12 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 def test_tqdm_has_a_total(stager):
     loader = DataLoader(list(range(8)), 2)
     for bar in (tqdm(stager.prefetch(loader), disable=True), stager.prefetch(tqdm(loader, disable=True))):
@@ -38,48 +32,9 @@ def test_tqdm_has_a_total(stager):
 # -- Accelerate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def no_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
 class Streamed(IterableDataset):
     def __iter__(self):
         yield from samples()
-
-
-def samples():
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(32, 3, generator=generator), torch.randn(32, 1, generator=generator))
-
-
-def train(wrap, *, epochs=2, dataset=samples, batch_size=4, skipped=0, **options):
-    """Train with accumulation over three batches; return the weights after each step, and what was gathered."""
-    torch.manual_seed(0)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=3, dataloader_config=DataLoaderConfiguration(**options)
-    )
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(dataset(), batch_size, generator=torch.Generator().manual_seed(3))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if skipped:
-        loader = skip_first_batches(loader, skipped)
-    steps, gathered = [], []
-    for _ in range(epochs):
-        for inputs, targets in wrap(loader):
-            with accelerator.accumulate(model):
-                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    steps.append([parameter.detach().clone() for parameter in model.parameters()])
-                optimizer.zero_grad()
-            gathered.append((accelerator.gather_for_metrics(targets), accelerator.gradient_state.end_of_dataloader))
-        assert accelerator.gradient_state.active_dataloader is None
-    return steps, gathered
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 20])
@@ -99,8 +54,8 @@ def train(wrap, *, epochs=2, dataset=samples, batch_size=4, skipped=0, **options
     ids=str,
 )
 def test_a_prepared_loader_trains_as_in_the_plain_loop(stager, options, depth):
-    steps, gathered = train(lambda loader: loader, **options)
-    found_steps, found_gathered = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
+    steps, gathered, _ = train(lambda loader: loader, **options)
+    found_steps, found_gathered, _ = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
     assert len(steps) == (4 if "skipped" in options else 6)
     assert all(map(torch.equal, itertools.chain(*found_steps), itertools.chain(*steps)))
     assert len(found_steps) == len(steps)

@@ -10,12 +10,6 @@ from pinstage.errors import LayoutError
 from pinstage.integrations.torchdata import Stage
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 def pipeline(stager, samples=32, depth=2, source=None):
     node = IterableWrapper(range(samples)) if source is None else source
     node = Batcher(ParallelMapper(node, torch.tensor, num_workers=2, method="thread"), 4)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from programs import both_ways, reports
 from train_transformers import Returns, StagingTrainer, read_options, train
 from transformers import Trainer, TrainingArguments
@@ -13,14 +12,6 @@ from pinstage.integrations.trainer import StageInputs
 
 SAME = ("losses", "samples", "weights", "evaluated")
 EVALUATED = 24 // 4
-
-
-@pytest.fixture(autouse=True)
-def no_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def run(folder, way, *words, **further):

@@ -1,6 +1,7 @@
 """`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and say so where they cannot."""
 
 import gc
+import itertools
 import os
 import time
 import warnings
@@ -9,10 +10,11 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerated import samples, train
+from doubles import wait_until
 from monai.data import DataLoader as MonaiLoader
 from monai.data import ThreadDataLoader
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
@@ -24,45 +26,7 @@ pytestmark = [
 ]
 
 
-def samples(count=32):
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator))
-
-
 # -- Accelerate --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def no_accelerator():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
-def train(wrap, workers, **options):
-    """Train with accumulation over three batches; return the weights after each step, and the prepared loader."""
-    torch.manual_seed(0)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=3, dataloader_config=DataLoaderConfiguration(**options)
-    )
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(samples(), 4, shuffle=True, generator=generator, num_workers=workers)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    loader = wrap(loader)
-    steps = []
-    for _ in range(2):
-        for inputs, targets in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    steps += [parameter.detach().clone() for parameter in model.parameters()]
-                optimizer.zero_grad()
-    assert len(steps) == 6 * 2  # three steps an epoch, of two parameters
-    return steps, loader
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,9 +42,11 @@ def train(wrap, workers, **options):
     ids=str,
 )
 def test_a_wrapped_prepared_loader_trains_as_the_prepared_one(options, workers):
-    expected, _ = train(lambda loader: loader, workers, **options)
-    found, loader = train(lambda loader: ps.wrap_loader(loader, max_bytes="1MiB"), workers, **options)
-    assert all(map(torch.equal, found, expected))
+    options |= {"shuffle": True, "workers": workers}
+    expected, *_ = train(lambda loader: loader, **options)
+    found, _, loader = train(lambda loader: ps.wrap_loader(loader, max_bytes="1MiB"), **options)
+    assert len(expected) == len(found) == 6  # three steps an epoch
+    assert all(map(torch.equal, itertools.chain(*found), itertools.chain(*expected)))
     assert loader.stats().batches == 16
 
 
@@ -107,13 +73,6 @@ def test_a_state_of_a_wrapped_prepared_loader_goes_on_with_the_next_batch():
     resumed = prepared()
     resumed.load_state_dict(state)
     assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
-
-
-def wait_until(holds, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -345,16 +345,6 @@ def test_hundreds_of_ragged_batches_under_a_small_cap_arrive_intact(cuda_device)
         assert stats.leased_bytes == 0
 
 
-def test_staging_an_inplace_change_of_one_leaf_leaves_autograd_of_another_alone(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        staged = stager.to_device({"a": torch.ones(64), "b": torch.ones(64)})
-        weight = torch.ones(64, device=cuda_device, requires_grad=True)
-        loss = (weight * staged["a"]).sum()
-        staged["b"].mul_(2)
-        loss.backward()
-        assert torch.equal(weight.grad.cpu(), torch.ones(64))
-
-
 def test_the_default_pool_is_page_locked_and_its_cap_is_stated(cuda_device):
     with ps.Stager(cuda_device) as stager, stager.pool.acquire(5000) as lease:
         assert lease.tensor().is_pinned()

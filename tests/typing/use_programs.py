@@ -74,6 +74,12 @@ def a_loader() -> None:
     ps.DataLoader(Numbers(), max_bytes=[1])  # type: ignore[arg-type]
 
 
+def names() -> None:
+    _ = ps.Stagger  # type: ignore[attr-defined]
+    ps.offload.save_on_cpu(ps.SlabPool(), min_byte=3)  # type: ignore[call-arg]
+    ps.inspect.audit({}, deivce="cuda")  # type: ignore[call-arg]
+
+
 def leases(lease: ps.Lease) -> None:
     assert_type(lease.as_tensor((2, 3), np.float32), torch.Tensor)
     lease.as_tensor(4, np.dtype("int64"))

@@ -24,10 +24,13 @@ def most_threads(threads: int | None) -> int:
         threads: as many as the user says; None takes the usable CPUs, at most `MOST_THREADS`.
 
     Raises:
+        TypeError: `threads` is no int.
         ValueError: `threads` is less than 1.
     """
     if threads is None:
         return min(usable_cpus(), MOST_THREADS)
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise TypeError(f"threads is a number of CPU threads: {threads!r}; pass an int, or None for the usable CPUs")
     if threads < 1:
         raise ValueError(f"threads must be at least 1: {threads}; 1 packs in the calling thread")
     return threads

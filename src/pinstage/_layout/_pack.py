@@ -84,6 +84,12 @@ def _copy_elements(found: Described, target: torch.Tensor) -> None:
     """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
     assert found.source is not None
     check_is_plain(target)
-    source = found.source.detach()
+    source, size = found.source.detach(), found.source.itemsize
+    if source.data_ptr() % size:  # torch's loops want elements at multiples of their size: complex128 crashes elsewhere
+        start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
+        of_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))
+        target.view(of_bytes.shape).copy_(of_bytes)
+        return
     integer = INTEGERS.get(source.itemsize, source.dtype)
     target.view(integer).view(source.shape).copy_(source.view(integer))

@@ -33,9 +33,11 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
         tensor = from_array(array)
     except TypeError as error:
         path = structure.path(index)
+        masked = isinstance(array, np.ma.MaskedArray)
+        remedy = "pass .filled(...) and .mask separately" if masked else "convert it to a dtype that torch has"
         raise LayoutError(
             f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
-            "convert it to a dtype that torch has",
+            f"{remedy}",
             path,
         ) from error
     if tensor is not None:

@@ -13,6 +13,7 @@ import torch.utils.data
 
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
+from .._sizes import count
 from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._broker import SlabBroker
 from ._collate import SlabCollate
@@ -41,6 +42,14 @@ class Staging:
     @property
     def _settings(self) -> Settings:
         raise NotImplementedError
+
+    def __repr__(self) -> str:
+        loader: Any = self
+        workers = count(loader.num_workers, "worker") if loader.num_workers else "no workers"
+        device, max_bytes = self._settings.device, self._settings.max_bytes
+        return (
+            f"<{type(self).__name__} to {device}: batch_size={loader.batch_size}, {workers}, max_bytes={max_bytes!r}>"
+        )
 
     def stats(self) -> LoaderStats:
         """Return the counters of all passes so far. Does not block."""
@@ -263,10 +272,6 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"pool": None}
-
-    def __repr__(self) -> str:
-        workers = f"{self.num_workers} workers" if self.num_workers else "no workers"
-        return f"<DataLoader to {self.device}: batch_size={self.batch_size}, {workers}, max_bytes={self.max_bytes!r}>"
 
 
 def wrap_loader(

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from .._pool import PoolStats
-from .._sizes import format_bytes, table_text
+from .._sizes import count, format_bytes, table_text
 from .._staging import Transfer
 
 _NOTICEABLE = 0.1
@@ -71,7 +71,7 @@ class LoaderStats:
         text = table_text(
             "LoaderStats",
             [
-                ("batches", f"{self.batches:,}, {format_bytes(self.bytes)} in {self.copies:,} copies"),
+                ("batches", f"{self.batches:,}, {format_bytes(self.bytes)} in {count(self.copies, 'copy', 'copies')}"),
                 ("fallback_batches", f"{self.fallback_batches:,}"),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
                 ("seconds", f"{self.seconds:.3f}, of which {self.wait_seconds:.3f} waiting for a batch"),

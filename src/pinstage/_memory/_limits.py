@@ -67,9 +67,10 @@ def cap_bytes(max_bytes: int | str | None) -> tuple[int, str]:
         TypeError: neither an integer nor text.
         ValueError: no size, or the number of ranks on this host cannot be known.
     """
-    if max_bytes is None or max_bytes == "auto":
+    text = max_bytes.strip().lower() if isinstance(max_bytes, str) else ""
+    if max_bytes is None or text == "auto":
         return auto_max_bytes()
-    if not isinstance(max_bytes, str) or not max_bytes.rstrip().endswith(_PER_HOST):
+    if not text.endswith(_PER_HOST):
         return parse_bytes(max_bytes), f"given: {max_bytes}"
     if "LOCAL_WORLD_SIZE" not in os.environ and os.environ.get("WORLD_SIZE", "1").strip() != "1":
         raise ValueError(
@@ -77,7 +78,7 @@ def cap_bytes(max_bytes: int | str | None) -> tuple[int, str]:
             "(how many ranks this host has) is not set; launch with torchrun, set it, or pass each rank's own size"
         )
     ranks = _ranks()
-    whole = parse_bytes(max_bytes.rstrip().removesuffix(_PER_HOST))
+    whole = parse_bytes(text.removesuffix(_PER_HOST))
     return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
 
 

@@ -27,12 +27,14 @@ The pool counts bytes and knows nothing of shapes. It touches CUDA through two s
 GPU.
 """
 
+from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
-from ._pool import SlabPool
+from ._pool import SlabPool, check_pool
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
+from ._waiting import check_timeout
 
 __all__ = [
     "Fence",
@@ -42,5 +44,8 @@ __all__ = [
     "OwnerStats",
     "PoolStats",
     "SlabPool",
+    "check_owner",
+    "check_pool",
+    "check_timeout",
     "size_class",
 ]

@@ -49,6 +49,16 @@ class Waiter:
         self.hear = bell.acquire
 
 
+def check_owner(name: object) -> None:
+    """See that an owner is a name.
+
+    Raises:
+        ValueError: it is no text, or empty.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out")
+
+
 class Accounts(dict[str, Account]):
     """The accounts of a pool, by owner; opened when they are first asked for. All is called under the pool's lock."""
 
@@ -59,8 +69,7 @@ class Accounts(dict[str, Account]):
         self._granularity = granularity
 
     def __missing__(self, name: Any) -> Account:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out")
+        check_owner(name)
         account = Account(name)
         account.largest = self.largest(account, self._max_bytes)
         self[name] = account

@@ -102,9 +102,11 @@ class Lease:
 
         Raises:
             LeaseError: the lease was released.
-            TypeError: torch has no such dtype.
+            TypeError: torch has no such dtype, or it is None.
             ValueError: the shape needs more than `nbytes` bytes, or has a negative size.
         """
+        if dtype is None:
+            raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):
             dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)

@@ -19,10 +19,20 @@ from ._ledger import Ledger
 from ._resize import Resize
 from ._slab import Fence
 from ._stats import PoolStats
-from ._waiting import Line
+from ._waiting import Line, check_timeout
 
 _PAUSE_SECONDS = 0.02
 """How often a reservation that waits for other processes looks again."""
+
+
+def check_pool(pool: object) -> None:
+    """See that a pool is one, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if pool is not None and not isinstance(pool, SlabPool):
+        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass one, or max_bytes= for a new one")
 
 
 class SlabPool:
@@ -115,8 +125,8 @@ class SlabPool:
             nbytes = parse_bytes(nbytes)
         if nbytes <= 0:
             raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
+        if timeout is not None and (type(timeout) is not float or timeout < 0):
+            check_timeout(timeout)
         ledger = self._ledger
         if ledger.is_forked or ledger.is_entered() or ledger.forgotten:
             self._check_entry()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .._sizes import format_bytes, table_text
+from .._sizes import count, format_bytes, table_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,8 @@ class PoolStats:
         rows = []
         for state in ("held", "leased", "in_flight", "free"):
             now, peak = (format_bytes(getattr(self, f"{prefix}{state}_bytes")) for prefix in ("", "peak_"))
-            rows.append((state.replace("_", " "), f"{now} in {getattr(self, f'{state}_slabs')} slabs, at most {peak}"))
+            slabs = count(getattr(self, f"{state}_slabs"), "slab")
+            rows.append((state.replace("_", " "), f"{now} in {slabs}, at most {peak}"))
         return table_text(
             "PoolStats",
             [

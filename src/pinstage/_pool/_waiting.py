@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,19 @@ from ._slab import Inbox
 _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
 view that dies wake nobody (finalisers do no more than one call of C), so it looks again by itself."""
+
+
+def check_timeout(timeout: object) -> None:
+    """See that a timeout is a number of seconds.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait forever")
+    if timeout < 0:
+        raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
 
 
 class Line:

@@ -14,9 +14,9 @@ import torch
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
 from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
-from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool
+from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, check_owner, check_pool, check_timeout
 from .._reaper import reaper
-from .._sizes import format_bytes, parse_bytes, table_text
+from .._sizes import count, format_bytes, parse_bytes, table_text
 from .._steps import step
 from .._torch import tell_once
 from .._tree import Keeping
@@ -84,18 +84,16 @@ class StagerStats:
     """The pool's counters."""
 
     def __repr__(self) -> str:
+        fetches, fetch_copies = count(self.fetches, "call"), count(self.fetch_copies, "copy", "copies")
         text = table_text(
             "StagerStats",
             [
-                ("batches", f"{self.batches:,}, in {self.copies:,} copies"),
-                ("packed", f"{self.packed_leaves:,} leaves, {format_bytes(self.packed_bytes)}"),
+                ("batches", f"{self.batches:,}, in {count(self.copies, 'copy', 'copies')}"),
+                ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
                 ("padding", format_bytes(self.padding_bytes)),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
                 ("ring_overflows", f"{self.ring_overflows:,}"),
-                (
-                    "to_host",
-                    f"{self.fetches:,} calls, {self.fetch_copies:,} copies, {format_bytes(self.fetched_bytes)}",
-                ),
+                ("to_host", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
             ],
         )
         return f"{text}\n{self.pool!r}"
@@ -132,7 +130,7 @@ class Stager:
             even if results of `to_host` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep` is neither of these.
+        TypeError: `keep` is neither of these, or `pool`, `ring`, `threads` or `timeout` is of another type.
         ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, or a negative `timeout`.
         StagingError: a CUDA device, but no CUDA.
 
@@ -159,14 +157,16 @@ class Stager:
         keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
+        check_pool(pool)
+        check_owner(owner)
         if pool is not None and max_bytes not in ("auto", None):
             raise ValueError(
                 f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
             )
         if ring is None and (ring_bytes is not None or ring_overflow != "error"):
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
+        if timeout is not None:
+            check_timeout(timeout)
         self._target = target_for(device)
         self._timeout = timeout
         self._owner = owner

@@ -77,7 +77,7 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         except (TypeError, ValueError):
             pass
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError("a masked array would lose its mask; pass .filled(...) and .mask separately")
+        raise TypeError("a masked array would lose its mask")
     if array.dtype.kind not in "biufc":
         return None
     if type(array) is not np.ndarray:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
-from .._pool import Fence, Lease, SlabPool
+from .._pool import Fence, Lease, SlabPool, check_pool, check_timeout
 from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
@@ -78,8 +78,9 @@ class PoolStager(AsyncStager):
             raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
+        check_pool(pool)
+        if timeout is not None:
+            check_timeout(timeout)
         self._owns_pool = pool is None
         self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
         self._timeout = timeout

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 import pinstage as ps
 
 from .._layout import dense_stride
-from .._sizes import format_bytes
+from .._sizes import count, format_bytes
 from .._torch import memory_of
 from ._bus import GIB, Bus
 from ._cost import cost_of
 from ._pinning import Pinning, ask_torch, type_name
-from ._report import Line, Section, TextTable, as_rich, as_text, count, duration, share, table_of
+from ._report import Line, Section, TextTable, as_rich, as_text, duration, share, table_of
 from ._walk import FoundLeaf, Leaf, places
 
 _PACK_LIMIT_BYTES = GIB

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .._host import Headroom, threads_within
-from .._sizes import format_bytes
+from .._sizes import count, format_bytes
 from .._torch import Problem
 from ._bus import PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
 from ._cost import Cost
 from ._gpus import Driver, Gpu
-from ._report import count, duration, rate, share
+from ._report import duration, rate, share
 
 if TYPE_CHECKING:
     from pinstage import HostShare

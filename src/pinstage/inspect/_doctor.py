@@ -21,13 +21,13 @@ import pinstage as ps
 
 from .. import _host, _native, _torch
 from .._memory import why_unusable
-from .._sizes import format_bytes
+from .._sizes import count, format_bytes
 from . import _checks, _top
 from ._bus import PAGEABLE, PINNED, REGISTERED, SIZES, Point, measure, page_locking_seconds
 from ._checks import Check, Status
 from ._cost import Cost, measure_cost
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
-from ._report import Line, Section, TextTable, count
+from ._report import Line, Section, TextTable
 
 PINNED_BYTES = 1 << 30
 """Bytes that are page-locked to see how long that takes."""

@@ -130,8 +130,3 @@ def rate(bytes_per_second: float) -> str:
 def share(part: float, whole: float) -> str:
     """Write a part of a whole in percent; ``-`` where there is no whole."""
     return f"{part / whole:.0%}" if whole else "-"
-
-
-def count(number: float, noun: str, plural: str | None = None) -> str:
-    """Write a number with its noun: ``1 copy``, ``1,000 copies``."""
-    return f"{number:,.0f} {noun if number == 1 else plural or noun + 's'}"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pinstage as ps
 
-from .._sizes import format_bytes
-from ._report import Line, Section, TextTable, as_rich, as_text, count, duration
+from .._sizes import count, format_bytes
+from ._report import Line, Section, TextTable, as_rich, as_text, duration
 
 if TYPE_CHECKING:
     from pinstage import HostShare

@@ -17,10 +17,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..._sizes import format_bytes
+from ..._sizes import count, format_bytes
 from .._bus import Bus
 from .._cost import Cost
-from .._report import count, duration, rate, share
+from .._report import duration, rate, share
 from ._analysis import SMALL_BYTES, Analysis
 from ._events import TO_DEVICE
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._sizes import format_bytes
+from ..._sizes import count, format_bytes
 from .._bus import Bus
 from .._cost import Cost, cost_of
 from .._errors import TraceError
-from .._report import Line, Section, TextTable, count, duration, rate, share, table_of
+from .._report import Line, Section, TextTable, duration, rate, share, table_of
 from ._analysis import Analysis, CopyGroup, HostCall, SizeBucket, Step, analyse
 from ._events import TO_DEVICE, TO_HOST, read
 from ._model import Downloads, Packing, download_verdict, downloads, packing, verdict

@@ -1,0 +1,41 @@
+"""Trains by Accelerate, with accumulation over three batches: what tests of prefetchers and of loaders compare."""
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def samples(count=32):
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator))
+
+
+def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skipped=0, **options):
+    """Train for two epochs on what `wrap` makes of the prepared loader.
+
+    Returns:
+        The weights after each step, what was gathered of each batch, and the loader.
+    """
+    torch.manual_seed(0)
+    configuration = DataLoaderConfiguration(**options)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, dataloader_config=configuration)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(dataset(), batch_size, shuffle=shuffle or None, generator=generator, num_workers=workers)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if skipped:
+        loader = skip_first_batches(loader, skipped)
+    loader = wrap(loader)
+    steps, gathered = [], []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    steps.append([parameter.detach().clone() for parameter in model.parameters()])
+                optimizer.zero_grad()
+            gathered.append((accelerator.gather_for_metrics(targets), accelerator.gradient_state.end_of_dataloader))
+        assert accelerator.gradient_state.active_dataloader is None
+    return steps, gathered, loader
