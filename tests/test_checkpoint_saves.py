@@ -377,4 +377,4 @@ def test_tensors_in_shards_come_back_as_what_torch_plans_with(tmp_path, stager, 
 
 
 def test_fsdp2_on_two_ranks_saves_and_loads_by_both_checkpointers(tmp_path):
-    torchrun(Path(__file__).with_name("fsdp_checkpoint.py"), tmp_path, "cpu", timeout=300)
+    torchrun(Path(__file__).with_name("fsdp_checkpoint.py"), tmp_path, "cpu")

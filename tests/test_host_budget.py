@@ -563,7 +563,7 @@ def test_a_program_that_closes_nothing_ends_in_silence():
     )
     environment = os.environ | {"PYTHONPATH": str(Path(ps.__file__).parents[1])}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert living() == []
 

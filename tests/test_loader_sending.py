@@ -15,8 +15,6 @@ from pinstage._loader._messages import Failed, PackedBatch
 from pinstage._loader._sending import SendingQueue
 from pinstage._staging import Transfer
 
-pytestmark = pytest.mark.timeout(30)
-
 
 class Sent(Transfer):
     """A transfer that nobody sent."""

@@ -322,7 +322,6 @@ def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(ful
     assert states(full_pool) == FREE
 
 
-@pytest.mark.timeout(20)
 def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
     class CollectingEvent(ManualEvent):
         def query(self):
@@ -341,7 +340,6 @@ def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
     event.finish()
 
 
-@pytest.mark.timeout(20)
 def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
     views = []
 

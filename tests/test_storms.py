@@ -38,7 +38,6 @@ def storm(*arguments):
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
         preexec_fn=ignore_interrupts,
     )
     assert done.returncode == 0, done.stderr

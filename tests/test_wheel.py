@@ -74,7 +74,6 @@ def build(source: Path, *arguments: str | Path, **environment: str) -> subproces
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
 
@@ -93,7 +92,7 @@ def install(source: Path, native: str, **environment: str) -> Path:
 
 def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-I", "-c", REFUSING + code, str(installed), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def content(installed: Path) -> set[Path]:
@@ -127,7 +126,7 @@ def test_without_a_compiler_it_stages_batches_and_says_what_it_lacks(without_com
 def test_doctor_says_that_the_extension_was_not_compiled_and_what_to_do(without_compiler):
     code = "import sys; sys.path.insert(0, sys.argv[1]); from pinstage._cli import main; main(sys.argv[2:])"
     command = [sys.executable, "-I", "-c", code, str(without_compiler), "doctor", "--no-measure", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "extension"]
     assert check["status"] == "warning"
     assert "the extension was not compiled" in check["found"]

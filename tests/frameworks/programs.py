@@ -10,18 +10,18 @@ from torchrun import environment, torchrun
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 
 
-def reports(name, out, *options, ranks=2, timeout=100):
+def reports(name, out, *options, ranks=2):
     """Return each rank's report; a program that reports for several ranks by itself is run with ``ranks=None``."""
     out.mkdir(parents=True, exist_ok=True)
     arguments = ["--out", out, *options]
     if ranks is None or ranks == 1:
         command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
         done = subprocess.run(
-            command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=timeout, check=False
+            command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
     else:
-        torchrun(EXAMPLES / name, *arguments, ranks=ranks, timeout=timeout)
+        torchrun(EXAMPLES / name, *arguments, ranks=ranks)
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
 
 
@@ -30,5 +30,5 @@ def both_ways(name, out, cases):
 
     All by one start of the processes, which takes longer than the training.
     """
-    torchrun(Path(__file__).parent / "both_ways.py", name, out, json.dumps(cases), timeout=110)
+    torchrun(Path(__file__).parent / "both_ways.py", name, out, json.dumps(cases))
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]

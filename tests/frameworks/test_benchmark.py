@@ -13,11 +13,10 @@ from torchrun import environment
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "frameworks.py"
 
 
-@pytest.mark.timeout(300)
 def test_each_loop_trains_to_the_same_losses_in_every_variant(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARK), "--smoke", "--out", str(out)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     check_schema(result)

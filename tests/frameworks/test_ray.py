@@ -17,7 +17,6 @@ from train_ray import Nested
 import pinstage as ps
 from pinstage.integrations.ray import StageBatches
 
-pytestmark = pytest.mark.timeout(300)  # a cluster takes its time on two busy cpus
 WAYS = ["pinstage", "plain", "loader", "plain-loader"]
 
 

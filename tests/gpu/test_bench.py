@@ -10,7 +10,6 @@ pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_ring", "pinstage_lease"]
 
 
-@pytest.mark.timeout(240)  # a process for each rival
 def test_every_way_that_is_there_stages_on_the_device(cuda_device):
     pytest.importorskip("rich", reason="the extra bench is not installed")
 

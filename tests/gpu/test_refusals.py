@@ -50,7 +50,6 @@ def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
     memory.deallocate(block)
 
 
-@pytest.mark.timeout(600)
 def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
     monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
     chance = random.Random(17)
