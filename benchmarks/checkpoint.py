@@ -163,7 +163,7 @@ def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
 
     def make() -> DefaultStager:
         stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
-        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413). Later releases keep it.
+        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413); later ones do not.
         stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         return stager
 

@@ -21,7 +21,6 @@ from trace_maker import TraceMaker
 
 from pinstage.inspect._trace import html, trace_report
 
-
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 DARK = "--blink-settings=preferredColorScheme=0"

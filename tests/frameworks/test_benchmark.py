@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from result_files import check_schema
 from torchrun import environment
 
