@@ -287,8 +287,9 @@ def wrap_loader(
     The given loader stays as it was; use the returned one, which also has `DataLoader.stats`. A loader that Accelerate
     prepared is the exception: it is changed itself, and returned.
 
-    A ``StatefulDataLoader`` begins its first pass when it is asked for its state, and Accelerate asks for it. With
-    workers, the batches of that pass are staged in the main process.
+    A ``StatefulDataLoader`` begins its first pass when it is asked for its state. If it was asked before, its workers
+    run already, and the batches of that pass are staged in the main process. Accelerate asks when it prepares such a
+    loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
         loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Nobody has iterated over it yet.
