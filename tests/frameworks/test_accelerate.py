@@ -154,6 +154,26 @@ def test_a_loader_is_prepared_and_staged_once(is_stateful):
         prepare(accelerator, loader, max_bytes="8MiB")
 
 
+def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
+    def trained(offloads):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(64, 64)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool:
+            offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes="4KiB") if offloads else None
+            for _ in range(3):
+                accelerator.backward(model(torch.randn(4, 64)).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if offloaded is not None:
+                assert offloaded.away_bytes == 2 * model.weight.nbytes
+                offloaded.close()
+        return model.weight
+
+    assert torch.equal(trained(offloads=True), trained(offloads=False))
+
+
 def test_a_pool_may_be_shared():
     accelerator = Accelerator(cpu=True)
     with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="16MiB") as pool:

@@ -190,7 +190,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is no int, or `keep` is neither paths nor a function.
+        TypeError: `depth` is no int, `keep` is neither paths nor a function, or `pool` is no `SlabPool`.
         ValueError: `depth` is negative; `max_bytes` is no size; `device` is neither CUDA nor the CPU; `pool` is not
             over shared memory; or both `pool` and `max_bytes` are given.
         StagingError: `device` is a CUDA device, and CUDA is not available.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._memory import SharedMemory, cap_bytes, default_memory
-from .._pool import HostBudget, SlabPool
+from .._pool import HostBudget, SlabPool, checked_pool
 from .._staging import Stager, check_depth, target_for
 from .._tree import Keeping
 from ._stats import Counters
@@ -45,6 +45,8 @@ def checked(
         TypeError, ValueError, StagingError: as `DataLoader`.
     """
     check_depth(depth)
+    if pool is not None:
+        checked_pool(pool)
     if pool is not None and max_bytes not in ("auto", None, pool.max_bytes):
         raise ValueError(f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool")
     if pool is not None and not pool.memory.is_shared:

@@ -30,7 +30,7 @@ GPU.
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
-from ._pool import SlabPool
+from ._pool import SlabPool, checked_pool
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
 
@@ -42,5 +42,6 @@ __all__ = [
     "OwnerStats",
     "PoolStats",
     "SlabPool",
+    "checked_pool",
     "size_class",
 ]

@@ -36,6 +36,7 @@ class SlabPool:
             comes from.
 
     Raises:
+        TypeError: `memory` is no memory resource, but a class or a size, say.
         ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
             this host has a `HostBudget` of this name with another cap.
         HostBudgetError: the host's ledger cannot be used.
@@ -58,6 +59,8 @@ class SlabPool:
             cap, reason, host = *cap_bytes(max_bytes), Alone()
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+        if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
+            raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
         self._memory: MemoryResource = default_memory() if memory is None else memory
         self._ledger = Ledger(self._memory, cap, reason, host)
         self._host = host
@@ -383,3 +386,15 @@ class SlabPool:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
         return f"<SlabPool {state} {type(self._memory).__name__} {self._ledger.figures()}>"
+
+
+def checked_pool(pool: object) -> SlabPool:
+    """Return a pool that was given.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(pool, SlabPool):
+        cap = repr(pool) if isinstance(pool, int | str | HostBudget) else "..."
+        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool(max_bytes={cap})")
+    return pool

@@ -14,7 +14,7 @@ import torch
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
 from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
-from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool
+from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, checked_pool
 from .._reaper import reaper
 from .._sizes import format_bytes, parse_bytes, table_text
 from .._steps import step
@@ -132,7 +132,7 @@ class Stager:
             even if results of `to_host` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep` is neither of these.
+        TypeError: `keep` is neither of these, or `pool` is no `SlabPool`.
         ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, or a negative `timeout`.
         StagingError: a CUDA device, but no CUDA.
 
@@ -176,7 +176,9 @@ class Stager:
         self._borrow_pinned = borrow_pinned
         self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
-        self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
+        self._pool = (
+            SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else checked_pool(pool)
+        )
         self._lock = threading.Lock()
         self._batches = self._copies = self._passthrough_leaves = 0
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0

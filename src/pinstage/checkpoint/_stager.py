@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
-from .._pool import Fence, Lease, SlabPool
+from .._pool import Fence, HostBudget, Lease, SlabPool, checked_pool
 from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
@@ -61,6 +61,7 @@ class PoolStager(AsyncStager):
             None waits forever.
 
     Raises:
+        TypeError: `pool` is no `SlabPool`.
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
@@ -70,7 +71,7 @@ class PoolStager(AsyncStager):
         self,
         pool: SlabPool | None = None,
         *,
-        max_bytes: int | str | None = None,
+        max_bytes: int | str | HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
     ) -> None:
@@ -81,7 +82,7 @@ class PoolStager(AsyncStager):
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
         self._owns_pool = pool is None
-        self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
+        self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else checked_pool(pool)
         self._timeout = timeout
         self._sources = Sources()
         self._save: Save | None = None
