@@ -217,7 +217,7 @@ class SlabPool:
             is_full = self._host.is_full
             self._check_open()
             if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
-                raise _refusals.never_fits(ledger.figures(), nbytes)
+                raise _refusals.never_fits(ledger.decide(ledger.figures), nbytes)
             found = ledger.decide(ledger.reserve, nbytes, count)
         if not isinstance(found, Resize):
             return found, found is not None and is_full
@@ -355,8 +355,9 @@ class SlabPool:
     def _check_request(self, account: Account, nbytes: int) -> None:
         self._check_open()
         if nbytes > account.largest:
+            ledger = self._ledger
             raise _refusals.never_fits(
-                self._ledger.figures(), nbytes, account if self._ledger.accounts.are_shared else None
+                ledger.decide(ledger.figures), nbytes, account if ledger.accounts.are_shared else None
             )
 
     def _check_open(self) -> None:
