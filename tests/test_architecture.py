@@ -206,6 +206,8 @@ BESIDE_TORCH = {
     "_loader._iterator": {"_data_queue", "_reset"},
     "_loader._loader": {"_get_iterator", "_iterator", "_shutdown_workers"},
     "_loader._sending": {"_in_order", "_rcvd_idx"},
+    # Accelerate's mark of what it has prepared. Where it has another one, it would prepare a loader of ours again.
+    "integrations.accelerate": {"_is_accelerate_prepared"},
 }
 """Where such names are used beside `_torch`."""
 

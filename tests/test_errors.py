@@ -5,9 +5,12 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import torch
 from doubles import ManualEvent
 
+import pinstage
 from pinstage import errors
+from pinstage.checkpoint import PoolStager
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -163,3 +166,29 @@ def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
     for owner, stats in after.owners.items():
         assert replace(stats, waits=0, wait_seconds=0.0) == before.owners[owner], owner
     assert (memory.allocations, memory.deallocations) == (allocations, 0)
+
+
+# -- what is no pool
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda pool: pinstage.Stager("cpu", pool=pool),
+        lambda pool: pinstage.DataLoader([1], device="cpu", pool=pool),
+        lambda pool: pinstage.wrap_loader(torch.utils.data.DataLoader([1]), device="cpu", pool=pool),
+        PoolStager,
+        pinstage.offload.save_on_cpu,
+        lambda pool: pinstage.offload.optimizer_state(torch.optim.SGD([torch.ones(1)]), pool),
+    ],
+    ids=["Stager", "DataLoader", "wrap_loader", "PoolStager", "save_on_cpu", "optimizer_state"],
+)
+def test_a_size_in_the_place_of_a_pool_is_refused_with_the_line_to_write(make):
+    with pytest.raises(TypeError, match=r"pool must be a SlabPool: '1GiB'; pass SlabPool\(max_bytes='1GiB'\)"):
+        make("1GiB")
+
+
+@pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.PageableMemory])
+def test_a_size_or_a_class_in_the_place_of_memory_is_refused(memory):
+    with pytest.raises(TypeError, match=r"memory must be a MemoryResource: .*; the cap is an option, max_bytes="):
+        pinstage.SlabPool(memory)

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,23 @@ def test_what_is_in_use_in_another_process_is_not_lent(started, pools):
         pool.acquire("3MiB", timeout=0.4)
     with pool.acquire("2MiB", timeout=0):
         pass
+
+
+def test_the_remedy_is_a_larger_budget_and_names_what_others_have_for_as_long_as_they_do(started, pools):
+    process = started(hold, 6 * MIB, False)
+    process.hear()
+    pool = pools()
+    with pytest.raises(AcquireTimeoutError) as caught:
+        pool.acquire("3MiB", timeout=0.4)
+    (size,) = re.findall(r'wait longer, or pass HostBudget\("(\d+)MiB", \.\.\.\)$', str(caught.value))
+    assert 9 <= int(size) <= 10  # 6 that are held, and 3
+    with pytest.raises(BudgetExceededError, match=r"other pools .* had 6.*; release .*, or pass HostBudget\("):
+        pool.reserve("3MiB")
+    process.kill()
+    pool.acquire("8MiB", timeout=5).release()
+    with pytest.raises(BudgetExceededError, match=r"name='held'\)\), leased 0 B, .*; pass HostBudget\(.11MiB., "):
+        pool.acquire("9MiB")
+    assert "other pools" not in pool.stats().max_bytes_reason
 
 
 def test_budgets_of_different_names_have_nothing_to_do_with_one_another(pools):

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import loader_data as data
@@ -24,6 +25,7 @@ import torch
 from doubles import PATIENCE_SECONDS, Background, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
+from pinstage import _torch
 from pinstage._loader._broker import LEAKED
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
@@ -137,6 +139,16 @@ def test_a_batch_outlives_loader_and_iterator():
     gc.collect()
     wait_until(lambda: resources()["mappings"] == 0)
     assert batch[:, 0].tolist() == [0, 1]
+
+
+def test_workers_that_are_still_starting_when_the_pass_is_left_end_without_an_error(monkeypatch):
+    monkeypatch.setattr(_torch, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
+    monkeypatch.setattr(_torch, "wait", lambda *given: time.sleep(0.2) or wait(*given))  # this thread sees that first
+    before = resources()
+    batches = iter(ps.DataLoader([torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"))
+    del batches
+    idle = threading.Event()
+    wait_until(lambda: idle.wait(0.3) or resources() == before)  # torch's error would be raised here
 
 
 def test_persistent_workers_end_with_the_loader():

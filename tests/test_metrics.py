@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
+from doubles import claim_in_child
 
+import pinstage
 from pinstage.metrics import PoolCollector, TorchHostCollector
 
 
@@ -71,11 +73,42 @@ def test_names_and_units_are_those_of_prometheus(pool, registry):
         assert all(s.name == family.name + ("_total" if family.type == "counter" else "") for s in family.samples)
 
 
-def test_two_pools_of_one_registry_are_told_apart_by_name(make_pool, registry):
-    for name in ("training", "evaluation"):
-        registry.register(PoolCollector(make_pool(), name=name))
+def test_two_pools_are_told_apart_by_name_and_each_metric_comes_once(make_pool, registry):
+    pools = [make_pool(), make_pool()]
+    collector = PoolCollector(pools[0], name="training")
+    registry.register(collector)
+    collector.add(pools[1], name="evaluation")
+    for pool in pools:
+        pool.acquire(100, owner="loader").release()
     found = read(registry)
     assert found["pinstage_pool_max_bytes", "training"] == found["pinstage_pool_max_bytes", "evaluation"] == 1000
+    families = list(parse_openmetrics(generate_openmetrics(registry).decode()))  # strict: it raises
+    assert len(families) == 11
+    with pytest.raises(ValueError, match="two pools of one name: 'training'; pass another name="):
+        collector.add(pools[1], name="training")
+
+
+def test_a_registry_refuses_a_second_collector_whose_metrics_would_come_twice(make_pool, registry):
+    registry.register(PoolCollector(make_pool(), name="training"))
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(PoolCollector(make_pool(), name="evaluation"))
+
+
+def test_a_stager_in_the_place_of_its_pool_is_refused():
+    with (
+        pinstage.Stager("cpu") as stager,
+        pytest.raises(TypeError, match=r"needs a SlabPool: <Stager .*; the pool of a Stager is stager\.pool"),
+    ):
+        PoolCollector(stager)
+
+
+def test_a_forked_child_reports_nothing(pool, registry):
+    registry.register(PoolCollector(pool))
+
+    def claim():
+        assert list(registry.collect()) == []
+
+    claim_in_child(claim)
 
 
 def test_a_closed_pool_tells_what_is_still_held(pool, registry):

@@ -263,6 +263,11 @@ def test_parameters_views_of_them_and_small_tensors_stay(pool):
     y.sum().backward()
 
 
+def test_keep_has_to_be_a_function(pool):
+    with pytest.raises(TypeError, match="keep must be a function: 3"):
+        save_on_cpu(pool, keep=3)
+
+
 def test_keep_says_what_else_stays(pool):
     offload = save_on_cpu(pool, min_bytes=KIB, keep=lambda tensor: tensor.shape[0] == 50)
     x, y = (torch.randn(n, 40, requires_grad=True) for n in (50, 60))

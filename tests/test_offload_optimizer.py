@@ -201,3 +201,8 @@ def test_an_optimizer_that_is_dropped_gives_its_slabs_back(pool, shuttle):
     del optimizer
     gc.collect()
     assert_idle(pool, shuttle)
+
+
+def test_what_is_no_optimizer_is_refused(pool):
+    with pytest.raises(TypeError, match=r"cannot offload the state of a Linear: pass an optimizer of torch\.optim"):
+        optimizer_state(torch.nn.Linear(1, 1), pool)

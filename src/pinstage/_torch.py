@@ -893,6 +893,9 @@ class Workers:
 
     def end(self) -> bool:
         """Ask the workers to end, and make them; say whether all did. Blocks for three times `_END_SECONDS` at most."""
+        self._forget_pids(
+            id(self)
+        )  # now: torch would raise an error, anywhere in the main thread, of one that is killed
         if self._set_done():
             for queue in self._index_queues:
                 with contextlib.suppress(OSError, ValueError):  # closed
@@ -907,7 +910,6 @@ class Workers:
         for queue in self._index_queues:
             queue.cancel_join_thread()
             queue.close()
-        self._forget_pids(id(self))
         return not left
 
     def _set_done(self) -> bool:

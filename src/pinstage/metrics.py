@@ -14,71 +14,101 @@ from .errors import ForkedPoolError
 
 
 class PoolCollector(Collector):
-    """Reports to Prometheus what a pool holds, who holds it, and who waited.
+    """Reports to Prometheus what pools hold, who holds it, and who waited.
 
     Register it by ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` when Prometheus asks. For a
-    closed pool it reports what is still held; in a forked child it reports nothing.
+    closed pool it reports what is still held; in a forked child it reports nothing. A registry takes one of them, to
+    which further pools are added.
 
     Args:
-        pool: the pool.
-        name: the label ``pool`` of each of its metrics, which distinguishes the pools of one registry.
+        pool: the first pool.
+        name: the label ``pool`` of each of its metrics, which distinguishes the pools.
+
+    Raises:
+        TypeError: `pool` is no `SlabPool`.
     """
 
     def __init__(self, pool: SlabPool, *, name: str = "default") -> None:
-        self._pool = pool
-        self._name = name
+        self._pools: dict[str, SlabPool] = {}
+        self.add(pool, name=name)
+
+    def add(self, pool: SlabPool, *, name: str) -> None:
+        """Report another pool as well.
+
+        Raises:
+            TypeError: `pool` is no `SlabPool`.
+            ValueError: there is a pool of this name.
+        """
+        if not isinstance(pool, SlabPool):
+            raise TypeError(f"a PoolCollector needs a SlabPool: {pool!r}; the pool of a Stager is stager.pool")
+        if name in self._pools:
+            raise ValueError(f"two pools of one name: {name!r}; pass another name=")
+        self._pools[name] = pool
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: several pools may be in one registry, under the same names."""
-        return []
+        """Return the metrics without figures, so that a registry refuses a second collector with the same ones."""
+        return _families().values()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as Prometheus's client asks for them."""
-        try:
-            stats = self._pool.stats()
-        except ForkedPoolError:
-            return
-        yield from _of_pool(stats, self._name)
-        yield from _of_owners(stats, self._name)
+        families = _families()
+        for name, pool in list(self._pools.items()):
+            try:
+                stats = pool.stats()
+            except ForkedPoolError:
+                continue
+            for metric, labels, value in (*_of_pool(stats), *_of_owners(stats)):
+                families[metric].add_metric([name, *labels], value)
+        yield from (family for family in families.values() if family.samples)
 
 
-def _of_pool(stats: PoolStats, name: str) -> Iterator[Metric]:
-    held = GaugeMetricFamily("pinstage_pool_bytes", "Bytes of slabs that the pool holds.", labels=["pool", "state"])
-    slabs = GaugeMetricFamily("pinstage_pool_slabs", "Slabs that the pool holds.", labels=["pool", "state"])
+_Sample = tuple[str, list[str], float]
+"""Of which metric, its labels after that of the pool, and its value."""
+
+
+def _families() -> dict[str, Any]:
+    """Return the metrics without figures. In the formats of Prometheus, each may come once, with all that is in it."""
+    of_pool, of_owner = ["pool"], ["pool", "owner"]
+    gauges = (
+        ("pool_bytes", "Bytes of slabs that the pool holds.", [*of_pool, "state"]),
+        ("pool_slabs", "Slabs that the pool holds.", [*of_pool, "state"]),
+        ("pool_max_bytes", "The cap on the bytes held.", of_pool),
+        ("pool_peak_bytes", "The most bytes that were held at once.", of_pool),
+        ("owner_bytes", "Bytes of slabs in use, by owner.", [*of_owner, "state"]),
+    )
+    counters = (
+        ("pool_hits", "Leases served by a slab that was there.", of_pool),
+        ("pool_misses", "Leases that needed an allocation.", of_pool),
+        ("pool_trims", "Idle slabs given back to the system.", of_pool),
+        ("pool_leased_bytes", "Bytes of slabs that were leased.", of_pool),
+        ("owner_waits", "Requests that had to wait, by owner.", of_owner),
+        ("owner_wait_seconds", "Seconds that they waited, by owner.", of_owner),
+    )
+    return {
+        metric: kind(f"pinstage_{metric}", text, labels=labels)
+        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
+        for metric, text, labels in metrics
+    }
+
+
+def _of_pool(stats: PoolStats) -> Iterator[_Sample]:
     for state in ("leased", "in_flight", "free"):
-        held.add_metric([name, state], getattr(stats, f"{state}_bytes"))
-        slabs.add_metric([name, state], getattr(stats, f"{state}_slabs"))
-    yield held
-    yield slabs
-    for metric, text, value in (
-        ("max_bytes", "The cap on the bytes held.", stats.max_bytes),
-        ("peak_bytes", "The most bytes that were held at once.", stats.peak_held_bytes),
-    ):
-        gauge = GaugeMetricFamily(f"pinstage_pool_{metric}", text, labels=["pool"])
-        gauge.add_metric([name], value)
-        yield gauge
-    for metric, text, value in (
-        ("hits", "Leases served by a slab that was there.", stats.hits),
-        ("misses", "Leases that needed an allocation.", stats.misses),
-        ("trims", "Idle slabs given back to the system.", stats.trims),
-        ("leased_bytes", "Bytes of slabs that were leased.", stats.total_leased_bytes),
-    ):
-        counter = CounterMetricFamily(f"pinstage_pool_{metric}", text, labels=["pool"])
-        counter.add_metric([name], value)
-        yield counter
+        yield "pool_bytes", [state], getattr(stats, f"{state}_bytes")
+        yield "pool_slabs", [state], getattr(stats, f"{state}_slabs")
+    yield "pool_max_bytes", [], stats.max_bytes
+    yield "pool_peak_bytes", [], stats.peak_held_bytes
+    yield "pool_hits", [], stats.hits
+    yield "pool_misses", [], stats.misses
+    yield "pool_trims", [], stats.trims
+    yield "pool_leased_bytes", [], stats.total_leased_bytes
 
 
-def _of_owners(stats: PoolStats, name: str) -> Iterator[Metric]:
-    labels = ["pool", "owner"]
-    held = GaugeMetricFamily("pinstage_owner_bytes", "Bytes of slabs in use, by owner.", labels=[*labels, "state"])
-    waits = CounterMetricFamily("pinstage_owner_waits", "Requests that had to wait, by owner.", labels=labels)
-    seconds = CounterMetricFamily("pinstage_owner_wait_seconds", "Seconds that they waited, by owner.", labels=labels)
+def _of_owners(stats: PoolStats) -> Iterator[_Sample]:
     for owner, figures in stats.owners.items():
-        held.add_metric([name, owner, "leased"], figures.leased_bytes)
-        held.add_metric([name, owner, "in_flight"], figures.in_flight_bytes)
-        waits.add_metric([name, owner], figures.waits)
-        seconds.add_metric([name, owner], figures.wait_seconds)
-    yield from (held, waits, seconds)
+        yield "owner_bytes", [owner, "leased"], figures.leased_bytes
+        yield "owner_bytes", [owner, "in_flight"], figures.in_flight_bytes
+        yield "owner_waits", [owner], figures.waits
+        yield "owner_wait_seconds", [owner], figures.wait_seconds
 
 
 class TorchHostCollector(Collector):

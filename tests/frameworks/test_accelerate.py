@@ -1,9 +1,13 @@
 """Accelerate's prepared loaders, staged by `pinstage.integrations.accelerate.prepare`."""
 
+from functools import partial
+
 import pytest
+import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from programs import both_ways, reports
 from torch.utils.data import DataLoader
+from torchdata import stateful_dataloader
 from visits import Visits, collate
 
 import pinstage as ps
@@ -97,6 +101,68 @@ def test_a_state_saved_in_the_middle_goes_on_with_the_right_sample(tmp_path, wor
     assert firsts(loader) == [12, 16, 20, 24, 28]
     assert loader.stats().batches == 5
     assert firsts(loader) == list(range(0, 32, 4))
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+@pytest.mark.parametrize("dispatch_batches", [None, True])
+def test_workers_pack_a_stateful_loader_from_the_first_pass_on_in_accelerate_s_own_order(is_seedable, dispatch_batches):
+    options = DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=is_seedable, dispatch_batches=dispatch_batches
+    )
+
+    def passes(make):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        loader = make(accelerator, made(shuffle=True, num_workers=2))
+        seen = [batch["index"].tolist() for _ in range(2) for batch in loader]
+        return loader, seen, torch.rand(1).item()
+
+    packed_here = []
+    _, *expected = passes(Accelerator.prepare)
+    loader, *found = passes(partial(prepare, max_bytes="8MiB", keep=lambda path, leaf: packed_here.append(path)))
+    assert found == expected
+    assert loader.stats().batches == 16
+    assert packed_here == []  # the function is called where batches are packed
+    assert stateful_dataloader.StatefulDataLoader.__module__.startswith("torchdata.")
+
+
+def test_an_error_while_preparing_leaves_torchdata_as_it_was():
+    options = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loader_class = stateful_dataloader.StatefulDataLoader
+    with pytest.raises(AttributeError):
+        prepare(Accelerator(cpu=True, dataloader_config=options), [1, 2])
+    assert stateful_dataloader.StatefulDataLoader is loader_class
+
+
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_loader_is_prepared_and_staged_once(is_stateful):
+    options = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loader = prepare(accelerator, made())
+    assert accelerator.prepare(loader) is loader
+    assert accelerator._dataloaders == [loader]
+    with pytest.raises(TypeError, match=r"cannot wrap .* once"):
+        prepare(accelerator, loader, max_bytes="8MiB")
+
+
+def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
+    def trained(offloads):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(64, 64)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool:
+            offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes="4KiB") if offloads else None
+            for _ in range(3):
+                accelerator.backward(model(torch.randn(4, 64)).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if offloaded is not None:
+                assert offloaded.away_bytes == 2 * model.weight.nbytes
+                offloaded.close()
+        return model.weight
+
+    assert torch.equal(trained(offloads=True), trained(offloads=False))
 
 
 def test_a_pool_may_be_shared():

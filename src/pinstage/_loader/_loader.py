@@ -199,7 +199,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is no int, or `keep` is neither paths nor a function.
+        TypeError: `depth` is no int, `keep` is neither paths nor a function, or `pool` is no `SlabPool`.
         ValueError: `depth` is negative; `max_bytes` is no size; `device` is neither CUDA nor the CPU; `pool` is not
             over shared memory; or both `pool` and `max_bytes` are given.
         StagingError: `device` is a CUDA device, and CUDA is not available.
@@ -292,8 +292,9 @@ def wrap_loader(
     The given loader stays as it was; use the returned one, which also has `DataLoader.stats`. A loader that Accelerate
     prepared is the exception: it is changed itself, and returned.
 
-    A ``StatefulDataLoader`` begins its first pass when it is asked for its state, and Accelerate asks for it. With
-    workers, the batches of that pass are staged in the main process.
+    A ``StatefulDataLoader`` begins its first pass when it is asked for its state. If it was asked before, its workers
+    run already, and the batches of that pass are staged in the main process. Accelerate asks when it prepares such a
+    loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
         loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Nobody has iterated over it yet.

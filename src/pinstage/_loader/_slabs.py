@@ -45,7 +45,8 @@ def checked(
         TypeError, ValueError, StagingError: as `DataLoader`.
     """
     check_depth(depth)
-    check_pool(pool)
+    if pool is not None:
+        check_pool(pool)
     check_owner(owner)
     if pool is not None and max_bytes not in ("auto", None, pool.max_bytes):
         raise ValueError(f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool")

@@ -157,6 +157,7 @@ class Alone:
 
     allowed = sys.maxsize
     is_full = False
+    others = None
 
     def serve(self, pool: Borrower, line: Line) -> None: ...
 
@@ -175,7 +176,6 @@ class Borrower(Protocol):
     """What a share asks of its pool. All of it returns soon; `lend` may take as long as freeing takes."""
 
     closed: bool
-    reason: str
 
     def lend(self, nbytes: int) -> None: ...
 
@@ -198,6 +198,8 @@ class Share:
     def __init__(self, budget: HostBudget) -> None:
         self.allowed = budget.max_bytes
         """Bytes that the pool may hold as far as is known: all of the budget, until that is refused."""
+        self.others = 0
+        """Bytes that other pools had when this one asked last."""
         self._budget = budget
         self._name = budget.name or ""
         self._pool: weakref.ref[Borrower] | None = None
@@ -240,6 +242,7 @@ class Share:
             others = self._others(entries)
             now = time.monotonic()
             room = self._room(others, now)
+            self.others = sum(row.bytes for row in others)
             if nbytes <= room:
                 self._write(entries, self._held + nbytes, 0)
                 self._held += nbytes
@@ -251,10 +254,6 @@ class Share:
             self._refused_at = now
             self._write(entries, self._held, nbytes)
             self.allowed = self._held + max(0, room)
-        pool = None if self._pool is None else self._pool()
-        if pool is not None:
-            taken = format_bytes(sum(row.bytes for row in others))
-            pool.reason = f"given: {self._budget!r}, of which other pools of this host had {taken}"
         self.wake()
         raise HostIsFull
 

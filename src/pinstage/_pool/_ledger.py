@@ -15,6 +15,7 @@ import numpy as np
 
 from .._memory import MemoryResource
 from .._reaper import reaper
+from .._sizes import format_bytes
 from .._torch import ownership
 from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
@@ -58,7 +59,7 @@ class Ledger:
 
     def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, host: Share | Alone) -> None:
         self.max_bytes = max_bytes
-        self.reason = reason
+        self._reason = reason
         self.closed = False  # may be set without the lock
         self.frozen = False
         self.is_forked = False  # a forked child's copy, which must not be used
@@ -477,5 +478,13 @@ class Ledger:
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}
         return {name: getattr(stats, name) for name in told} | {"owners": owners}
 
+    @property
+    def reason(self) -> str:
+        """Where the cap comes from, and what others had of it when it was asked for last."""
+        others = self._host.others
+        taken = f", of which other pools of this host had {format_bytes(others)}" if others else ""
+        return self._reason + taken
+
     def figures(self) -> Figures:
-        return Figures(self._held.bytes, self._leased.bytes, self._in_flight.bytes, self.max_bytes, self.reason)
+        held, leased, in_flight = self._held.bytes, self._leased.bytes, self._in_flight.bytes
+        return Figures(held, leased, in_flight, self.max_bytes, self.reason, self._host.others)

@@ -26,13 +26,14 @@ _PAUSE_SECONDS = 0.02
 
 
 def check_pool(pool: object) -> None:
-    """See that a pool is one, or None.
+    """See that a pool is one.
 
     Raises:
         TypeError: it is something else.
     """
-    if pool is not None and not isinstance(pool, SlabPool):
-        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass one, or max_bytes= for a new one")
+    if not isinstance(pool, SlabPool):
+        cap = repr(pool) if isinstance(pool, int | str | HostBudget) else "..."
+        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool(max_bytes={cap})")
 
 
 class SlabPool:
@@ -46,6 +47,7 @@ class SlabPool:
             comes from.
 
     Raises:
+        TypeError: `memory` is no memory resource, but a class or a size, say.
         ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
             this host has a `HostBudget` of this name with another cap.
         HostBudgetError: the host's ledger cannot be used.
@@ -68,6 +70,8 @@ class SlabPool:
             cap, reason, host = *cap_bytes(max_bytes), Alone()
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+        if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
+            raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
         self._memory: MemoryResource = default_memory() if memory is None else memory
         self._ledger = Ledger(self._memory, cap, reason, host)
         self._host = host
@@ -224,7 +228,7 @@ class SlabPool:
             is_full = self._host.is_full
             self._check_open()
             if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
-                raise _refusals.never_fits(ledger.figures(), nbytes)
+                raise _refusals.never_fits(ledger.decide(ledger.figures), nbytes)
             found = ledger.decide(ledger.reserve, nbytes, count)
         if not isinstance(found, Resize):
             return found, found is not None and is_full
@@ -362,8 +366,9 @@ class SlabPool:
     def _check_request(self, account: Account, nbytes: int) -> None:
         self._check_open()
         if nbytes > account.largest:
+            ledger = self._ledger
             raise _refusals.never_fits(
-                self._ledger.figures(), nbytes, account if self._ledger.accounts.are_shared else None
+                ledger.decide(ledger.figures), nbytes, account if ledger.accounts.are_shared else None
             )
 
     def _check_open(self) -> None:

@@ -25,12 +25,20 @@ class Figures(NamedTuple):
     in_flight: int
     max_bytes: int
     reason: str
+    others: int | None
+    """What other pools hold of a `HostBudget`; None if the cap is the pool's own."""
 
     def __str__(self) -> str:
         return (
             f"held {format_bytes(self.held)} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), leased "
             f"{format_bytes(self.leased)}, in flight {format_bytes(self.in_flight)}"
         )
+
+    def cap(self, nbytes: int) -> str:
+        """Return how to write a cap under which this pool may hold so many bytes."""
+        if self.others is None:
+            return f'max_bytes="{size_to_paste(nbytes)}"'
+        return f'HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
 
     def numbers(self, nbytes: int) -> dict[str, int]:
         return {
@@ -51,7 +59,7 @@ def never_fits(figures: Figures, nbytes: int, account: Account | None = None) ->
         shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
         remedy = "raise max_bytes, change share(), or ask for less"
     else:
-        shares, remedy = "", f'pass max_bytes="{size_to_paste(nbytes * 9 // 8)}" or more, or ask for less'
+        shares, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     return BudgetExceededError(
         f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
         **figures.numbers(nbytes),
@@ -61,7 +69,7 @@ def never_fits(figures: Figures, nbytes: int, account: Account | None = None) ->
 def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
     return BudgetExceededError(
         f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
-        f'trim() idle slabs, or pass max_bytes="{size_to_paste(figures.held + missing * capacity)}"',
+        f"trim() idle slabs, or pass {figures.cap(figures.held + missing * capacity)}",
         **figures.numbers(missing * capacity),
     )
 
@@ -69,7 +77,7 @@ def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> Budge
 def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
     return AcquireTimeoutError(
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
-        f'release leases sooner, wait longer, or pass max_bytes="{size_to_paste(figures.held + nbytes * 9 // 8)}"',
+        f"release leases sooner, wait longer, or pass {figures.cap(figures.held + nbytes * 9 // 8)}",
         **figures.numbers(nbytes),
     )
 

@@ -157,7 +157,8 @@ class Stager:
         keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        check_pool(pool)
+        if pool is not None:
+            check_pool(pool)
         check_owner(owner)
         if pool is not None and max_bytes not in ("auto", None):
             raise ValueError(

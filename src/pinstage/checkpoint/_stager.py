@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
-from .._pool import Fence, Lease, SlabPool, check_pool, check_timeout
+from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
 from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
@@ -61,6 +61,7 @@ class PoolStager(AsyncStager):
             None waits forever.
 
     Raises:
+        TypeError: `pool` is no `SlabPool`.
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
@@ -70,7 +71,7 @@ class PoolStager(AsyncStager):
         self,
         pool: SlabPool | None = None,
         *,
-        max_bytes: int | str | None = None,
+        max_bytes: int | str | HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
     ) -> None:
@@ -78,7 +79,8 @@ class PoolStager(AsyncStager):
             raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
-        check_pool(pool)
+        if pool is not None:
+            check_pool(pool)
         if timeout is not None:
             check_timeout(timeout)
         self._owns_pool = pool is None

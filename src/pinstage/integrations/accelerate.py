@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -28,7 +29,8 @@ def prepare(
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet.
+        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. A stateful
+            one of the latter packs its first pass in the main process: its workers run already.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.
@@ -41,7 +43,13 @@ def prepare(
         TypeError, ValueError, StagingError: as `wrap_loader`.
     """
     options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth, "keep": keep}
-    return _wrapped(accelerator.prepare_data_loader(loader), options)
+    with _stateful_loaders_staged(accelerator, options) as staged:
+        prepared = accelerator.prepare_data_loader(loader)
+    if not staged:
+        prepared = ps.wrap_loader(prepared, **options)
+    prepared.pinstage_options = options
+    prepared._is_accelerate_prepared = True  # as Accelerator.prepare says, so that it prepares it once
+    return prepared
 
 
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
@@ -60,10 +68,34 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
             f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not of "
             "pinstage.integrations.accelerate.prepare; pass what that returned"
         )
-    return _wrapped(accelerate.skip_first_batches(loader, num_batches), options)
+    rest = ps.wrap_loader(accelerate.skip_first_batches(loader, num_batches), **options)
+    rest.pinstage_options = options
+    return rest
 
 
-def _wrapped(prepared: Any, options: dict[str, Any]) -> Any:
-    prepared = ps.wrap_loader(prepared, **options)
-    prepared.pinstage_options = options
-    return prepared
+@contextmanager
+def _stateful_loaders_staged(accelerator: accelerate.Accelerator, options: dict[str, Any]) -> Iterator[list[Any]]:
+    """Let Accelerate make a staged loader where it would make a ``StatefulDataLoader``.
+
+    Accelerate asks such a loader for its state as soon as it is made, and with that its first pass begins. Its workers
+    then run, and its seeds are drawn: too late to let these workers write into slabs. So the first loader that is made
+    here, by the name that Accelerate imports when it makes one, is wrapped before it is asked, and put into the list.
+    """
+    staged: list[Any] = []
+    if not accelerator.use_stateful_dataloader:
+        yield staged
+        return
+    from torchdata import stateful_dataloader as module
+
+    loader_class = module.StatefulDataLoader
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        module.StatefulDataLoader = loader_class  # now: workers may be forked next
+        staged.append(ps.wrap_loader(loader_class(*args, **kwargs), **options))
+        return staged[0]
+
+    module.StatefulDataLoader = make
+    try:
+        yield staged
+    finally:
+        module.StatefulDataLoader = loader_class

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._pool import SlabPool
+from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._staging import shuttle_for
 from ._away import Away, bytes_of, keep_until, lease_now, view_of
@@ -153,11 +153,20 @@ def optimizer_state(
     for.
 
     Args:
-        optimizer: of any kind whose state is in ``optimizer.state[parameter]``, as with all of torch's.
+        optimizer: of any kind whose state is in ``optimizer.state[parameter]``, as with all of torch's. May be in the
+            wrapper that Accelerate or Lightning gives it.
         pool: where the slabs come from; as for `save_on_cpu`.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
 
     Returns:
         An object that says how much is away, brings it back, and ends the offloading.
+
+    Raises:
+        TypeError: `optimizer` is none of torch's, or `pool` no `SlabPool`.
+        ValueError: a negative size.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper, or Lightning's
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"cannot offload the state of a {type(optimizer).__name__}: pass an optimizer of torch.optim")
+    check_pool(pool)
     return OffloadedState(optimizer, pool, parse_bytes(min_bytes))

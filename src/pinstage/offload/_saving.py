@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._pool import SlabPool
+from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._staging import shuttle_for
 from .._steps import step
@@ -119,6 +119,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
             and that much may have come back before it is needed. Four times the largest tensor keeps the bus busy.
 
     Raises:
+        TypeError: `pool` is no `SlabPool`, or `keep` no function.
         ValueError: a negative size.
         StagingError: this torch does not report in-place changes.
     """
@@ -132,6 +133,9 @@ class save_on_cpu:  # noqa: N801 - torch's name
         device_bytes: int | str = "1GiB",
     ) -> None:
         check_changes_are_seen()
+        if keep is not None and not callable(keep):
+            raise TypeError(f"keep must be a function: {keep!r}; it takes a tensor, and returns whether it stays")
+        check_pool(pool)
         self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(device_bytes), keep)
         self._hooks = saved_tensors_hooks(self._saving.pack, self._saving.unpack)
         self._is_hidden = False  # from the compiler
