@@ -14,7 +14,6 @@ none.
 from __future__ import annotations
 
 import ctypes
-import threading
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
