@@ -89,8 +89,8 @@ class ThreadStorm:
 
     They start no threads: before Python 3.12 one that has not begun has the number of the one that starts it, and may
     get the interrupt in its place, so that it never begins. So pools have all their slabs before, and loaders are not
-    read to their end. They import nothing either: an import may take the lock of `logging`, an interrupt there keeps it,
-    and then no process can be forked any more.
+    read to their end. They import nothing either: an import may take the lock of `logging`, an interrupt there keeps
+    it, and then no process can be forked any more.
 
     Args:
         count: how often.
