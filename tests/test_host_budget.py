@@ -21,7 +21,14 @@ from host_processes import MIB, crowd, hold, rank
 
 import pinstage as ps
 from pinstage._pool import _host_budget, _host_ledger
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, ForkedPoolError, HostBudgetError
+from pinstage.errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    ForkedPoolError,
+    HostBudgetError,
+    PoolClosedError,
+    StagingError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -602,3 +609,21 @@ def test_a_device_that_fails_does_not_end_the_lending(pools):
     event.finish()
     with second.acquire("6MiB", timeout=5):
         pass
+
+
+def test_a_finaliser_in_the_middle_of_a_transaction_is_refused_and_may_close(pools, background):
+    pool, other = pools(), pools()
+
+    def collected_there():
+        with _host_ledger.transaction() as entries:
+            with pytest.raises(StagingError, match="in the middle of a call of this very thread"):
+                pool.acquire(MIB)  # it has to grow: another thread asks the ledger
+            with pytest.raises(HostBudgetError, match="in use by this very thread"):
+                pools()
+            other.close()
+            entries.commit()
+
+    outcome(background(collected_there))
+    with pytest.raises(PoolClosedError):
+        other.acquire(MIB)
+    pool.acquire(MIB).release()

@@ -84,6 +84,17 @@ def test_a_dual_tensor_keeps_its_tangent_after_plain_ones(way):
         assert torch.equal(tangent, torch.full((3, 2), 2.0))
 
 
+def test_a_leaf_of_as_many_dimensions_as_a_table_can_have_is_packed(way):
+    leaf = torch.arange(2.0).view([1] * 63 + [2])
+    assert_same([leaf], way([leaf]), "cpu")
+
+
+def test_a_leaf_of_more_dimensions_than_a_table_can_have_moves_by_its_own_to(staging):
+    leaf = torch.arange(2.0).view([1] * 64 + [2])
+    staged = after_plain_ones(staging, leaf)
+    assert (staged.shape, staged.flatten().tolist()) == (leaf.shape, [0.0, 1.0])
+
+
 @pytest.mark.parametrize("nbytes", [0, 4, 23], ids=["freed", "cut", "one byte short"])
 @pytest.mark.parametrize("change", [lambda t: t, lambda t: t.t(), lambda t: t[1:]], ids=["whole", "transposed", "part"])
 def test_a_tensor_without_all_of_its_memory_is_an_error_after_plain_ones(way, nbytes, change):

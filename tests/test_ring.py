@@ -106,6 +106,23 @@ def test_whatever_was_done_to_a_tensor_the_next_batch_is_as_it_should_be(make_st
             del staged, leaf
 
 
+SIZES = {"freed": 0, "cut": 40, "larger": 1 << 20}
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("nbytes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_whatever_was_done_to_the_storage_of_a_batch_the_next_one_has_memory(make_stager, nbytes, keep):
+    stager = make_stager(ring=2)
+    kept = []
+    for seed in range(8):
+        with stager.stage(batch(seed)) as staged:
+            assert_same(batch(seed), staged, "cpu")
+            staged["x"].untyped_storage().resize_(nbytes)
+            kept += [staged] * keep
+            del staged
+
+
 @pytest.fixture(scope="module")
 def ring_of_two():
     with Stager("cpu", max_bytes="64MiB", ring=2, ring_bytes="8MiB") as stager:

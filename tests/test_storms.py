@@ -207,6 +207,37 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
         del found
 
 
+def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
+    """From Python 3.12 on the collector runs between any two lines, also where nothing is allocated."""
+    asked = 0
+
+    def work():
+        def ask(frame, event, arg):
+            nonlocal asked
+            if not frame.f_code.co_filename.endswith("_stager.py"):
+                return None
+            frame.f_trace_opcodes = True
+            sys.settrace(None)
+            try:
+                stager.stats()
+                asked += 1
+            finally:
+                sys.settrace(ask)
+            return ask
+
+        sys.settrace(ask)
+        try:
+            stager.to_host(stager.to_device([torch.ones(2)])).get()
+        finally:
+            sys.settrace(None)
+
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        outcome(background(work))
+        stats = stager.stats()
+    assert (stats.batches, stats.fetches) == (1, 1)
+    assert asked > 100
+
+
 @pytest.mark.filterwarnings("ignore:lease was never released")
 def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
     pool = ps.SlabPool(ps.PageableMemory(), max_bytes="4KiB")

@@ -755,6 +755,29 @@ def test_a_batch_that_refers_to_itself_is_an_error(make):
         Layout.of(make())
 
 
+@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself])
+def test_a_batch_that_refers_to_itself_is_an_error_whatever_pythons_limit(make):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)  # deeper than any stack
+    try:
+        with pytest.raises(LayoutError, match=r"batch refers to itself"):
+            Layout.of(make())
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("depth", [199, 200, 201, 202])
+def test_a_batch_is_staged_whoever_walks_it(depth):
+    batch = leaf()
+    for _ in range(depth):
+        batch = {"b": batch, "a": 1}
+    first = layout = Layout.of(batch)
+    for _ in range(2):
+        layout = Layout.of(batch)
+        assert (layout, layout.slots[0].path) == (first, "['b']" * depth)
+    assert_same(batch, through_slab(batch), "cpu")
+
+
 def test_a_deep_batch_is_staged():
     batch = leaf()
     for _ in range(100):

@@ -130,6 +130,7 @@ class StorageUsers:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
         self._address: int = self._storage._cdata
+        self._place = self._storage.data_ptr(), self._storage.nbytes()
         self._count: Callable[[int], int] = torch._C._storage_Use_Count
         self._alone = self._count(self._address), sys.getrefcount(self._storage)
 
@@ -137,6 +138,10 @@ class StorageUsers:
         """Say whether there is another user."""
         users, references = self._alone
         return self._count(self._address) > users or sys.getrefcount(self._storage) > references
+
+    def have_moved(self) -> bool:
+        """Say whether a user has given the storage another size or other memory, or freed it."""
+        return (self._storage.data_ptr(), self._storage.nbytes()) != self._place
 
 
 @cache

@@ -29,7 +29,7 @@ from .._tree import (
 )
 from ._dtypes import ALIGNMENT, CODES
 from ._refusals import hides_tensor, tensor_over, unknown_classes, without_memory
-from ._table import RowKind, Table, table_of_rows
+from ._table import MOST_DIMS, RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
 """Kinds of devices by DLPack's numbers, as the extension knows them."""
@@ -205,6 +205,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or tensor.dtype not in CODES
+        or tensor.ndim > MOST_DIMS
         or tensor.requires_grad
         or (may_be_dual() and is_dual(tensor))
     ):

@@ -21,7 +21,8 @@ from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
 _MAGIC = 0x70696E7374616702  # "pinstag", version 2
-_MOST_DIMS = 64
+MOST_DIMS = 64
+"""Of a leaf in a table; torch has no such limit, but for some of its functions."""
 
 
 class RowKind(IntEnum):
@@ -45,7 +46,7 @@ PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
 """What lives in the slab."""
 
 
-@lru_cache(maxsize=_MOST_DIMS + 1)
+@lru_cache(maxsize=MOST_DIMS + 1)
 def row_type(width: int) -> np.dtype[np.void]:
     """Return the type of a row with room for so many dimensions."""
     return np.dtype(
@@ -164,7 +165,7 @@ def _figures_of(data: bytes) -> tuple[int, ...]:
         ValueError: it is not.
     """
     magic, count, width, nbytes, *figures = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
-    if magic != _MAGIC or not 1 <= width <= _MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
+    if magic != _MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
         raise ValueError("its header or its length is wrong")
     if count < 0 or len(data) != _HEADER.size + count * row_type(width).itemsize:
         raise ValueError("its header or its length is wrong")

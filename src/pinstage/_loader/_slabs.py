@@ -82,7 +82,7 @@ class Slabs:
         self.is_used = False
         """Whether there was an iterator, or a framework made another loader of this one."""
         self._stager: Stager | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""

@@ -88,7 +88,7 @@ class Counters:
     def __init__(self) -> None:
         self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
         self.wait_seconds = self.slab_wait_seconds = self.seconds = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may read batches, too
 
     def count(self, transfer: Transfer, *, fallback: bool, slab_wait_seconds: float = 0.0) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ typedef struct {
     Node *nodes; /* depth first, children in the order of their leaves */
     Py_ssize_t count, room;
     Py_ssize_t leaves;
+    int depth;             /* while it is found out */
     PyTypeObject *unknown; /* while it is found out: what `handlers` do not have */
 } Structure;
 
@@ -34,6 +35,7 @@ static Structure *structure_new(PyTypeObject *type) {
     if (self != NULL) {
         self->nodes = NULL;
         self->count = self->room = self->leaves = 0;
+        self->depth = 0;
         self->unknown = NULL;
     }
     return self;
@@ -100,6 +102,10 @@ static void children_end(PyObject **all, Py_ssize_t count, PyObject **few) {
 /* -- finding a structure out ----------------------------------------------------------------------------------------- */
 
 enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
+
+/* How deep a batch may be nested here; optree says what becomes of one that is deeper, or has no end. Each level takes more
+ * than 1 KiB of the stack. Python's own limit is the user's, and may be higher than any stack. */
+enum { MOST_DEEP = 200 };
 
 static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject *leaves);
 
@@ -196,15 +202,16 @@ static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject 
     PyTypeObject *type = Py_TYPE(object);
     PyObject *handler = NULL;
     if (type != torch.tensor && type != torch.array) {
-        int result = FAILED;
+        int result;
         if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
-            if (Py_EnterRecursiveCall(" in a batch")) return FAILED;
+            if (self->depth == MOST_DEEP) return UNKNOWN;
+            self->depth++;
             if (type == &PyDict_Type) {
                 result = find_dict(self, object, NULL, NULL, handlers, leaves);
             } else {
                 result = find_sequence(self, type == &PyList_Type ? LIST : TUPLE, object, NULL, handlers, leaves);
             }
-            Py_LeaveRecursiveCall();
+            self->depth--;
             return result;
         }
         if (object == Py_None) return add_node(self, NOTHING, 0) < 0 ? FAILED : KNOWN;
@@ -216,7 +223,8 @@ static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject 
         }
         if (handler == Py_False) return UNKNOWN;
         if (handler != Py_None) {
-            if (Py_EnterRecursiveCall(" in a batch")) return FAILED;
+            if (self->depth == MOST_DEEP) return UNKNOWN;
+            self->depth++;
             Py_INCREF(handler);
             if (handler == Py_True) {
                 result = find_sequence(self, NAMED, object, (PyObject *)type, handlers, leaves);
@@ -224,7 +232,7 @@ static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject 
                 result = find_instance(self, object, handler, handlers, leaves);
             }
             Py_DECREF(handler);
-            Py_LeaveRecursiveCall();
+            self->depth--;
             return result;
         }
     }

@@ -19,12 +19,14 @@ import secrets
 import stat
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import _host
+from .._torch import ownership
 from ..errors import HostBudgetError
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ CREATE TABLE IF NOT EXISTS pools (
 )
 """
 
-_at_rest = threading.Lock()
+_at_rest = threading.RLock()
 """Held during each transaction of this process, and while it forks: a child that gets half of one could never begin
 another, and one that inherits a pipe unseen would seem to be its reader."""
 
@@ -156,15 +158,31 @@ class Entries:
                 path.unlink(missing_ok=True)
 
 
+@cache
+def _ownership() -> Callable[[], bool]:
+    return ownership(_at_rest)
+
+
+def is_in_transaction() -> bool:
+    """Say whether this thread is in a transaction. What a finaliser asks for then cannot wait for the end of that."""
+    return _ownership()()
+
+
 @contextlib.contextmanager
 def transaction() -> Iterator[Entries]:
     """Have the ledger to oneself. Blocks while another process has it.
 
     Raises:
-        HostBudgetError: its folder or file is not the user's alone, or cannot be written.
+        HostBudgetError: its folder or file is not the user's alone, or cannot be written; or a finaliser asks in the
+            middle of another transaction of this thread.
     """
     import sqlite3
 
+    if is_in_transaction():
+        raise HostBudgetError(
+            "the host's ledger is in use by this very thread: a finaliser, such as the end of a generator, asked for "
+            "it again; a finaliser may release() leases and close() pools, nothing else"
+        )
     with _at_rest:
         file = _file()
         folder = file.parent

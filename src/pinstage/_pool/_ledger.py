@@ -22,6 +22,7 @@ from . import _refusals
 from ._accounts import Account, Accounts, Waiter
 from ._classes import reuse_limit, size_class
 from ._host_budget import Alone, Share
+from ._host_ledger import is_in_transaction
 from ._lease import Lease
 from ._refusals import Figures, Refusal
 from ._resize import Resize, free_what_is_done
@@ -64,7 +65,9 @@ class Ledger:
         self.frozen = False
         self.is_forked = False  # a forked child's copy, which must not be used
         self.lock = threading.RLock()  # for all but the inbox; a thread that has it may come again, by a finaliser
-        self.is_entered = ownership(self.lock)  # says whether this thread has it
+        has_lock = ownership(self.lock)
+        # Says whether this thread has it, or is in a transaction that a pool would have to wait for if it grew.
+        self.is_entered = has_lock if isinstance(host, Alone) else lambda: has_lock() or is_in_transaction()
         self.inbox = Inbox()
         self.forgotten: list[tuple[int, int]] = []  # leases nobody released: bytes asked for, and of the slab
         self._memory = memory

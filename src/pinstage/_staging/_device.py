@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -440,16 +439,12 @@ class Sources:
     def __init__(self) -> None:
         self.gatherings: dict[Table, Gathering] = {}
         self._made: dict[torch.device, Source] = {}
-        self._lock = threading.Lock()
 
     def of(self, device: torch.device) -> Source:
         """Return the source for a device that tensors are on."""
         source = self._made.get(device)
-        if source is None:
-            with self._lock:
-                source = self._made.get(device)
-                if source is None:
-                    source = self._made[device] = CudaSource(device) if device.type == "cuda" else CpuSource()
+        if source is None:  # no lock: if two threads make one, one of them is used
+            source = self._made.setdefault(device, CudaSource(device) if device.type == "cuda" else CpuSource())
         return source
 
 

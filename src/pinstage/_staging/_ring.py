@@ -94,16 +94,20 @@ class RingSlab:
     """
 
     def __init__(self, target: Target, nbytes: int) -> None:
-        with target.selected(), torch.inference_mode(mode=False):
-            self.memory = target.empty(nbytes)
+        self._nbytes = nbytes
+        self._make_memory(target)
         self.number = 0
         self.content: tuple[Structure, Table] | None = None
         self.consumers: list[Any] = []
-        self.all_consumers: list[Any] = []
         self.events: list[Fence] = []
-        self._users = StorageUsers(self.memory)
         self._lease: weakref.ref[RingLease] | None = None
         self._in_use = False
+
+    def _make_memory(self, target: Target) -> None:
+        with target.selected(), torch.inference_mode(mode=False):
+            self.memory = target.empty(self._nbytes)
+        self.all_consumers: list[Any] = []
+        self._users = StorageUsers(self.memory)
 
     def record_events(self, target: Target) -> None:
         """Record an event on each stream that was given the batch, behind all work it has been given so far."""
@@ -115,8 +119,10 @@ class RingSlab:
 
     # -- for the ring, which holds its lock
 
-    def take(self, number: int, lease: RingLease) -> None:
-        """Give the slab to a batch."""
+    def take(self, number: int, lease: RingLease, target: Target) -> None:
+        """Give the slab to a batch, with memory of its own if somebody has freed or resized what it had."""
+        if self._users.have_moved():
+            self._make_memory(target)
         self._lease, self.content = weakref.ref(lease), None
         self._in_use, self.number = True, number
 
@@ -244,7 +250,7 @@ class Ring:
                 return None
             lease = RingLease(found, target, self._released)
             self._taken += 1
-            found.take(self._taken, lease)
+            found.take(self._taken, lease, target)
             return lease
 
     def _fits(self, nbytes: int) -> bool:

@@ -14,7 +14,6 @@ none.
 from __future__ import annotations
 
 import ctypes
-import threading
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -189,15 +188,11 @@ class CpuShuttle:
 
 
 _made: dict[torch.device, Shuttle] = {}
-_lock = threading.Lock()
 
 
 def shuttle_for(device: torch.device) -> Shuttle:
     """Return the process's shuttle for a device that tensors are on: CUDA's streams are few."""
     shuttle = _made.get(device)
-    if shuttle is None:
-        with _lock:
-            shuttle = _made.get(device)
-            if shuttle is None:
-                shuttle = _made[device] = CudaShuttle(device) if device.type == "cuda" else CpuShuttle()
+    if shuttle is None:  # no lock: if two threads make one, one of them is used
+        shuttle = _made.setdefault(device, CudaShuttle(device) if device.type == "cuda" else CpuShuttle())
     return shuttle

@@ -178,7 +178,7 @@ class Stager:
         self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._batches = self._copies = self._passthrough_leaves = 0
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._sources = Sources()

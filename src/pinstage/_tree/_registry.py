@@ -32,12 +32,12 @@ HANDLERS: dict[type, Any] = {}
 leaf, True for a named tuple, what makes a new one of a class that is no more than its ``__dict__``, and False for what
 only optree knows."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finaliser may stage a class that is new, too
 
 
 def _unlock() -> None:
     global _lock  # noqa: PLW0603 - a thread that is not there may hold it
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)
