@@ -4,12 +4,11 @@ import re
 
 import pytest
 import torch
-from doubles import ManualEvent
+from doubles import ManualEvent, claim_in_child
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
-from doubles import claim_in_child
 
 import pinstage
 from pinstage.metrics import PoolCollector, TorchHostCollector
