@@ -91,6 +91,7 @@ class RingSlab:
         consumers: streams that were given this batch.
         all_consumers: streams that were given any batch of it.
         events: what the copy stream has to wait for before it writes here.
+        in_use: whether it was taken, and not seen free since.
     """
 
     def __init__(self, target: Target, nbytes: int) -> None:
@@ -100,8 +101,8 @@ class RingSlab:
         self.content: tuple[Structure, Table] | None = None
         self.consumers: list[Any] = []
         self.events: list[Fence] = []
+        self.in_use = False
         self._lease: weakref.ref[RingLease] | None = None
-        self._in_use = False
 
     def _make_memory(self, target: Target) -> None:
         with target.selected(), torch.inference_mode(mode=False):
@@ -124,22 +125,19 @@ class RingSlab:
         if self._users.have_moved():
             self._make_memory(target)
         self._lease, self.content = weakref.ref(lease), None
-        self._in_use, self.number = True, number
+        self.in_use, self.number = True, number
 
     def free(self) -> None:
         """Take the slab back, after `record_events`."""
         self._lease = self.content = None
-        self._in_use = False
+        self.in_use = False
 
-    def is_free(self, target: Target) -> bool:
-        """Say whether the slab can be taken, after looking whether somebody still uses the batch in it."""
-        if self._in_use:
-            lease = self._lease
-            if (lease is not None and lease() is not None) or self._users.are_there():
-                return False
+    def free_if_unused(self, target: Target) -> None:
+        """Take the slab back if nobody uses the batch in it any more."""
+        lease = self._lease
+        if (lease is None or lease() is None) and not self._users.are_there():
             self.record_events(target)
             self.free()
-        return True
 
     def is_of(self, lease: RingLease) -> bool:
         """Say whether a lease of it still holds."""
@@ -244,7 +242,9 @@ class Ring:
                 return None
             found: RingSlab | None = None
             for slab in self._slabs:  # all are looked at, so that each is free early
-                if slab.is_free(target) and (found is None or slab.number < found.number):
+                if slab.in_use:
+                    slab.free_if_unused(target)
+                if not slab.in_use and (found is None or slab.number < found.number):
                     found = slab
             if found is None:
                 return None
