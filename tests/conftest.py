@@ -16,8 +16,10 @@ from pinstage._memory import _cuda, _resource
 
 # How long an example may take is not asked: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", _always, derandomize=True)  # the same examples in each run
-settings.register_profile("thorough", _always, max_examples=300, print_blob=True)  # others in each run: .ci/run
+# The same examples in each run. .ci/run is thorough.
+settings.register_profile("quick", _always, derandomize=True)
+settings.register_profile("thorough", _always, derandomize=True, max_examples=300)
+settings.register_profile("random", _always, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
