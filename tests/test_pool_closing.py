@@ -240,8 +240,8 @@ def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
 def test_a_pool_that_was_never_made_is_dropped_in_silence():
     with pytest.raises(ValueError, match="max_bytes"):
         SlabPool(max_bytes=0)
-    with pytest.raises(AttributeError):
-        SlabPool(object(), max_bytes=10)  # no memory resource
+    with pytest.raises(TypeError, match="memory must be a MemoryResource"):
+        SlabPool(object(), max_bytes=10)
     gc.collect()
 
 
