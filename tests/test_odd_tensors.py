@@ -84,6 +84,12 @@ def test_a_dual_tensor_keeps_its_tangent_after_plain_ones(way):
         assert torch.equal(tangent, torch.full((3, 2), 2.0))
 
 
+def test_an_error_of_a_leaf_s_own_to_says_where_the_leaf_is(staging):
+    with pytest.raises(NotImplementedError, match="meta") as raised:
+        after_plain_ones(staging, torch.ones(3, 2, device="meta"))
+    assert raised.value.__notes__ == ["batch[0] cannot be packed; its own .to('cpu') raised this"]
+
+
 def test_a_leaf_of_as_many_dimensions_as_a_table_can_have_is_packed(way):
     leaf = torch.arange(2.0).view([1] * 63 + [2])
     assert_same([leaf], way([leaf]), "cpu")

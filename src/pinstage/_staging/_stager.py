@@ -234,7 +234,7 @@ class Stager:
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
             try:
                 slab, event, copies = self._send(parts, ring_lease) if table.nbytes else (None, None, 0)
-                others, moved, moved_event = move_others(self._target, table, parts.others())
+                others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
                 self._count(table, copies)
                 return Transfer(
                     self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, ring_lease

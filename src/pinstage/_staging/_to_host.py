@@ -270,7 +270,7 @@ def _divide(
     for index in on_their_own:
         thing = left[index]
         if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
-            left[index] = move(thing, _CPU)
+            left[index] = move(thing, _CPU, structure, index)
     return shares, left
 
 

@@ -187,11 +187,22 @@ def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     return transfer._event
 
 
-def move(thing: Any, device: torch.device) -> Any:
+def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
     """Move a tensor, or an object of a class that says how, by its own ``.to()``, on the current stream.
 
     A copy from a device to the CPU is waited for: no stream orders the host behind it.
+
+    Raises:
+        Exception: of that ``.to()``; a note says where in the batch.
     """
+    try:
+        return _move(thing, device)
+    except Exception as error:
+        error.add_note(f"batch{structure.path(leaf)} cannot be packed; its own .to('{device}') raised this")
+        raise
+
+
+def _move(thing: Any, device: torch.device) -> Any:
     if isinstance(thing, torch.Tensor):
         return thing.to(device, non_blocking=device.type != "cpu")
     cls = type(thing)
@@ -204,11 +215,14 @@ def move(thing: Any, device: torch.device) -> Any:
     return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
 
 
-def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[Any], list[Any], Fence | None]:
+def move_others(
+    target: Target, structure: Structure, table: Table, others: list[Any]
+) -> tuple[list[Any], list[Any], Fence | None]:
     """Move what cannot be packed by its own ``.to()``, on the current stream.
 
     Args:
         target: where to.
+        structure: of the batch.
         table: of the batch.
         others: the leaves that do not live in the slab, in order.
 
@@ -217,10 +231,10 @@ def move_others(target: Target, table: Table, others: list[Any]) -> tuple[list[A
     """
     if not table.moved:
         return others, [], None
-    kinds = table.rows["kind"][table.positions(RowKind.OTHER, RowKind.MOVED)]
+    leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
     result, moved = list(others), []
-    for index in (kinds == RowKind.MOVED).nonzero()[0].tolist():
-        result[index] = move(others[index], target.device)
+    for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
+        result[index] = move(others[index], target.device, structure, leaves[index])
         moved.append(result[index])
     return result, moved, target.record_current()
 
@@ -255,7 +269,7 @@ def send_packed(
             finally:
                 event = target.record_copies()
         copies = 1
-    others, moved, moved_event = move_others(target, table, others)
+    others, moved, moved_event = move_others(target, structure, table, others)
     transfer: Transfer[Any] = Transfer(
         target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease
     )
