@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
 from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
-from .._sizes import format_bytes
+from .._sizes import format_bytes, size_to_paste
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
@@ -170,7 +170,7 @@ class PoolStager(AsyncStager):
         if largest > self._pool.max_bytes:
             raise BudgetExceededError(
                 f"the largest tensor of the state does not fit the pool: {format_bytes(largest)}, max_bytes "
-                f"{format_bytes(self._pool.max_bytes)}; raise max_bytes",
+                f'{format_bytes(self._pool.max_bytes)}; pass max_bytes="{size_to_paste(largest * 9 // 8)}" or more',
                 requested_bytes=largest,
                 max_bytes=self._pool.max_bytes,
             )
