@@ -277,7 +277,9 @@ def test_a_state_that_fits_does_not_go_in_waves(tmp_path, stager):
 
 def test_a_tensor_larger_than_the_cap_is_refused(stager):
     writer = stager.in_waves(dcp.FileSystemWriter("nowhere"))
-    with pytest.raises(BudgetExceededError, match=r'largest .* 1\.9. MiB, max_bytes 1\.00 MiB; pass max_bytes="\d+KiB"'):
+    with pytest.raises(
+        BudgetExceededError, match=r'largest .* 1\.9. MiB, max_bytes 1\.00 MiB; pass max_bytes="\d+KiB"'
+    ):
         stager.stage({"t": torch.zeros(500_000)})
     del writer
 
