@@ -163,14 +163,13 @@ class Host(RuleBasedStateMachine):
         assert all(process.held <= written[process.share._key] for process in self.living)
 
     def teardown(self):
-        """Whoever waits is served once the others use nothing."""
+        """Whoever waits is served once the others use nothing, or give back what they get."""
         try:
             while waiting := [process for process in getattr(self, "living", ()) if process.wanted]:
-                for process in self.living:
-                    process.idle, process.used = process.idle + process.used, 0
                 for _ in range(200):
                     self.clock.now += 0.3
                     for process in self.living:
+                        process.idle, process.used = process.idle + process.used, 0
                         process.look()
                         if process.wanted:
                             process.ask()
