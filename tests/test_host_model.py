@@ -20,7 +20,6 @@ class Process:
 
     def __init__(self):
         self.closed = False
-        self.reason = ""
         self.used = self.idle = self.wanted = 0
         self.share = Share(HostBudget(CAP, name="model"))
         self.share._pool, self.share._line = weakref.ref(self), SimpleNamespace(waits=0, seconds=0.0)

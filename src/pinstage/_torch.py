@@ -898,9 +898,8 @@ class Workers:
 
     def end(self) -> bool:
         """Ask the workers to end, and make them; say whether all did. Blocks for three times `_END_SECONDS` at most."""
-        self._forget_pids(
-            id(self)
-        )  # now: torch would raise an error, anywhere in the main thread, of one that is killed
+        # First of all: torch would raise an error anywhere in the main thread when one of them is killed.
+        self._forget_pids(id(self))
         if self._set_done():
             for queue in self._index_queues:
                 with contextlib.suppress(OSError, ValueError):  # closed

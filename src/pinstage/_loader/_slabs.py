@@ -45,16 +45,18 @@ def checked(
         TypeError, ValueError, StagingError: as `DataLoader`.
     """
     check_depth(depth)
+    check_owner(owner)
     if pool is not None:
         check_pool(pool)
-    check_owner(owner)
-    if pool is not None and max_bytes not in ("auto", None, pool.max_bytes):
-        raise ValueError(f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool")
-    if pool is not None and not pool.memory.is_shared:
-        raise ValueError(
-            f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-            "SlabPool(SharedMemory(device), max_bytes=...)"
-        )
+        if max_bytes not in ("auto", None, pool.max_bytes):
+            raise ValueError(
+                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
+            )
+        if not pool.memory.is_shared:
+            raise ValueError(
+                f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
+                "SlabPool(SharedMemory(device), max_bytes=...)"
+            )
     if max_bytes not in ("auto", None) and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
         raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
     if keep is not None and not callable(keep):

@@ -157,13 +157,13 @@ class Stager:
         keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
+        check_owner(owner)
         if pool is not None:
             check_pool(pool)
-        check_owner(owner)
-        if pool is not None and max_bytes not in ("auto", None):
-            raise ValueError(
-                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-            )
+            if max_bytes not in ("auto", None):
+                raise ValueError(
+                    f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
+                )
         if ring is None and (ring_bytes is not None or ring_overflow != "error"):
             raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
         if timeout is not None:

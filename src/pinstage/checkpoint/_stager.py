@@ -75,12 +75,12 @@ class PoolStager(AsyncStager):
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
     ) -> None:
-        if pool is not None and max_bytes is not None:
-            raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if pool is not None:
             check_pool(pool)
+            if max_bytes is not None:
+                raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
         if timeout is not None:
             check_timeout(timeout)
         self._owns_pool = pool is None
