@@ -444,7 +444,7 @@ def doctor() -> str:
     """
     commit, _, printed = (RESULTS / "doctor.txt").read_text().partition("\n")
     machine = "without a GPU, where nothing is measured" if "no NVIDIA driver here" in printed else "with a GPU"
-    printed = re.sub(r"^== .*\n|^written: .*\n", "", printed, flags=re.MULTILINE).strip("\n")
+    printed = re.sub(r"^(?:== |written: |kept for pinstage trace: ).*\n", "", printed, flags=re.MULTILINE).strip("\n")
     text = f"What it printed on a machine {machine} ({commit}):\n\n```text\n{printed}\n```"
     picture = f"\n\n![Bandwidth by size, for each kind of memory, in both directions]({BANDWIDTH.name})"
     return text + picture * BANDWIDTH.exists()

@@ -48,8 +48,8 @@ class Settings:
     out: Path | None = None
     read: tuple[Path, ...] = ()
     rounds: int = 1
-    repeats: int = 50
-    seconds: float = 1.0
+    repeats: int = 300
+    seconds: float = 0.4
     timeout: float = 600.0
     busy: int = 0
     smoke: bool = False

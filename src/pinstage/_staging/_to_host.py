@@ -246,27 +246,27 @@ def _divide(
         Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
         what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
     """
-    left = list(leaves)
-    for index, leaf in enumerate(leaves):
-        if type(leaf) in WRAPPERS:
-            left[index] = leaf.obj
+    left: list[Any] = [None] * len(leaves)  # the caller's tensors that travel may go
     shares: list[Share] = []
     devices = [home]
     on_their_own: set[int] = set()
     for device in devices:  # grows when tensors of another one are met
         parts = describe(leaves, structure, device, arrays=False)
+        if device == home and parts.table.packed < len(leaves):
+            for index in parts.table.positions(RowKind.OTHER, RowKind.MOVED, RowKind.ALIAS):
+                left[index] = leaf.obj if type(leaf := leaves[index]) in WRAPPERS else leaf
         if device == home and parts.table.moved:
             on_their_own = set(parts.table.positions(RowKind.MOVED))
             there = (left[i].device for i in on_their_own if isinstance(left[i], torch.Tensor))
             devices += dict.fromkeys(device for device in there if device.type == "cuda")
             if home in devices[1:]:  # of a tensor there that cannot be packed
                 devices.remove(home)
-        packed = parts.table.positions(*PACKED)
-        if packed:
+        if parts.table.packed:
             shares.append(Share(device, _gathering(parts.table, sources), parts.kept))
-        on_their_own.difference_update(packed)
-        for index in packed:
-            left[index] = None  # it travels; the caller's tensor may go
+        if on_their_own and device != home:
+            for index in parts.table.positions(*PACKED):
+                on_their_own.discard(index)
+                left[index] = None
     for index in on_their_own:
         thing = left[index]
         if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
