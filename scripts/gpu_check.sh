@@ -16,9 +16,9 @@
 # whatever became of the one before; the exit status is 1 if any failed. Python packages that the machine lacks are taken
 # from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced. The
 # extension is compiled for it first; one that was carried serves where that fails. PINSTAGE_NATIVE=0 goes without.
-# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS, FRAMEWORKS_ARGS,
-# DEMO_ARGS, PYTEST_ARGS, PINSTAGE_COMMIT. The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built
-# there by scripts/build_rival.sh if ACCV_LAB is set.
+# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
+# FRAMEWORKS_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
+# The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by scripts/build_rival.sh if ACCV_LAB is set.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
