@@ -272,9 +272,9 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; samples "
-        "in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or without "
-        "`pin_memory=True`, whichever is faster."
+        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; "
+        "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
+        "without `pin_memory=True`, whichever is faster."
     )
     return "\n".join([said, "", *lines, "", source(result)])
 
