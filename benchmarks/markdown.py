@@ -258,7 +258,7 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Whole loops: steps a second, and for which share of the time the GPU had one; nothing until it was measured."""
+    """Training loops: steps a second, and the share of the time for which the GPU had one; nothing until measured."""
     result = result or measured("loops")
     if result is None:
         return ""
@@ -272,8 +272,9 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of whole training loops, and for which share of the time the GPU was busy. Eight workers; "
-        "samples lie in memory. The last column compares `ps.DataLoader` with the better of torch's ways."
+        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; "
+        "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
+        "without `pin_memory=True`, whichever is faster."
     )
     return "\n".join([said, "", *lines, "", source(result)])
 
@@ -290,8 +291,8 @@ def frameworks(result: dict[str, Any] | None = None) -> str:
         cells = [f"{shown(rows[name])}{_busy(rows[name])}" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
-        "A step of a training loop, and for which share of the time the GPU was busy. The last column compares what "
-        "workers pack with `pin_memory=True`."
+        "A step of a training loop, and the share of the time for which the GPU was busy. The last column is the time "
+        "with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
         said += " Losses are the same in every way, bit for bit."

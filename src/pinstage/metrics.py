@@ -25,7 +25,7 @@ class PoolCollector(Collector):
         name: the label ``pool`` of each of its metrics, which distinguishes the pools.
 
     Raises:
-        TypeError: `pool` is no `SlabPool`.
+        TypeError: `pool` is not a `SlabPool`.
     """
 
     def __init__(self, pool: SlabPool, *, name: str = "default") -> None:
@@ -36,7 +36,7 @@ class PoolCollector(Collector):
         """Report another pool as well.
 
         Raises:
-            TypeError: `pool` is no `SlabPool`.
+            TypeError: `pool` is not a `SlabPool`.
             ValueError: there is a pool of this name.
         """
         if not isinstance(pool, SlabPool):

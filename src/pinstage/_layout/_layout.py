@@ -53,7 +53,7 @@ class Layout:
         """Compute the layout of a batch.
 
         Raises:
-            LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, or a
+            LayoutError: an object that holds tensors is not a known container, an array cannot become a tensor, or a
                 tensor has no memory.
         """
         parts = take_apart(batch)

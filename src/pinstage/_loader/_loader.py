@@ -194,13 +194,13 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             binds; see `SlabPool.share`.
         depth: how many batches are sent ahead of the one that is yielded, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
-        keep: what stays on the host, as for `Stager`. Workers call a function, so pickle has to take it where workers
-            are not forked. Tensors that stay travel through torch's shared memory.
+        keep: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
+            workers are not forked. Tensors that stay travel through torch's shared memory.
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is no int, `keep` is neither paths nor a function, or `pool` is no `SlabPool`.
-        ValueError: `depth` is negative; `max_bytes` is no size; `device` is neither CUDA nor the CPU; `pool` is not
+        TypeError: `depth` is not an int, `keep` is neither paths nor a function, or `pool` is not a `SlabPool`.
+        ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
             over shared memory; or both `pool` and `max_bytes` are given.
         StagingError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.

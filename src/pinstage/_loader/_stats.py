@@ -24,7 +24,7 @@ class LoaderStats:
     bytes: int
     """Bytes of these copies, padding included."""
     fallback_batches: int
-    """Batches that found no slab under the cap. They travelled by pageable memory; with workers, through the queue."""
+    """Batches that found no slab under the cap. They left from pageable memory; with workers, through the queue."""
     passthrough_leaves: int
     """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
     wait_seconds: float

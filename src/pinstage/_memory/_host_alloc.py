@@ -9,7 +9,7 @@ from ._resource import Block, Resource
 class HostAllocMemory(Resource):
     """Page-locked memory from ``cudaHostAlloc``, usable from all devices ("portable").
 
-    Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready four times sooner.
+    Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready in a quarter of the time.
 
     Args:
         device: whose context pins; None is torch's current device at the time of each allocation. Only that device

@@ -13,8 +13,8 @@ _log = logging.getLogger("pinstage")
 class RegisteredMemory(Resource):
     """Anonymous pages, huge where the system has them, touched by several threads, then ``cudaHostRegister``.
 
-    Ready four times sooner than ``cudaHostAlloc``, because huge pages are touched in parallel and registered as few
-    large pieces. Afterwards it is as fast.
+    Ready in a quarter of the time of ``cudaHostAlloc``, because huge pages are touched in parallel and registered as
+    few large pieces. Afterwards it is as fast.
 
     **Fork.** The pages are not inherited (``MADV_DONTFORK``): the kernel ends a forked child that follows a pointer
     into them. Otherwise Linux 5.9 and later would copy the pages in every fork: 1.4 s and 1 GiB for each GiB and each
@@ -32,7 +32,7 @@ class RegisteredMemory(Resource):
 
     Raises:
         RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
-        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is no node. Whether
+        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is not a node. Whether
             this host has that node is checked at the first allocation, or by ``numa``.
     """
 

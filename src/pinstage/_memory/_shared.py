@@ -77,7 +77,7 @@ class SharedMemory(Resource):
 
         Raises:
             ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
-            OSError: ``fd`` is no open file, or the kernel refused.
+            OSError: ``fd`` is not an open file, or the kernel refused.
         """
         size = os.fstat(fd).st_size
         if not 0 < nbytes <= size:

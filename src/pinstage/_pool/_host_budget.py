@@ -67,8 +67,8 @@ class HostBudget:
         name: which budget; None for the user's default one.
 
     Raises:
-        TypeError: `max_bytes` is neither an integer nor text, or `name` is no text.
-        ValueError: `max_bytes` is no positive size, or `name` is empty.
+        TypeError: `max_bytes` is neither an integer nor text, or `name` is not text.
+        ValueError: `max_bytes` is not a positive size, or `name` is empty.
     """
 
     def __init__(self, max_bytes: SupportsIndex | str, *, name: str | None = None) -> None:

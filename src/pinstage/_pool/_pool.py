@@ -47,7 +47,7 @@ class SlabPool:
             comes from.
 
     Raises:
-        TypeError: `memory` is no memory resource, but a class or a size, say.
+        TypeError: `memory` is not a memory resource, but for example a class or a size.
         ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
             this host has a `HostBudget` of this name with another cap.
         HostBudgetError: the host's ledger cannot be used.

@@ -10,7 +10,7 @@ from .._sizes import count, format_bytes, table_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerStats:
-    """What one owner of a pool's leases has. Idle slabs are nobody's."""
+    """What one owner of a pool's leases has. Idle slabs belong to no owner."""
 
     held_bytes: int
     """Bytes of slabs that the owner keeps from others: leased, or in flight."""

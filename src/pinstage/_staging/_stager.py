@@ -324,7 +324,7 @@ class Stager:
             The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
 
         Raises:
-            LayoutError: an object in the tree holds tensors and is no known container.
+            LayoutError: an object in the tree holds tensors and is not a known container.
             AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
@@ -358,7 +358,7 @@ class Stager:
             the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is no int, negative, or larger than the ring allows.
+            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows.
         """
         check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:

@@ -88,8 +88,8 @@ def register_node(
         `cls`, or a decorator if `cls` is None.
 
     Raises:
-        TypeError: `cls` is no class, or a tensor's; only one of the two functions was given; or neither was, and the
-            class keeps data outside its attributes (such as a subclass of `deque` or `set`).
+        TypeError: `cls` is not a class, or is a tensor class; only one of the two functions was given; or neither was,
+            and the class keeps data outside its attributes (such as a subclass of `deque` or `set`).
         ValueError: the class is registered already, in another way.
     """
     if cls is None:
@@ -131,7 +131,7 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
         `cls`.
 
     Raises:
-        TypeError: `cls` is no subclass of `torch.Tensor`, or is `torch.nn.Parameter` or one of it.
+        TypeError: `cls` is not a subclass of `torch.Tensor`, or is `torch.nn.Parameter` or a subclass of it.
         ValueError: it was registered already, with another `rebuild`.
     """
     given: Any = cls

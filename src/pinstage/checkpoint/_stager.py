@@ -61,7 +61,7 @@ class PoolStager(AsyncStager):
             None waits forever.
 
     Raises:
-        TypeError: `pool` is no `SlabPool`.
+        TypeError: `pool` is not a `SlabPool`.
         ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
@@ -147,16 +147,16 @@ class PoolStager(AsyncStager):
         self._wait_for_wave(None)
 
     def in_waves(self, writer: StorageWriter) -> StorageWriter:
-        """Return a writer by which a state larger than the pool's cap can be saved.
+        """Return a writer with which a state larger than the pool's cap can be saved.
 
         ::
 
             async_save(state_dict, storage_writer=stager.in_waves(FileSystemWriter(path)), async_stager=stager)
 
         Such a state is copied and written part by part, each of at most half the cap, to more files than otherwise.
-        The call of ``async_save`` returns when the last tensor has been copied: training waits while all parts but the
-        last are written. With ``hold="step"`` it returns at once, and the next step waits for that, on the host. A
-        state that fits is saved as usual. For the checkpointer in a thread.
+        ``async_save`` returns when the last tensor has been copied: training waits while all parts but the last are
+        written. With ``hold="step"`` it returns at once, and the next step makes the host wait for that. A state that
+        fits is saved as usual. Works with the checkpointer in a thread only.
 
         Args:
             writer: a ``FileSystemWriter``, or another one that names files by the prefix in its plan.

@@ -1,8 +1,7 @@
 """Three ways to look at what is slow: a batch, a machine, a recorded trace.
 
 `audit` looks at a batch before it is moved. The commands ``pinstage doctor`` and ``pinstage trace`` look at a machine
-and at a trace of the PyTorch profiler. They use the public names of `pinstage` and the kernel's
-figures of the host, change nothing, and need no GPU.
+and at a trace of the PyTorch profiler. None of them needs a GPU.
 """
 
 from ._audit import Audit, audit

@@ -228,7 +228,7 @@ def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | in
 
     Raises:
         TypeError: `batch` is a DataLoader.
-        ValueError: `device` is no CUDA device.
+        ValueError: `device` is not a CUDA device.
     """
     if isinstance(batch, DataLoader):
         raise TypeError("audit looks at a batch, and this is a DataLoader: pass next(iter(loader))")

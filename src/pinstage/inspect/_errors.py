@@ -12,8 +12,8 @@ class InspectError(ps.errors.StagingError):
 
 
 class TargetError(InspectError, ImportError):
-    """The ``module:callable`` of ``pinstage audit`` cannot be found, called, or gives no batch."""
+    """The ``module:callable`` of ``pinstage audit`` cannot be found or called, or gives no batch."""
 
 
 class TraceError(InspectError, ValueError):
-    """A file is no trace of the PyTorch profiler, is broken, or holds nothing to report."""
+    """A file is not a trace of the PyTorch profiler, is broken, or holds nothing to report."""

@@ -23,14 +23,14 @@ def prepare(
     """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
 
     The result is Accelerate's own loader with all of its options: it shards, splits or dispatches batches, and says
-    which one is the last. The torch loader inside of it writes its batches into slabs, as `DataLoader` does, and they
+    which one is the last. The torch loader inside it writes its batches into slabs, as `DataLoader` does, and they
     arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
     parts from it.
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. A stateful
-            one of the latter packs its first pass in the main process: its workers run already.
+        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. If that is
+            stateful, its first pass is packed in the main process: its workers run already.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         depth: as for `DataLoader`.

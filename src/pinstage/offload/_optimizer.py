@@ -162,7 +162,7 @@ def optimizer_state(
         An object that says how much is away, brings it back, and ends the offloading.
 
     Raises:
-        TypeError: `optimizer` is none of torch's, or `pool` no `SlabPool`.
+        TypeError: `optimizer` is not one of torch's, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper, or Lightning's

@@ -119,7 +119,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
             and that much may have come back before it is needed. Four times the largest tensor keeps the bus busy.
 
     Raises:
-        TypeError: `pool` is no `SlabPool`, or `keep` no function.
+        TypeError: `pool` is not a `SlabPool`, or `keep` not a function.
         ValueError: a negative size.
         StagingError: this torch does not report in-place changes.
     """

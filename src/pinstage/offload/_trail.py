@@ -96,7 +96,7 @@ class Load(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class OffloadStats:
-    """What `save_on_cpu` has done so far: the answer of its `stats()`, a snapshot."""
+    """What `save_on_cpu` has done so far: a snapshot, returned by its `stats()`."""
 
     copies: int = 0
     """Copies to the host."""
@@ -114,9 +114,9 @@ class OffloadStats:
     still_there: int = 0
     """Times that backward asked for a tensor whose memory on the device had not been let go of yet."""
     ahead: int = 0
-    """Times that it asked for one that had set out before."""
+    """Times that it asked for one whose copy back had begun before."""
     late: int = 0
-    """Times that it asked for one that set out only then."""
+    """Times that it asked for one whose copy back began only then."""
 
 
 class Known(NamedTuple):
