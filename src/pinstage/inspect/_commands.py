@@ -32,7 +32,7 @@ def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) 
     figures = None if bus is None else Bus.parse(bus)
     with _prints_on_stderr():
         found = audit(first_batch(target), bus=figures)
-    _show(found.to_dict() if as_json else found._sections(None if every_leaf else 40))
+    _show(found.to_dict() if as_json else found._sections(every_leaf=every_leaf))
     return 0
 
 
@@ -47,10 +47,10 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     with _progress("measuring copies", POINTS, unit=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
     _show(diagnosis.to_dict() if as_json else diagnosis.sections())
-    if diagnosis.measured is not None and diagnosis.measured.cost is not None:
-        _keep(diagnosis.measured.gpu.name, diagnosis.measured.cost)
+    measured = diagnosis.measured
+    if measured is not None and measured.cost is not None:
+        _keep(measured.gpu.name, measured.cost)
     if plot is not None:
-        measured = diagnosis.measured
         if measured is None:
             raise InspectError(f"nothing was measured, so {plot} is not drawn; that takes a GPU, and no --no-measure")
         save_plot(measured.points, plot, title=measured.gpu.name, link_rate=measured.gpu.link_rate)
@@ -65,8 +65,8 @@ def run_trace(
     html_file: Path | None,
     as_json: bool,
     every_step: bool,
-    step_ms: float | None = None,
-    example: bool = False,
+    step_ms: float | None,
+    example: bool,
 ) -> int:
     """Read a trace, or a folder of them, or the one that is shipped; return the exit status."""
     from ._trace import html, sections, trace_files, trace_report
@@ -81,7 +81,7 @@ def run_trace(
     with _progress(f"reading {path.name}", total, unit=True) as advance:
         step_seconds = None if step_ms is None else step_ms / 1e3
         report = trace_report(path, bus=figures, step_seconds=step_seconds, advance=advance)
-    _show(report.to_dict() if as_json else sections(report, **({"steps": None} if every_step else {})))
+    _show(report.to_dict() if as_json else sections(report, every_step=every_step))
     if html_file is not None:
         html_file.write_text(html(report), encoding="utf-8")
         _say(f"written: {html_file}")
