@@ -94,7 +94,7 @@ class Wave:
         if self._writer is None and thread is not self._trainer:
             self._writer = thread
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait until all tensors were copied, or the writer has ended without; return whether that came in time."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self.is_read.wait(max(0, min(LOOK_AGAIN_SECONDS, end - time.monotonic()))):

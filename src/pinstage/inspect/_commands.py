@@ -44,7 +44,7 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     index = None if device is None else _device_index(device)
     if plot is not None:
         importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
-    with _progress("measuring copies", POINTS, unit=False) as advance:
+    with _progress("measuring copies", POINTS, in_bytes=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
     _show(diagnosis.to_dict() if as_json else diagnosis.sections())
     measured = diagnosis.measured
@@ -78,7 +78,7 @@ def run_trace(
     path = Path(__file__).with_name("example.json.gz") if path is None else path
     figures = None if bus is None else Bus.parse(bus)
     total = sum(file.stat().st_size for file in trace_files(path))
-    with _progress(f"reading {path.name}", total, unit=True) as advance:
+    with _progress(f"reading {path.name}", total, in_bytes=True) as advance:
         step_seconds = None if step_ms is None else step_ms / 1e3
         report = trace_report(path, bus=figures, step_seconds=step_seconds, advance=advance)
     _show(report.to_dict() if as_json else sections(report, every_step=every_step))
@@ -135,15 +135,15 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int, *, unit: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the body runs, if that is a terminal with colours; `unit`: the total is bytes."""
+def _progress(title: str, total: int, *, in_bytes: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr while the body runs, if that is a terminal with colours."""
     console = _console(sys.stderr)
     if console is None or console.color_system is None:
         yield lambda _: None
         return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    done = DownloadColumn() if unit else MofNCompleteColumn()
+    done = DownloadColumn() if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
