@@ -584,7 +584,7 @@ def _pytree_entry(cls: type) -> Any:
 def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """Return how torch's pytree takes a class apart, and puts it together from a list of children and the context.
 
-    Empty where torch keeps this in another way: then such a class has to be registered with pinstage.
+    None where torch keeps this in another way: then such a class has to be registered with pinstage.
     """
     reason = why_pytree_cannot_be_asked()
     if reason is None:
@@ -606,12 +606,8 @@ def _why_profilers_are_not_seen() -> str | None:
     return _in_this_torch("does not tell whether a profiler runs")
 
 
-def _nobody() -> bool:
-    return False
-
-
 is_profiling: Callable[[], bool] = (
-    torch.autograd._profiler_enabled if _why_profilers_are_not_seen() is None else _nobody  # type: ignore[attr-defined]
+    (lambda: False) if _why_profilers_are_not_seen() else torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 )
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
@@ -643,7 +639,7 @@ def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _sharding() -> Any:
-    """Return torch's class of sharded tensors; None if it is not there, or not as it was."""
+    """Return torch's classes of sharded tensors, of a shard and of its metadata; None if they are not as they were."""
     try:
         module = importlib.import_module("torch.distributed._shard.sharded_tensor")
         found = module.ShardedTensor, module.Shard, module.ShardMetadata

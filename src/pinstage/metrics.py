@@ -114,12 +114,12 @@ def _of_owners(stats: PoolStats) -> Iterator[_Sample]:
 class TorchHostCollector(Collector):
     """Reports to Prometheus what torch's own allocator of page-locked memory holds in this process.
 
-    Reports nothing if this process does not use CUDA, or if torch is too old.
+    Reports nothing if this process does not use CUDA.
     """
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as Prometheus's client asks for them."""
-        stats = _torch_host_stats()
+        stats = torch.cuda.host_memory_stats()
         if not stats:
             return
         held = GaugeMetricFamily("torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"])
@@ -132,11 +132,3 @@ class TorchHostCollector(Collector):
             ("frees", "num_host_free", "Blocks that torch's host allocator gave back."),
         ):
             yield CounterMetricFamily(f"torch_host_{metric}", text, value=stats.get(key, 0))
-
-
-def _torch_host_stats() -> dict[str, Any]:
-    ask = getattr(torch.cuda, "host_memory_stats", None)
-    if ask is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}
-    found: dict[str, Any] = ask()
-    return found

@@ -31,7 +31,6 @@ _AS_THEY_ARE = (
 )
 """What is not copied: nobody changes it, or there can be only one."""
 
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__

@@ -29,12 +29,11 @@ from .._staging import HostTransfer, Landing, clear_own_frames, landings
 from ..errors import StagingError
 from ._snapshot import Snapshot, rebuild
 
-_LOOK_AGAIN_SECONDS = 0.1
+LOOK_AGAIN_SECONDS = 0.1
 """How often who waits for a save looks whether its thread has ended. That the slab came back is told at once."""
 
 Place = Landing | torch.Tensor
 """Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
-
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A view of a lease."""
@@ -70,7 +69,6 @@ class Slab(NamedTuple):
     """A view of the lease; it keeps the slab out of the pool."""
     fd: int | None
     """By which another process can map them; None if it cannot."""
-    nbytes: int
 
 
 class StagedState(dict[str, Any]):
@@ -101,10 +99,10 @@ def _reduce(staged: StagedState) -> tuple[Any, ...]:
         return _arrive, (content, None, 0)
     if slab.fd is None:
         raise StagingError(
-            f"a writer in another process cannot map the pool's memory: {slab.nbytes} bytes; make the pool of "
+            f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
             "SlabPool(SharedMemory()), or save in a thread"
         )
-    return _arrive, (content, DupFd(slab.fd), slab.nbytes)
+    return _arrive, (content, DupFd(slab.fd), slab.memory.nbytes)
 
 
 def _arrive(content: Content, handle: Any, nbytes: int) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class Save:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until the slab is out of use, or its writer has ended; say whether that was in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else time.monotonic() + timeout
         while not self.is_over():
             if self._writers and not any(thread.is_alive() for thread in self._writers):
                 # The slab is taken from a save that has ended: an error may keep its frames, and these what another
@@ -152,10 +150,10 @@ class Save:
                     del staged
                 gc.collect()  # an error and its frames, which refer to one another
                 return True
-            left = _LOOK_AGAIN_SECONDS if deadline is None else deadline - time.monotonic()
+            left = end - time.monotonic()
             if left <= 0:
                 return False
-            self._bell.acquire(timeout=min(left, _LOOK_AGAIN_SECONDS))
+            self._bell.acquire(timeout=min(left, LOOK_AGAIN_SECONDS))
         return True
 
 

@@ -216,10 +216,7 @@ class PoolStager(AsyncStager):
     def _wait_for_last(self) -> float | None:
         """Wait for the save before; return how long to wait for a slab."""
         last = self._save
-        is_read = self._wait_for_wave(self._timeout)
-        if is_read and (last is None or last.is_over()):
-            return self._timeout
-        if not is_read or (last is not None and not last.wait(self._timeout)):
+        if not self._wait_for_wave(self._timeout) or not (last is None or last.wait(self._timeout)):
             figures = self._pool.stats()
             raise AcquireTimeoutError(
                 f"the last checkpoint is still being written after {self._timeout} s: in flight "
@@ -238,7 +235,7 @@ class PoolStager(AsyncStager):
         def acquire(nbytes: int) -> Lease:
             nonlocal slab
             lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
-            slab = Slab(lease.numpy(), lease.fd, nbytes)
+            slab = Slab(lease.numpy(), lease.fd)
             return lease
 
         try:

@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from .._layout import ALIGNMENT
+from .._sizes import round_up
 from .._staging import Landing
 from .._torch import shell_of
 from ..errors import StagingError
-from ._staged import Bytes, over
-
-_LOOK_AGAIN_SECONDS = 0.1
+from ._staged import LOOK_AGAIN_SECONDS, Bytes, over
 
 
 class Wave:
@@ -75,7 +74,7 @@ class Wave:
 
     def fetch(self, source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to the slab of this part; blocks until it is there."""
-        nbytes = _aligned(source.nbytes)
+        nbytes = round_up(source.nbytes, ALIGNMENT)
         with self._lock:
             if self._slab is None or self._end + nbytes > len(self._slab):
                 self._slab, self._end = self._lease(max(self._most, self._part_bytes, nbytes)), 0
@@ -95,10 +94,10 @@ class Wave:
         if self._writer is None and thread is not self._trainer:
             self._writer = thread
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None) -> bool:
         """Wait until all tensors were copied, or the writer has ended without; return whether that came in time."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self.is_read.wait(max(0, min(_LOOK_AGAIN_SECONDS, end - time.monotonic()))):
+        while not self.is_read.wait(max(0, min(LOOK_AGAIN_SECONDS, end - time.monotonic()))):
             if self._writer is not None and not self._writer.is_alive():
                 return True
             if time.monotonic() >= end:
@@ -216,14 +215,10 @@ def _divided(items: Sequence[WriteItem], most: int) -> Iterator[tuple[list[Write
         nbytes = 0
         if item.tensor_data is not None:
             data = item.tensor_data
-            nbytes = _aligned(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize)
+            nbytes = round_up(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize, ALIGNMENT)
         if part and total + nbytes > most:
             yield part, total
             part, total = [], 0
         part.append(item)
         total += nbytes
     yield part, total
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -123,11 +123,11 @@ class Audit:
             "bus": self.bus_source,
         }
 
-    def _sections(self, rows: int | None = _ROWS) -> list[Section]:
-        """Return what is printed; `rows` leaves at most, None for all."""
+    def _sections(self, *, every_leaf: bool = False) -> list[Section]:
+        """Return what is printed."""
         if not self.leaves:
             return [Line("there is no tensor and no array in this batch", "warning")]
-        shown = self.leaves[:rows]
+        shown = self.leaves if every_leaf else self.leaves[:_ROWS]
         sections: list[Section] = [_table(shown)]
         if len(shown) < len(self.leaves):
             rest = self.leaves[len(shown) :]
@@ -274,7 +274,7 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabC
         ps.Layout.of(batch)
     except ps.errors.LayoutError as reason:
         error = str(reason)
-    on_host = {id(place.leaf): place.leaf for place in found if _device(place.leaf) == "cpu"}  # an alias once
+    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}  # an alias once
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
     packed = [leaf for leaf in staged if _is_packable(leaf)]
     layout = ps.Layout.of(packed)
@@ -327,7 +327,7 @@ def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
                 dtype=str(leaf.dtype).removeprefix("torch."),
                 shape=_shape(leaf),
                 nbytes=_nbytes(leaf),
-                device=_device(leaf),
+                device=str(leaf.device),  # an array has one, too
                 pinned=pinned,
                 contiguous=_contiguity(leaf),
                 alias_of=path_by_id.get(id(leaf)),
@@ -340,14 +340,10 @@ def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
     return reports
 
 
-def _device(leaf: Leaf) -> str:
-    return str(leaf.device) if isinstance(leaf, torch.Tensor) else "cpu"
-
-
 def _is_pinned(leaf: Leaf) -> bool:
     try:
         return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
-    except (RuntimeError, NotImplementedError):  # some layouts have no answer
+    except RuntimeError:  # some layouts have no answer
         return False
 
 
@@ -361,7 +357,7 @@ def _nbytes(leaf: Leaf) -> int:
     if not isinstance(leaf, torch.Tensor):
         return leaf.nbytes
     parts = leaf.unbind() if leaf.is_nested else memory_of(leaf) or [leaf]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.nbytes for part in parts)
 
 
 def _contiguity(leaf: Leaf) -> str:
@@ -381,7 +377,7 @@ def _storage(leaf: Leaf) -> int:
             return 0
         try:
             return leaf.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # a subclass without storage
+        except RuntimeError:  # a subclass without storage
             return 0
     while isinstance(leaf.base, np.ndarray):
         leaf = leaf.base

@@ -8,22 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import pinstage as ps
 
 from .._host import Headroom, threads_within
 from .._sizes import count, format_bytes
 from .._torch import Problem
-from ._bus import PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
+from ._bus import GIB, PAGEABLE, PINNED, REGISTERED, TO_DEVICE, Point
 from ._cost import Cost
 from ._gpus import Driver, Gpu
 from ._report import duration, rate, share
 
-if TYPE_CHECKING:
-    from pinstage import HostShare
-
 Status = Literal["ok", "info", "warning", "problem"]
-
-GIB = 1 << 30
 
 LITTLE_BYTES = 2 * GIB
 """Less memory than this is too little for a loader, its workers and a useful pool."""
@@ -97,7 +94,7 @@ def automatic_cap(max_bytes: int, reason: str) -> Check:
     return Check('max_bytes="auto"', "info", f"{format_bytes(max_bytes)}: {reason}")
 
 
-def host_budgets(shares: Sequence[HostShare]) -> Check:
+def host_budgets(shares: Sequence[ps.HostShare]) -> Check:
     """Check what is taken of each `HostBudget`, and by whom."""
     name = "host budgets"
     if not shares:

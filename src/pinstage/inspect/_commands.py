@@ -32,7 +32,7 @@ def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) 
     figures = None if bus is None else Bus.parse(bus)
     with _prints_on_stderr():
         found = audit(first_batch(target), bus=figures)
-    _show(found.to_dict() if as_json else found._sections(None if every_leaf else 40))
+    _show(found.to_dict() if as_json else found._sections(every_leaf=every_leaf))
     return 0
 
 
@@ -44,13 +44,13 @@ def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_jso
     index = None if device is None else _device_index(device)
     if plot is not None:
         importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
-    with _progress("measuring copies", POINTS, unit=False) as advance:
+    with _progress("measuring copies", POINTS, in_bytes=False) as advance:
         diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
     _show(diagnosis.to_dict() if as_json else diagnosis.sections())
-    if diagnosis.measured is not None and diagnosis.measured.cost is not None:
-        _keep(diagnosis.measured.gpu.name, diagnosis.measured.cost)
+    measured = diagnosis.measured
+    if measured is not None and measured.cost is not None:
+        _keep(measured.gpu.name, measured.cost)
     if plot is not None:
-        measured = diagnosis.measured
         if measured is None:
             raise InspectError(f"nothing was measured, so {plot} is not drawn; that takes a GPU, and no --no-measure")
         save_plot(measured.points, plot, title=measured.gpu.name, link_rate=measured.gpu.link_rate)
@@ -65,8 +65,8 @@ def run_trace(
     html_file: Path | None,
     as_json: bool,
     every_step: bool,
-    step_ms: float | None = None,
-    example: bool = False,
+    step_ms: float | None,
+    example: bool,
 ) -> int:
     """Read a trace, or a folder of them, or the one that is shipped; return the exit status."""
     from ._trace import html, sections, trace_files, trace_report
@@ -78,10 +78,10 @@ def run_trace(
     path = Path(__file__).with_name("example.json.gz") if path is None else path
     figures = None if bus is None else Bus.parse(bus)
     total = sum(file.stat().st_size for file in trace_files(path))
-    with _progress(f"reading {path.name}", total, unit=True) as advance:
+    with _progress(f"reading {path.name}", total, in_bytes=True) as advance:
         step_seconds = None if step_ms is None else step_ms / 1e3
         report = trace_report(path, bus=figures, step_seconds=step_seconds, advance=advance)
-    _show(report.to_dict() if as_json else sections(report, **({"steps": None} if every_step else {})))
+    _show(report.to_dict() if as_json else sections(report, every_step=every_step))
     if html_file is not None:
         html_file.write_text(html(report), encoding="utf-8")
         _say(f"written: {html_file}")
@@ -135,15 +135,15 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int, *, unit: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the body runs, if that is a terminal with colours; `unit`: the total is bytes."""
+def _progress(title: str, total: int, *, in_bytes: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr while the body runs, if that is a terminal with colours."""
     console = _console(sys.stderr)
     if console is None or console.color_system is None:
         yield lambda _: None
         return
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    done = DownloadColumn() if unit else MofNCompleteColumn()
+    done = DownloadColumn() if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)

@@ -23,13 +23,13 @@ from .. import _host, _native, _torch
 from .._memory import why_unusable
 from .._sizes import count, format_bytes
 from . import _checks, _top
-from ._bus import PAGEABLE, PINNED, REGISTERED, SIZES, Point, measure, page_locking_seconds
+from ._bus import GIB, PAGEABLE, SIZES, Point, measure, page_locking_seconds
 from ._checks import Check, Status
 from ._cost import Cost, measure_cost
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
 from ._report import Line, Section, TextTable
 
-PINNED_BYTES = 1 << 30
+PINNED_BYTES = GIB
 """Bytes that are page-locked to see how long that takes."""
 _NEEDED_BYTES = 3 * PINNED_BYTES
 """With less memory left nothing is measured."""
@@ -187,7 +187,7 @@ def _measure(gpus: Sequence[Gpu], device: int | None, advance: Callable[[], None
     on = torch.device("cuda", index)
     if why_unusable() is not None:
         return Measured(gpus[index], tuple(measure(on, kinds=(PAGEABLE,), advance=advance)), {})
-    points = measure(on, kinds=(PAGEABLE, PINNED, REGISTERED), advance=advance)
+    points = measure(on, advance=advance)
     locking = page_locking_seconds(PINNED_BYTES, on)
     return Measured(gpus[index], tuple(points), locking, measure_cost(on))
 

@@ -72,7 +72,7 @@ def nvidia_smi(arguments: Sequence[str]) -> str:
         return ""
 
 
-def find_driver(root: Path, smi: Smi = nvidia_smi) -> Driver:
+def find_driver(root: Path, smi: Smi) -> Driver:
     """Find the driver, whether torch can use it or not, and the toolkit."""
     module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _host.text(root / "proc/driver/nvidia/version"))
     printed = smi([])
@@ -90,7 +90,7 @@ def _toolkit(folder: Path) -> str | None:
     return f"{int(defined[1]) // 1000}.{int(defined[1]) % 1000 // 10}" if defined else None
 
 
-def find_gpus(root: Path, smi: Smi = nvidia_smi) -> list[Gpu]:
+def find_gpus(root: Path, smi: Smi) -> list[Gpu]:
     """Find the GPUs that torch can use. An idle link shows less than it can do: keep it busy (`busy_bus`)."""
     if not torch.cuda.is_available():
         return []

@@ -1,4 +1,4 @@
-"""What the three tools print: lines and tables, as plain text or by rich, and figures as people read them.
+"""What the tools print: lines and tables, as plain text or by rich, and figures as people read them.
 
 A finding is data first (`to_dict`), and a list of sections second. How a section is drawn is known here alone, so a
 pipe, a log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.

@@ -11,15 +11,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pinstage as ps
 
 from .._sizes import count, format_bytes
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
-
-if TYPE_CHECKING:
-    from pinstage import HostShare
 
 _PAUSE_SECONDS = 0.9
 """Between two pictures; to ask the pools takes another 0.1."""
@@ -49,7 +46,7 @@ def _show_live() -> None:
             pass
 
 
-def to_dict(shares: Sequence[HostShare]) -> dict[str, Any]:
+def to_dict(shares: Sequence[ps.HostShare]) -> dict[str, Any]:
     return {
         "budgets": [
             {
@@ -64,7 +61,7 @@ def to_dict(shares: Sequence[HostShare]) -> dict[str, Any]:
     }
 
 
-def sections(shares: Sequence[HostShare]) -> list[Section]:
+def sections(shares: Sequence[ps.HostShare]) -> list[Section]:
     """Return a table for each budget, with a row for each pool and each of its owners."""
     found: list[Section] = []
     for name, pools in _by_budget(shares):
@@ -83,12 +80,12 @@ def sections(shares: Sequence[HostShare]) -> list[Section]:
     return found or [Line("no pool on this host has a HostBudget")]
 
 
-def _by_budget(shares: Sequence[HostShare]) -> Iterator[tuple[str | None, list[HostShare]]]:
+def _by_budget(shares: Sequence[ps.HostShare]) -> Iterator[tuple[str | None, list[ps.HostShare]]]:
     for name, pools in itertools.groupby(shares, key=lambda share: share.budget):
         yield name, list(pools)
 
 
-def _rows(pool: HostShare) -> list[tuple[str, ...]]:
+def _rows(pool: ps.HostShare) -> list[tuple[str, ...]]:
     whose = (str(pool.pid), pool.program, "", _bytes(pool.nbytes))
     wanted = _bytes(pool.wanted_bytes)
     if not pool.answered:

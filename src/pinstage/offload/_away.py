@@ -16,7 +16,6 @@ from ..errors import ForkedPoolError, PoolClosedError
 OWNER = "offload"
 """Under which the pool counts the slabs."""
 
-
 _leases: dict[int, Lease] = {}
 """By `Away`, as long as it is there. Not its attribute: in a cycle of garbage the collector tells the pool of a lease's
 death before `Away` could release it."""

@@ -67,7 +67,7 @@ class OffloadedState:
         ``"meta"``, which has a shape but no content.
         """
         self.stayed_bytes = 0
-        for state, key, value in list(self._own_values()):
+        for state, key, value in self._own_values():
             leased = lease_now(self._pool, value.nbytes)
             if leased is None:
                 self.stayed_bytes += value.nbytes
@@ -111,7 +111,7 @@ class OffloadedState:
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
                 address = tensor.untyped_storage().data_ptr()
                 users[address] = users.get(address, 0) + 1
-        for state, key, value in list(self._values()):
+        for state, key, value in self._values():
             if (
                 type(value) is torch.Tensor
                 and value.device.type in self._devices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,6 @@ class Saving:
         self._keep = keep
         self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
         self._trails: dict[torch.device, Trail] = {}
-        self._lock = threading.Lock()
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
         if self._stays(tensor):
@@ -80,9 +78,8 @@ class Saving:
 
     def _trail(self, device: torch.device) -> Trail:
         trail = self._trails.get(device)
-        if trail is None:
-            with self._lock:
-                trail = self._trails.setdefault(device, Trail(shuttle_for(device), self._device_bytes, self.counters))
+        if trail is None:  # no lock: if two threads make one, one of them is used
+            trail = self._trails.setdefault(device, Trail(shuttle_for(device), self._device_bytes, self.counters))
         return trail
 
 

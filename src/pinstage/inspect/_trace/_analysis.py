@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._bus import KIB, MIB
 from ._events import COPY, INSIDE_TO_OP, OUR_OP, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, TO_OP, Trace
 from ._intervals import ALWAYS, EMPTY, Intervals, containing, intersection, subtract, total, union, within
 
-KIB, MIB = 1 << 10, 1 << 20
 BUCKETS = (
     ("< 4 KiB", 0, 4 * KIB),
     ("4 to 64 KiB", 4 * KIB, 64 * KIB),
@@ -241,7 +241,7 @@ class _Copies:
         """Return each direction and kind that there is, and which copies are of it; to the device first."""
         pairs = sorted(set(zip(self.direction, self.kind, strict=True)))
         pairs.sort(key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE))
-        return [(way, kind, ((self.direction == way) & (self.kind == kind)).astype(bool)) for way, kind in pairs]
+        return [(way, kind, (self.direction == way) & (self.kind == kind)) for way, kind in pairs]
 
 
 def _main_device(kernels: dict[int, Intervals], copies: _Copies) -> int:
@@ -260,7 +260,7 @@ def _main_thread(trace: Trace) -> int:
 def _synchronising(trace: Trace, thread: int) -> Intervals:
     """Return when the loop's thread waited for the device."""
     chosen = (trace.texts(trace.calls, "group") == SYNCHRONISE) & (trace.calls["thread"] == thread)
-    return union(trace.calls.spans()[chosen.astype(bool)])
+    return union(trace.calls.spans()[chosen])
 
 
 def _idle_waits(trace: Trace, thread: int) -> Intervals:
@@ -283,7 +283,7 @@ def _host_copying(trace: Trace, copies: _Copies, thread: int, way: str) -> Inter
     if way == TO_DEVICE:
         relevant |= group == PIN
     relevant &= trace.calls["thread"] == thread
-    calls = trace.calls.spans()[relevant.astype(bool)]
+    calls = trace.calls.spans()[relevant]
     around = union(trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["kind"] != OUR_OP)])
     holding = np.unique(containing(around, calls[:, 0]))
     return union(calls, around[holding[holding >= 0]])
@@ -305,7 +305,7 @@ def _steps(trace: Trace, copies: _Copies, columns: Sequence[Intervals]) -> tuple
     steps = []
     for number, (start, end), row in zip(numbers, bounds, figures, strict=True):
         here = (launched >= start) & (launched < end)
-        up, down = (copies.sums(here & (copies.direction == way).astype(bool)) for way in (TO_DEVICE, TO_HOST))
+        up, down = (copies.sums(here & (copies.direction == way)) for way in (TO_DEVICE, TO_HOST))
         counted = {"downloads": down["copies"], "download_bytes": down["nbytes"]}
         steps.append(
             Step(int(number), float(start), float(end - start), up["copies"], up["nbytes"], *row.tolist(), **counted)
@@ -389,7 +389,7 @@ def _buckets(copies: _Copies) -> tuple[SizeBucket, ...]:
     found = []
     for direction in (TO_DEVICE, TO_HOST):
         for label, least, limit in BUCKETS:
-            mine = ((copies.direction == direction) & (copies.nbytes >= least) & (copies.nbytes < limit)).astype(bool)
+            mine = (copies.direction == direction) & (copies.nbytes >= least) & (copies.nbytes < limit)
             if mine.any():
                 is_small = limit <= SMALL_BYTES
                 found.append(SizeBucket(direction=direction, label=label, is_small=is_small, **copies.sums(mine)))

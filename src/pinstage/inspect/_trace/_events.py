@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,15 +87,11 @@ class Trace:
         self.calls = Columns("thread", "name", "group", "correlation")  # on the host: to copy, pin or synchronise
         self.host = Columns("thread", "is_call")  # all that was recorded on the host: each cost the profiler time
         self.ops = Columns("thread", "kind")  # operators that may copy, and ranges of pinstage
-        self.waits = Columns("thread")  # of the loop for its loader
+        self.waits = Columns()  # of the loop for its loader
         self.has_workers = False  # whether some of these waits are for worker processes
         self.steps = Columns("thread", "number")
         self._label_of: dict[str, int] = {}
         self._thread_of: dict[Any, int] = {}
-        # A trace has millions of events and few names: each name is read once.
-        self._copy_of: dict[str, tuple[int, int]] = {}
-        self._group_of: dict[str, int] = {}
-        self._op_of: dict[str, int] = {}
         self._zero: float | None = None
 
     @property
@@ -118,8 +115,8 @@ class Trace:
         return rank if isinstance(rank, int) else None
 
     def texts(self, columns: Columns, name: str) -> npt.NDArray[np.object_]:
-        """Return a column of labels as texts; one that is -1 as an empty text."""
-        return np.array([*self.labels, ""], dtype=object)[columns[name]]
+        """Return a column of labels as texts."""
+        return np.array(self.labels, dtype=object)[columns[name]]
 
     def _label(self, text: str) -> int:
         index = self._label_of.setdefault(text, len(self.labels))
@@ -163,52 +160,54 @@ class Trace:
 
     def _take_memcpy(self, event: Event, name: str, start: float, end: float) -> None:
         args = event.get("args") or {}
-        direction, kind = self._copy_of.get(name) or self._copy_of.setdefault(name, self._read_copy(name))
+        direction, kind = map(self._label, _direction_and_kind(name))
         nbytes, correlation = int(args.get("bytes", 0)), int(args.get("correlation", -1))
         self.copies.add(start, end, int(args.get("device", 0)), direction, kind, nbytes, correlation)
-
-    def _read_copy(self, name: str) -> tuple[int, int]:
-        match = _COPY_NAME.match(name)
-        if match is None:
-            return self._label("other"), self._label("unknown")
-        direction = f"{match[1].upper()}to{match[2].upper()}"
-        host = match[3] if direction == TO_DEVICE else match[4]
-        return self._label(direction), self._label((host or "unknown").lower())
 
     def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
         thread = self._thread(event)
         self.host.add(start, end, thread, 1)
-        group = self._group_of.get(name)
-        if group is None:
-            group = next((self._label(group) for group, pattern in _CALLS if pattern.match(name)), -1)
-            self._group_of[name] = group
-        if group >= 0:
+        group = _group_of_call(name)
+        if group is not None:
             correlation = int((event.get("args") or {}).get("correlation", -1))
-            self.calls.add(start, end, thread, self._label(name), group, correlation)
+            self.calls.add(start, end, thread, self._label(name), self._label(group), correlation)
 
     def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
         thread = self._thread(event)
         self.host.add(start, end, thread, 0)
-        kind = self._op_of.get(name)
-        if kind is None:
-            kind = self._op_of.setdefault(name, _kind_of_op(name))
-        if kind in (_STEP_RANGE, _WAIT_RANGE):
-            self._take_range(kind, name, start, end, thread)
+        kind = _kind_of_op(name)
+        if kind == _WAIT_RANGE:
+            self.waits.add(start, end)
+            self.has_workers |= _WORKERS in name or name.startswith(_OURS)
+        elif kind == _STEP_RANGE:
+            self.steps.add(start, end, thread, int(name.rpartition("#")[2]))
         elif kind != _NO_COPY:
             self.ops.add(start, end, thread, kind)
-
-    def _take_range(self, kind: int, name: str, start: float, end: float, thread: int) -> None:
-        if kind == _WAIT_RANGE:
-            self.waits.add(start, end, thread)
-            self.has_workers |= _WORKERS in name or name.startswith(_OURS)
-        else:
-            self.steps.add(start, end, thread, int(name.rpartition("#")[2]))
 
     def _thread(self, event: Event) -> int:
         key = event.get("pid"), event.get("tid")
         return self._thread_of.setdefault(key, len(self._thread_of))
 
 
+# A trace has millions of events and few names: each name is read once.
+
+
+@cache
+def _direction_and_kind(name: str) -> tuple[str, str]:
+    match = _COPY_NAME.match(name)
+    if match is None:
+        return "other", "unknown"
+    direction = f"{match[1].upper()}to{match[2].upper()}"
+    host = match[3] if direction == TO_DEVICE else match[4]
+    return direction, (host or "unknown").lower()
+
+
+@cache
+def _group_of_call(name: str) -> str | None:
+    return next((group for group, pattern in _CALLS if pattern.match(name)), None)
+
+
+@cache
 def _kind_of_op(name: str) -> int:
     if _STEP.match(name):
         return _STEP_RANGE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 import numpy as np
@@ -145,7 +145,9 @@ def _timeline(analysis: Analysis, start: float, end: float) -> str:
             parts.append(_text(x + 3, 14, f"step {step.number}", "tick"))
     for tick in range(6):
         parts.append(_text(_LEFT + inner * tick / 5, bottom + 16, duration((end - start) * tick / 5), "tick middle"))
-    return _svg(bottom + 26, parts, "Timeline of kernels, copies and host staging")
+    drawn = "\n".join(parts)
+    label = "Timeline of kernels, copies and host staging"
+    return f'<svg viewBox="0 0 {_WIDTH} {bottom + 26}" role="img" aria-label="{label}">\n{drawn}\n</svg>'
 
 
 def _pixels(intervals: Intervals, start: float, end: float, pixels: int) -> list[tuple[int, int, float]]:
@@ -168,8 +170,3 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 def _bar(x: float, y: float, width: float, style: str, more: str = "") -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" class="{style}"{more}/>'
-
-
-def _svg(height: float, parts: Sequence[str], label: str) -> str:
-    inner = "\n".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">\n{inner}\n</svg>'

@@ -124,13 +124,8 @@ def trace_files(path: Path) -> Sequence[Path]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def sections(report: TraceReport, *, steps: int | None = _STEPS) -> list[Section]:
-    """Return what is printed: of all ranks a table, of the one that waits most everything.
-
-    Args:
-        report: the findings.
-        steps: rows of the table of steps at most; None for all.
-    """
+def sections(report: TraceReport, *, every_step: bool = False) -> list[Section]:
+    """Return what is printed: of all ranks a table, of the one that waits most everything."""
     worst = report.worst
     analysis = worst.analysis
     shown: list[Section] = list(verdict_lines(worst))
@@ -143,7 +138,7 @@ def sections(report: TraceReport, *, steps: int | None = _STEPS) -> list[Section
     if not analysis.has_gpu:
         return shown
     shown += [
-        *tables(worst, steps),
+        *tables(worst, None if every_step else _STEPS),
         Line("What packing would save rests on this:"),
         *(Line(f"- {assumption}", "info") for assumption in worst.packing.assumptions),
     ]
