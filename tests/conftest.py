@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 
@@ -40,6 +41,13 @@ def nothing_left_behind():
     live = [memory.live_bytes for memory in CountingMemory.made]
     CountingMemory.made.clear()
     assert not any(live), f"live bytes left behind: {live}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections():
+    """Keep what was imported out of the collections, of which many tests need a few."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

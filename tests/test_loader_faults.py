@@ -64,16 +64,7 @@ def forkserver():
     """Started before anything is counted: it stays."""
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    """Keep what is there already out of the collections, of which each test needs a few."""
     list(torch.utils.data.DataLoader([1], num_workers=1))  # what Python keeps after the first worker
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
