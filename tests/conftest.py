@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import torch
 from doubles import CountingMemory, shared_files, wait_until
 from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
@@ -48,6 +49,17 @@ def quick_collections():
     """Keep what was imported out of the collections, of which many tests need a few."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Let torch compute in one thread, here and in programs that are started: on busy CPUs its threads wait for one
+    another, and some tests took ten times as long.
+    """
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
