@@ -130,6 +130,16 @@ def pool(make_pool):
 
 
 @pytest.fixture
+def make_stager(make_pool):
+    """Make stagers to the CPU, each over a pool of its own that `make_pool` makes."""
+
+    def make(max_bytes="1MiB", **options):
+        return Stager("cpu", pool=make_pool(max_bytes), **options)
+
+    return make
+
+
+@pytest.fixture
 def stager():
     """A stager to the CPU."""
     with Stager("cpu", max_bytes="8MiB") as stager:
