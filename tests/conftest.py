@@ -2,10 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 
 import pytest
+import torch
 from doubles import CountingMemory, shared_files, wait_until
 from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
@@ -40,6 +42,24 @@ def nothing_left_behind():
     live = [memory.live_bytes for memory in CountingMemory.made]
     CountingMemory.made.clear()
     assert not any(live), f"live bytes left behind: {live}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections():
+    """Keep what was imported out of the collections, of which many tests need a few."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Let torch compute in one thread, here and in programs that are started: on busy CPUs its threads wait for one
+    another, and some tests took ten times as long.
+    """
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -107,6 +127,16 @@ def make_pool(background, memory):
 @pytest.fixture
 def pool(make_pool):
     return make_pool()
+
+
+@pytest.fixture
+def make_stager(make_pool):
+    """Make stagers to the CPU, each over a pool of its own that `make_pool` makes."""
+
+    def make(max_bytes="1MiB", **options):
+        return Stager("cpu", pool=make_pool(max_bytes), **options)
+
+    return make
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
         end = max(end, stop)
     assert end <= layout.nbytes
     assert layout.nbytes % ALIGNMENT == 0
+    assert layout.nbytes <= sum(slot.nbytes + ALIGNMENT - 1 for slot in layout.slots)
 
 
 @given(batches())

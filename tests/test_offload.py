@@ -234,15 +234,14 @@ def test_compiled_functions_give_the_same_gradients(pool, where):
             return model(y)
 
     torch._dynamo.reset()
-    expected = gradients(torch.compile(model, backend="aot_eager"), x)
     if where == "around it":
-        assert_equal(gradients(model, x, None, lambda y: y.square().sum().backward()), gradients(model, x))
         expected = gradients(model, x)
         x.grad = None
         model.zero_grad()
         torch.compile(around, backend="aot_eager")(x).square().sum().backward()
         assert_equal([tensor.grad for tensor in [*model.parameters(), x]], expected)
     else:
+        expected = gradients(torch.compile(model, backend="aot_eager"), x)
         for _ in range(2):
             assert_equal(gradients(torch.compile(model, backend="aot_eager"), x, offload), expected)
     assert offload.stats().copies > 0
@@ -382,8 +381,8 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
     y = torch.randn(40, 4, requires_grad=True)
     with offload:
         loss = (x.detach().conj() * x).abs().sum() + torch.sparse.mm(matrix, y).sum()
+    assert (offload.stats().copies, offload.stats().stayed) == (1, 2)  # what abs() saves goes
     loss.backward()
-    assert x.grad is not None
     assert torch.equal(y.grad, torch.ones(40, 4))
 
 
@@ -654,16 +653,18 @@ def test_a_graph_in_a_cycle_of_garbage_gives_its_slabs_back_without_a_warning(po
 def test_an_exception_in_forward_leaves_nothing_behind(pool, shuttle):
     x = torch.randn(40, 40, requires_grad=True)
 
+    offload = save_on_cpu(pool, min_bytes=KIB)
+
     def forward():
-        with save_on_cpu(pool, min_bytes=KIB):
+        with offload:
             return x.exp().sin() / (1 // 0)
 
     with pytest.raises(ZeroDivisionError):
         forward()
     assert_idle(pool, shuttle)
-    offload_is_over = x.exp()
-    offload_is_over.sum().backward()
-    assert torch.equal(x.grad, x.exp())
+    copies = offload.stats().copies
+    x.exp()
+    assert offload.stats().copies == copies == 1
 
 
 def test_an_exception_in_backward_leaves_nothing_behind(pool, shuttle):

@@ -181,12 +181,6 @@ def test_a_checkpoint_that_takes_all_it_can_get_leaves_the_loader_its_share(pool
         outcome(future).release()
 
 
-def test_a_request_that_others_guarantees_never_leave_room_for_fails_at_once(pool):
-    pool.share("loader", at_least=400)
-    with pytest.raises(BudgetExceededError, match="shares leave 'checkpoint' at most 600 B"):
-        pool.acquire(601, owner="checkpoint")
-
-
 @slow_polling
 def test_a_share_that_leaves_no_room_ends_the_wait(pool, background):
     with pool.acquire(900):

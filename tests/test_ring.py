@@ -6,27 +6,12 @@ import itertools
 
 import pytest
 import torch
-from doubles import CountingMemory, Interrupts, ManualEvent
+from doubles import Interrupts, ManualEvent
 from hypothesis import given
 from strategies import assert_same, batches, bits, tensor_of
 
-from pinstage import SlabPool, Stager
+from pinstage import Stager
 from pinstage.errors import RingError
-
-
-@pytest.fixture
-def make_stager(memory):
-    pools = []
-
-    def make(ring=2, **options):
-        pools.append(SlabPool(memory, max_bytes="1MiB"))
-        return Stager("cpu", pool=pools[-1], ring=ring, **options)
-
-    yield make
-    for pool in pools:
-        stats = pool.stats()
-        pool.close()
-        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
 
 
 def batch(seed=0):
@@ -241,18 +226,6 @@ def test_what_only_a_reference_cycle_holds_is_not_held(make_stager):
     assert_same(batch(1), stager.to_device(batch(1)), "cpu")
 
 
-def test_a_loop_that_keeps_the_last_batch_needs_two_slabs(make_stager):
-    stager = make_stager(ring=2)
-    for seed in range(6):
-        staged = stager.to_device(batch(seed))
-        assert int(staged["y"][0]) == int(batch(seed)["y"][0])
-    stager = make_stager(ring=1)
-    staged = stager.to_device(batch(0))
-    with pytest.raises(RingError):
-        staged = stager.to_device(batch(1))
-    assert_same(batch(0), staged, "cpu")
-
-
 # -- release -----------------------------------------------------------------------------------------------------------
 
 
@@ -345,14 +318,12 @@ def test_by_choice_what_finds_no_place_gets_a_fresh_slab_and_is_counted(make_sta
     assert stager.stats().ring_overflows == 3
 
 
-def test_a_failure_to_pack_gives_the_place_back(memory):
-    pool = SlabPool(memory, max_bytes=4096)
-    stager = Stager("cpu", pool=pool, ring=1, ring_bytes="1MiB")
+def test_a_failure_to_pack_gives_the_place_back(make_stager):
+    stager = make_stager(4096, ring=1, ring_bytes="1MiB")
     for _ in range(3):
         with pytest.raises(MemoryError):
             stager.to_device([torch.ones(2000)])
     assert_same(batch(), stager.to_device(batch()), "cpu")
-    pool.close()
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")  # the pool's way to recover from the same
@@ -397,17 +368,15 @@ def test_a_ring_of_no_sense_is_refused(options):
         Stager("cpu", max_bytes="1MiB", **options)
 
 
-def test_threads_that_stage_at_the_same_time_get_slabs_of_their_own(background):
-    memory = CountingMemory()
-    with SlabPool(memory, max_bytes="1MiB") as pool:
-        stager = Stager("cpu", pool=pool, ring=8)
+def test_threads_that_stage_at_the_same_time_get_slabs_of_their_own(make_stager, background):
+    stager = make_stager(ring=8)
 
-        def work(start):
-            for seed in range(start, start + 50):
-                staged = stager.to_device(batch(seed))
-                assert torch.equal(bits(staged["x"]), bits(batch(seed)["x"]))
-                del staged
+    def work(start):
+        for seed in range(start, start + 50):
+            staged = stager.to_device(batch(seed))
+            assert torch.equal(bits(staged["x"]), bits(batch(seed)["x"]))
+            del staged
 
-        for future in [background(work, 1000 * thread) for thread in range(4)]:
-            future.result(timeout=60)
-        assert stager.stats().batches == 200
+    for future in [background(work, 1000 * thread) for thread in range(4)]:
+        future.result(timeout=60)
+    assert stager.stats().batches == 200

@@ -164,14 +164,12 @@ class House:
 @pytest.fixture
 def house():
     gc.collect()
-    gc.freeze()  # so that collections are quick
     gc.disable()
     found = House()
     yield found
     gc.set_threshold(*THRESHOLDS)
     gc.enable()
     found.assert_all_back()
-    gc.unfreeze()
 
 
 USES = ["pool", "stager", "ring", "to_host", "loader"]
