@@ -252,21 +252,21 @@ def _divide(
     on_their_own: set[int] = set()
     for device in devices:  # grows when tensors of another one are met
         parts = describe(leaves, structure, device, arrays=False)
-        if device == home and parts.table.packed < len(leaves):
-            for index in parts.table.positions(RowKind.OTHER, RowKind.MOVED, RowKind.ALIAS):
+        table = parts.table
+        if table.packed:
+            shares.append(Share(device, _gathering(table, sources), parts.kept))
+        if device != home:
+            for index in table.positions(*PACKED):
+                on_their_own.discard(index)
+                left[index] = None
+        elif table.packed < len(leaves):
+            for index in table.positions(RowKind.OTHER, RowKind.MOVED, RowKind.ALIAS):
                 left[index] = leaf.obj if type(leaf := leaves[index]) in WRAPPERS else leaf
-        if device == home and parts.table.moved:
-            on_their_own = set(parts.table.positions(RowKind.MOVED))
+            on_their_own = set(table.positions(RowKind.MOVED))
             there = (left[i].device for i in on_their_own if isinstance(left[i], torch.Tensor))
             devices += dict.fromkeys(device for device in there if device.type == "cuda")
             if home in devices[1:]:  # of a tensor there that cannot be packed
                 devices.remove(home)
-        if parts.table.packed:
-            shares.append(Share(device, _gathering(parts.table, sources), parts.kept))
-        if on_their_own and device != home:
-            for index in parts.table.positions(*PACKED):
-                on_their_own.discard(index)
-                left[index] = None
     for index in on_their_own:
         thing = left[index]
         if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
