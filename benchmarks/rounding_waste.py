@@ -36,15 +36,12 @@ Taken = Callable[[Any], tuple[int, int]]
 
 @contextmanager
 def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
-    with ps.Stager(device, max_bytes="256MiB") as stager:
+    with ps.SlabPool(ps.default_memory(device), max_bytes="256MiB") as pool:
 
         def taken(batch: Any) -> tuple[int, int]:
-            before = stager.pool.stats()
-            stager.to_device(batch)
-            after = stager.pool.stats()
-            requested = after.total_requested_bytes - before.total_requested_bytes
-            asked = _leaf_bytes(batch) if with_padding else requested
-            return asked, after.total_leased_bytes - before.total_leased_bytes
+            nbytes = ps.Layout.of(batch).nbytes
+            with pool.acquire(nbytes) as lease:
+                return _leaf_bytes(batch) if with_padding else nbytes, lease.capacity
 
         yield taken
 
@@ -81,7 +78,7 @@ def _lent_by_torch() -> int:
 VARIANTS = (
     Variant("torch_each", _torch_each, "each leaf by `pin_memory()`", needs_cuda=True),
     Variant("torch_once", _torch_once, "`torch.empty(layout.nbytes, pin_memory=True)` a batch", needs_cuda=True),
-    Variant("pinstage", partial(_pinstage, False), "`ps.Stager`: one slab for a batch", ours=True),
+    Variant("pinstage", partial(_pinstage, False), "`ps.SlabPool`: one slab for a batch", ours=True),
     Variant("pinstage_padding", partial(_pinstage, True), "the same, padding between leaves counted", ours=True),
 )
 

@@ -147,6 +147,12 @@ def stager():
 
 
 @pytest.fixture
+def slabs_for_all(monkeypatch):
+    """Let small batches take a slab too, rather than travel from ordinary memory."""
+    monkeypatch.setattr("pinstage._staging._device.AT_ONCE_BYTES", 0)
+
+
+@pytest.fixture
 def growing_again(monkeypatch):
     """Let a pool that was refused memory ask again at once, rather than after a minute."""
     monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)

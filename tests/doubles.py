@@ -205,15 +205,18 @@ class HeldTarget(CpuTarget):
     """A device whose copies are under way until the test says so."""
 
     def __init__(self):
-        self.all_copies = ManualEvent()
+        self.stream = ManualEvent()
         self.copies = 0
+
+    def takes_at_once(self, nbytes):
+        return False
 
     def copy(self, *args):
         self.copies += 1
         super().copy(*args)
 
-    def record_copies(self):
-        return self.all_copies
+    def record(self, stream):
+        return stream
 
 
 _BY_GC = ("__del__", "gc_callback")
@@ -273,7 +276,7 @@ def outcome(future: concurrent.futures.Future):
 
 
 def record_work(monkeypatch):
-    """Have the CPU target mark its stream as a GPU does; return the marks that were made, and those waited for."""
+    """Have the CPU target mark the loop's stream as a GPU does; return the marks made, and those waited for."""
     made, waited = [], []
 
     class Work:
@@ -283,11 +286,15 @@ def record_work(monkeypatch):
         def synchronize(self):
             waited.append(self)
 
-    def record(target):
-        made.append(Work())
-        return made[-1]
+    def record(_, stream):
+        if stream == "the loop's":
+            made.append(Work())
+            return made[-1]
+        return None
 
-    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_current", record)
+    monkeypatch.setattr("pinstage._staging._device.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.consumer", lambda _, stream: stream or "the loop's")
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record", record)
     return made, waited
 
 

@@ -208,7 +208,7 @@ def over_pool(storm):
 
 
 def batch():
-    return {"x": torch.ones(300, 7), "y": [torch.zeros(5), torch.ones(2, 3)], "n": 3}
+    return {"x": torch.ones(300, 70), "y": [torch.zeros(5), torch.ones(2, 3)], "n": 3}
 
 
 def over_stager(storm):

@@ -150,5 +150,5 @@ def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):
         del tensor
         gc.collect()
         assert died() is not None
-        target.all_copies.finish()
+        target.stream.finish()
         wait_until(lambda: died() is None)

@@ -278,6 +278,7 @@ def test_a_loader_may_get_workers_between_passes():
     assert loader.stats().fallback_batches == 0
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4))

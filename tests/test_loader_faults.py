@@ -567,11 +567,14 @@ def copies(monkeypatch):
     """The events of all copies, which are done when the test says so."""
     found = []
 
-    def record(target):
+    def record(_, stream):
+        if stream != "copies":
+            return None
         found.append(ManualEvent())
         return found[-1]
 
-    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record_copies", record)
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.stream", "copies")
+    monkeypatch.setattr("pinstage._staging._device.CpuTarget.record", record)
     monkeypatch.setattr("pinstage._staging._device.CpuTarget.hand_over", lambda *_: None)
     return found
 

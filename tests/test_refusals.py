@@ -16,6 +16,8 @@ from pinstage._layout import ALIGNMENT, pack, take_apart
 from pinstage._memory import remedy
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
+pytestmark = pytest.mark.usefixtures("slabs_for_all")
+
 MIB = 1024 * 1024
 REFUSALS = 5_000
 """Of each of two kinds of memory."""
@@ -198,7 +200,7 @@ def test_a_part_is_not_written_again_before_its_copy_is_done(walled, background,
     wait_until(lambda: target.copies == 4)  # all parts of the slab
     assert stays_blocked(staging)
     assert target.copies == 4
-    target.all_copies.finish()
+    target.stream.finish()
     assert_same(torch.arange(MIB), outcome(staging).get(), "cpu")
     stager.close()
 

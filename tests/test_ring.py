@@ -272,14 +272,21 @@ def test_without_a_ring_release_does_nothing():
         assert_same(batch(), staged, "cpu")
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_the_copy_waits_for_the_events_of_every_consumer_of_the_batch_before(make_stager, monkeypatch):
     stager = make_stager(ring=1)
     log = []
     events = {"a": ManualEvent(), "b": ManualEvent()}
     target = stager._target
+
+    def record(_, stream):
+        if stream in events:
+            log.append(f"record {stream}")
+        return events.get(stream)
+
+    monkeypatch.setattr(type(target), "record", record)
     monkeypatch.setattr(type(target), "consumer", lambda _, stream: stream)
-    monkeypatch.setattr(type(target), "record_on", lambda _, stream: log.append(f"record {stream}") or events[stream])
-    monkeypatch.setattr(type(target), "wait_before_copies", lambda _, event: log.append(event))
+    monkeypatch.setattr(type(target), "wait", lambda _, event, __: log.append(event))
     monkeypatch.setattr(type(target), "copy", lambda *_: log.append("copy"))
     transfer = stager.stage(batch())
     for stream in ("a", "b", "a"):
@@ -322,7 +329,7 @@ def test_a_failure_to_pack_gives_the_place_back(make_stager):
     stager = make_stager(4096, ring=1, ring_bytes="1MiB")
     for _ in range(3):
         with pytest.raises(MemoryError):
-            stager.to_device([torch.ones(2000)])
+            stager.to_device([torch.ones(20_000)])
     assert_same(batch(), stager.to_device(batch()), "cpu")
 
 

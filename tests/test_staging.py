@@ -21,10 +21,13 @@ from doubles import (
     stays_blocked,
 )
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import assert_same, batches, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
 from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
+from pinstage._layout import ALIGNMENT
+from pinstage._staging._device import AT_ONCE_BYTES
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._torch import memory_of
 from pinstage.errors import (
@@ -69,10 +72,12 @@ def shared_stager():
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@given(batch=batches())
-def test_every_batch_arrives_as_it_was(shared_stager, batch):
+@given(batch=batches(), at_once_bytes=st.sampled_from([0, AT_ONCE_BYTES]))
+def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     before = shared_stager.stats()
-    transfer = shared_stager.stage(batch)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pinstage._staging._device.AT_ONCE_BYTES", at_once_bytes)
+        transfer = shared_stager.stage(batch)
     assert_same(batch, transfer.get(), "cpu")
     after = shared_stager.stats()
     assert after.batches == before.batches + 1
@@ -80,6 +85,8 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch):
     assert transfer.copies == (transfer.nbytes > 0) or transfer.nbytes >= 2 << 20  # then there may be several
     assert after.packed_leaves - before.packed_leaves == len(transfer.layout.slots)
     assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
+    takes_slab = transfer.nbytes > at_once_bytes
+    assert after.pool.total_leased_slabs - before.pool.total_leased_slabs == takes_slab
 
 
 def test_all_that_was_packed_comes_back_as_views_of_one_slab_of_its_own(stager):
@@ -106,6 +113,7 @@ def test_the_source_may_be_changed_right_after_stage(stager):
     assert_same(expected, transfer.get(), "cpu")
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
     transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
     assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
@@ -235,9 +243,59 @@ def test_a_transfer_gives_the_same_batch_each_time(stager):
     assert nothing.get() is nothing.get() is None
 
 
+# -- what travels at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"ring": 2, "ring_bytes": "1MiB"}], ids=["fresh", "ring"])
+def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager, options):
+    stager = make_stager(**options)
+    for nbytes, slabs in ((1, 0), (AT_ONCE_BYTES, 0), (AT_ONCE_BYTES + 1, 1), (AT_ONCE_BYTES, 1)):
+        source = tensor_of(torch.uint8, (nbytes,))
+        transfer = stager.stage(source)
+        assert (transfer.copies, transfer.nbytes) == (1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        assert_same(source, transfer.get(), "cpu")
+        assert stager.pool.stats().total_leased_slabs == slabs
+
+
+def test_a_small_batch_waits_for_no_slab_and_needs_none(make_stager):
+    stager = make_stager(max_bytes=4096, timeout=0)
+    stager.pool.freeze()
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+    assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
+
+
+def test_a_small_batch_needs_an_open_pool(make_stager):
+    stager = make_stager()
+    stager.pool.close()
+    with pytest.raises(PoolClosedError):
+        stager.stage(some_batch())
+    assert stager.stats().batches == 0
+
+
+@pytest.mark.parametrize("ring", [None, 1])
+def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, monkeypatch, ring):
+    log = []
+    stager = make_stager(ring=ring)
+    target = type(stager._target)
+    monkeypatch.setattr(target, "stream", "for copies")
+    monkeypatch.setattr(target, "consumer", lambda _, stream: stream or "current")
+    monkeypatch.setattr(target, "record", lambda _, stream: log.append(("event", stream)) or stream)
+    monkeypatch.setattr(target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
+    monkeypatch.setattr(target, "copy", lambda *args: log.append(("copy", args[-1])))
+    monkeypatch.setattr(target, "hand_over", lambda _, event, tensors, consumer: None)
+    stager.stage(torch.ones(3)).get("another")
+    assert log == [("copy", "current"), ("event", "current")]
+    log.clear()
+    stager.stage(torch.ones(3))
+    used = [("event", "current"), ("event", "another"), ("current", "waits for", "current")] if ring else []
+    used += [("current", "waits for", "another")] if ring else []
+    assert log == [*used, ("copy", "current"), ("event", "current")]
+
+
 # -- slabs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_the_host_slab_is_free_when_stage_returns(stager):
     transfer = stager.stage(some_batch())
     stats = stager.stats().pool
@@ -245,6 +303,7 @@ def test_the_host_slab_is_free_when_stage_returns(stager):
     assert transfer.get()
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
     stager = make_stager(max_bytes=4096)
     stager.to_device([torch.zeros(100)])
@@ -256,6 +315,7 @@ def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
     assert stager.to_device([torch.ones(100)])[0].eq(1).all()
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_stage_waits_while_the_pool_is_at_its_cap(make_stager, background):
     stager = make_stager(max_bytes=4096)
     lease = stager.pool.acquire(4096)
@@ -283,6 +343,7 @@ def test_a_batch_that_cannot_be_staged_leaves_everything_as_it_was(stager, batch
     assert stager.stats() == before
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_a_failed_allocation_that_is_no_refusal_leaves_everything_as_it_was(memory, stager):
     memory.fail_allocate(RuntimeError("no more"))
     with pytest.raises(RuntimeError, match="no more"):
@@ -304,6 +365,7 @@ def device_memory_runs_out(monkeypatch):
     monkeypatch.setattr(torch, "empty", fail_once)
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_an_error_that_is_kept_does_not_keep_the_slab(stager, device_memory_runs_out):
     source = torch.ones(1000)
     with pytest.raises(torch.OutOfMemoryError) as kept:
@@ -362,6 +424,7 @@ def test_a_batch_of_less_than_2_mib_is_copied_once(make_stager, threads):
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_stats_count_batches_copies_leaves_and_bytes(stager):
     shared = torch.zeros(5, dtype=torch.float64)
     for _ in range(3):
@@ -559,6 +622,7 @@ def test_after_close_nothing_is_staged_and_what_was_staged_stays():
     stager.close()
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_close_leaves_a_shared_pool_open():
     with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
         with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
@@ -654,7 +718,7 @@ def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
         stats = stager.pool.stats()
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if target.copies else stats.in_flight_slabs)
         began_before += interrupted and target.copies > 0
-        target.all_copies.finish()
+        target.stream.finish()
         assert stager.pool.stats().in_flight_slabs == 0
         if not interrupted:
             break

@@ -1,10 +1,12 @@
 """A long run holds no more at its end than after its first minute."""
 
+import pytest
 from steady import long_run
 
 MIB = 1 << 20
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind():
     before, after = long_run("cpu", 10_000)
     assert after.pool.misses == before.pool.misses

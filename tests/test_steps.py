@@ -14,7 +14,7 @@ PARTS = ["walk", "describe", "acquire", "pack", "copy", "views", "unflatten"]
 
 
 def batch():
-    return {"a": torch.ones(3), "b": [torch.zeros(2)]}
+    return {"a": torch.ones(20_000), "b": [torch.zeros(2)]}
 
 
 def test_each_step_of_staging_is_timed_once_a_batch(stager):
@@ -24,6 +24,12 @@ def test_each_step_of_staging_is_timed_once_a_batch(stager):
     assert sorted(steps.times) == sorted([*PARTS, "stage", "get"])
     assert {found.calls for found in steps.times.values()} == {5}
     assert all(found.seconds > 0 for found in steps.times.values())
+
+
+def test_a_small_batch_takes_no_slab(stager):
+    with ps.profile() as steps:
+        stager.to_device(torch.ones(3))
+    assert set(steps.times) == {*PARTS, "stage", "get"} - {"acquire"}
 
 
 def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):

@@ -19,6 +19,8 @@ from doubles import outcome, wait_until
 import pinstage as ps
 from pinstage._loader._broker import LEAKED
 
+pytestmark = pytest.mark.usefixtures("slabs_for_all")
+
 EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
 """At which a worker is killed: 1 takes a minute or two."""
 

@@ -274,6 +274,7 @@ def test_the_steady_state_allocates_nothing(stager):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 @pytest.mark.parametrize("call", ["to_host", "stage", "to_device"])
 def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call):
     stager = make_stager(max_bytes=4096, timeout=0.01)

@@ -16,8 +16,12 @@ MIB = 1 << 20
 LEAVES = 1000
 
 
-def numbered(value: int, leaves: int = 8) -> list[torch.Tensor]:
-    return [torch.full((1024,), value, dtype=torch.int32) for _ in range(leaves)]
+SMALL, LARGE = 1024, 4096
+"""Elements of a leaf: eight of these travel at once, on the current stream, or from a slab, on the copy stream."""
+
+
+def numbered(value: int, elements: int = LARGE) -> list[torch.Tensor]:
+    return [torch.full((elements,), value, dtype=torch.int32) for _ in range(8)]
 
 
 def test_batches_take_turns_at_fixed_addresses_and_arrive_intact(cuda_device):
@@ -30,13 +34,14 @@ def test_batches_take_turns_at_fixed_addresses_and_arrive_intact(cuda_device):
         assert addresses == addresses[:2] * 10
 
 
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
 @pytest.mark.parametrize("by_release", [False, True], ids=["dropped", "released"])
-def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch: Latch, by_release):
+def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch: Latch, by_release, elements):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=1) as stager, latch:
-        stager.stage(numbered(0)).get(consumer)[0].clone()
+        stager.stage(numbered(0, elements)).get(consumer)[0].clone()
         torch.cuda.synchronize()
-        transfer = stager.stage(numbered(1))
+        transfer = stager.stage(numbered(1, elements))
         staged = transfer.get(consumer)
         latch.hold(consumer)
         with torch.cuda.stream(consumer):
@@ -45,9 +50,10 @@ def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch
             transfer.release()
         else:
             del staged, transfer
-        following = stager.stage(numbered(2))  # the host does not wait
+        following = stager.stage(numbered(2, elements))  # the host does not wait
         assert not following.query()
-        assert not stager._target.stream.query()
+        copying = torch.cuda.current_stream(cuda_device) if elements == SMALL else stager._target.stream
+        assert not copying.query()
         latch.open()
         following.synchronize()
         consumer.synchronize()
@@ -55,18 +61,21 @@ def test_a_slab_is_not_overwritten_while_its_consumer_is_held(cuda_device, latch
         assert all(bool((leaf == 2).all()) for leaf in following.get())
 
 
-def test_the_same_scenario_corrupts_the_batch_when_the_copy_does_not_wait(cuda_device, latch: Latch, monkeypatch):
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_the_same_scenario_corrupts_the_batch_when_the_copy_does_not_wait(
+    cuda_device, latch: Latch, monkeypatch, elements
+):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=1) as stager, latch:
-        stager.stage(numbered(0)).get(consumer)[0].clone()
+        stager.stage(numbered(0, elements)).get(consumer)[0].clone()
         torch.cuda.synchronize()
-        monkeypatch.setattr(type(stager._target), "wait_before_copies", lambda *_: None)
-        staged = stager.stage(numbered(1)).get(consumer)
+        monkeypatch.setattr(type(stager._target), "wait", lambda *_: None)
+        staged = stager.stage(numbered(1, elements)).get(consumer)
         latch.hold(consumer)
         with torch.cuda.stream(consumer):
             seen = [leaf.clone() for leaf in staged]
         del staged
-        stager.stage(numbered(2)).synchronize()
+        stager.stage(numbered(2, elements)).synchronize()
         latch.open()
         consumer.synchronize()
         assert all(bool((leaf == 2).all()) for leaf in seen)
@@ -110,7 +119,7 @@ def test_prefetch_through_a_ring_yields_every_batch_intact(cuda_device):
         total = torch.zeros((), dtype=torch.int64, device=cuda_device)
         for value, staged in enumerate(stager.prefetch(map(numbered, range(100)), depth=2)):
             total += sum((leaf == value).sum() for leaf in staged)
-        assert total.item() == 100 * 8 * 1024
+        assert total.item() == 100 * 8 * LARGE
 
 
 def test_the_steady_state_of_a_ring_allocates_nothing_on_either_side(cuda_device):

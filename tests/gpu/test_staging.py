@@ -15,6 +15,7 @@ from latch import Latch
 from steady import long_run
 
 import pinstage as ps
+from pinstage._staging._device import AT_ONCE_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -99,6 +100,7 @@ def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
         assert any(call in name for name in seen), (call, sorted(set(seen)))
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind(cuda_device):
     before, after = long_run(cuda_device, 10_000)
     assert after.pool.misses == before.pool.misses
@@ -246,17 +248,74 @@ def test_device_memory_is_not_given_away_while_the_consumer_still_reads_it(cuda_
         assert (kept == 1.0).all()
 
 
-def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch):
+@pytest.mark.parametrize("elements", [1000, 4096, 100_000])
+def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch, elements):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        source = {"t": torch.arange(1000), "n": np.arange(1000.0)}
-        latch.hold(copy_stream(stager))
+        source = {"t": torch.arange(elements), "n": np.arange(float(elements))}
+        is_small = 16 * elements <= AT_ONCE_BYTES
+        latch.hold(torch.cuda.current_stream(cuda_device) if is_small else copy_stream(stager))
         transfer = stager.stage(source)
+        assert not transfer.query()
         source["t"].zero_()
         source["n"][:] = 0
         latch.open()
         staged = transfer.get()
-        assert torch.equal(staged["t"].cpu(), torch.arange(1000))
-        assert torch.equal(staged["n"].cpu(), torch.arange(1000.0, dtype=torch.float64))
+        assert torch.equal(staged["t"].cpu(), torch.arange(elements))
+        assert torch.equal(staged["n"].cpu(), torch.arange(float(elements), dtype=torch.float64))
+
+
+# -- what travels at once
+
+
+def test_a_small_batch_is_one_copy_from_ordinary_memory_that_waits_for_nothing(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        batch = nested_batch(leaves=100)
+        stager.to_device(batch)
+        torch.cuda.synchronize()
+        events = profiled(lambda: stager.to_device(batch))
+        assert [name for name in events if name.startswith("Memcpy HtoD")] == ["Memcpy HtoD (Pageable -> Device)"]
+        assert not any("Synchronize" in name and "cudaDeviceSynchronize" not in name for name in events)
+        assert stager.pool.stats().total_held_slabs == 0
+
+
+def test_forty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_device, latch: Latch):
+    source = torch.zeros(AT_ONCE_BYTES, dtype=torch.uint8)
+    with ps.Stager(cuda_device) as stager, latch:
+        stager.to_device(source).clone()
+        latch.hold(torch.cuda.current_stream(cuda_device))
+        transfers = [stager.stage(source.fill_(value)) for value in range(40)]
+        assert not any(transfer.query() for transfer in transfers)
+        latch.open()
+        assert all(bool((transfer.get() == value).all()) for value, transfer in enumerate(transfers))
+
+
+def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, latch: Latch):
+    consumer = torch.cuda.Stream(cuda_device)
+    with ps.Stager(cuda_device) as stager, latch:
+        stager.stage(torch.zeros(1000)).get(consumer).clone()
+        torch.cuda.synchronize()
+        latch.hold(torch.cuda.current_stream(cuda_device))
+        staged = stager.stage(torch.full((1000,), 3.0)).get(consumer)
+        with torch.cuda.stream(consumer):
+            seen = staged.clone()
+        assert not consumer.query()
+        del staged
+        gc.collect()
+        for _ in range(5):
+            stager.stage(torch.zeros(1000))
+        latch.open()
+        torch.cuda.synchronize()
+        assert bool((seen == 3.0).all())
+
+
+def test_nothing_travels_at_once_while_a_graph_is_captured(cuda_device):
+    with ps.Stager(cuda_device) as stager:
+        target = stager._target
+        assert target.takes_at_once(1)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert not target.takes_at_once(1)
+            torch.ones(1, device=cuda_device)
+        assert target.takes_at_once(1)
 
 
 def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):
@@ -319,7 +378,7 @@ def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         (torch.ones(8, device=cuda_device) * 2).cpu()
-        batches = iter(stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(1, 5)], depth=2))
+        batches = iter(stager.prefetch([{"x": torch.full((MIB,), float(i))} for i in range(1, 5)], depth=2))
         first = next(batches)
         latch.hold(consumer)
         doubled = first["x"] * 2

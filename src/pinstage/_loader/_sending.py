@@ -28,7 +28,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
             transfer = send_packed(target, batch.structure, batch.table, host, batch.others)
             event = copy_event_of(transfer)
         except BaseException:
-            event = target.record_copies()
+            event = target.record(target.stream)
             raise
         finally:
             batch.broker.sent(batch.number, event)

@@ -145,6 +145,15 @@ class SlabPool:
                 ledger.end()
             return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
 
+    def check(self) -> None:
+        """See that slabs could be leased, for who can do without one but not without the pool.
+
+        Raises:
+            PoolClosedError, ForkedPoolError: as `acquire`.
+        """
+        self._check_entry()
+        self._check_open()
+
     def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
         """Lease a slab that its owner has released and that is in flight. Does not block.
 

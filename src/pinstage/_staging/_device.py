@@ -139,12 +139,25 @@ class EventCache(Generic[E]):
 # -- to a device -------------------------------------------------------------------------------------------------------
 
 
+AT_ONCE_BYTES = 64 * 1024
+"""From memory that is not page-locked CUDA copies so much "asynchronously with respect to the host" (Programming Guide,
+Asynchronous Concurrent Execution): the driver keeps the bytes until the stream is there."""
+
+
 class Target(Protocol):
     """A device that batches are staged to."""
 
     device: torch.device
-    all_copies: Fence | None
-    """Done when no copy is under way; None where a copy is done when the call returns."""
+    stream: Any
+    """The stream of its own for copies, which is done when none is under way; None where there are no streams, and a
+    copy is done when the call returns."""
+
+    def takes_at_once(self, nbytes: int) -> bool:
+        """Say whether a copy of so much memory that is not page-locked has read it when the call returns.
+
+        For the caller's current stream, and without waiting for the device.
+        """
+        ...
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
@@ -154,39 +167,32 @@ class Target(Protocol):
         """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
         ...
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Make a device slab, uint8 ``[nbytes]``, that belongs to the copy stream. While the device is `selected`."""
+    def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
+        """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
         ...
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
-        """Copy bytes of a host slab to a device slab, on the copy stream. While the device is `selected`.
+    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: Any) -> None:
+        """Copy bytes of a host slab to a device slab. While the device is `selected`.
 
         Args:
             slab: of the device.
             host: address of the host slab.
             start: first byte.
             end: behind the last one.
+            stream: on which.
         """
-        ...
-
-    def record_copies(self) -> Fence | None:
-        """Mark this point of the copy stream; None where a copy is done when the call returns."""
-        ...
-
-    def record_current(self) -> Fence | None:
-        """Mark this point of the caller's current stream; None where there are no streams."""
         ...
 
     def consumer(self, stream: Any) -> Any:
         """Return the stream that is meant: the current one for None; None where there are no streams."""
         ...
 
-    def record_on(self, stream: Any) -> Fence | None:
-        """Mark this point of a consumer's stream; None where there are no streams."""
+    def record(self, stream: Any) -> Fence | None:
+        """Mark this point of a stream; None where there are no streams."""
         ...
 
-    def wait_before_copies(self, event: Any) -> None:
-        """Let the copy stream wait for an event."""
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let a stream wait for an event."""
         ...
 
     def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
@@ -213,14 +219,11 @@ class CudaTarget:
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.all_copies: Fence | None = self.stream
-        self._stream_handle: int = self.stream.cuda_stream
-        self._stream_ids = ids_of(self.stream)
         self._cuda = cuda_calls()
         self._has_bindings = why_unusable() is None
         self._events = EventCache(partial(DeviceEvent.of, self.device.index))
         self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._last_consumer = self._stream_ids, self.stream
+        self._last_consumer = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -231,12 +234,16 @@ class CudaTarget:
         disregard_captures()
         return self.selected()
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def takes_at_once(self, nbytes: int) -> bool:
+        """See `Target`. While a graph is captured it would be read again at each replay."""
+        return nbytes <= AT_ONCE_BYTES and not torch.cuda.is_current_stream_capturing()
+
+    def empty(self, nbytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
         """See `Target`. Not by ``torch.cuda.stream``, which takes 20 us."""
         cuda = self._cuda
         before = cuda.stream(self.device.index)
         try:
-            cuda.set_stream(*self._stream_ids)
+            cuda.set_stream(*ids_of(stream))
             slab = self._sample.new_empty(nbytes)  # its dtype and device need no parsing: a third of the call
         finally:
             cuda.set_stream(*before)
@@ -244,22 +251,14 @@ class CudaTarget:
             check_is_plain(slab)
         return slab
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
+    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: torch.cuda.Stream) -> None:
         """See `Target`. Not torch's ``copy_``: a tensor over the host slab takes longer to make than the copy."""
         if self._has_bindings:
-            start_copy(slab.data_ptr() + start, host + start, end - start, self._stream_handle)
+            start_copy(slab.data_ptr() + start, host + start, end - start, stream.cuda_stream)
             return
         source = (ctypes.c_ubyte * (end - start)).from_address(host + start)
-        with on_stream(self.stream):
+        with on_stream(stream):
             slab[start:end].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
-
-    def record_copies(self) -> Fence:
-        """See `Target`."""
-        return self._events.record(self.stream)
-
-    def record_current(self) -> Fence:
-        """See `Target`."""
-        return self._events.record(self.consumer(None))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
@@ -272,13 +271,13 @@ class CudaTarget:
             self._last_consumer = ids, current  # at once: threads may race for it
         return current
 
-    def record_on(self, stream: torch.cuda.Stream) -> Fence:
+    def record(self, stream: torch.cuda.Stream) -> Fence:
         """See `Target`."""
         return self._events.record(stream)
 
-    def wait_before_copies(self, event: Any) -> None:
+    def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
         """See `Target`."""
-        event.wait(self.stream)
+        event.wait(stream)
 
     def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: torch.cuda.Stream) -> None:
         """See `Target`."""
@@ -293,7 +292,11 @@ class CpuTarget:
     """No GPU: a copy is done when the call returns, and there is nothing to wait for."""
 
     device = torch.device("cpu")
-    all_copies: Fence | None = None
+    stream: Any = None
+
+    def takes_at_once(self, nbytes: int) -> bool:
+        """See `Target`. It always does; a large batch takes a slab here as it does on a GPU."""
+        return nbytes <= AT_ONCE_BYTES
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -303,30 +306,24 @@ class CpuTarget:
         """See `Target`."""
         return NOTHING
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:  # noqa: ARG002
         """See `Target`."""
         slab = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if type(slab) is not torch.Tensor:
             check_is_plain(slab)
         return slab
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int) -> None:
+    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: Any) -> None:  # noqa: ARG002
         """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
         ctypes.memmove(slab.data_ptr() + start, host + start, end - start)
-
-    def record_copies(self) -> None:
-        """See `Target`."""
-
-    def record_current(self) -> None:
-        """See `Target`."""
 
     def consumer(self, stream: Any) -> None:
         """See `Target`."""
 
-    def record_on(self, stream: Any) -> None:
+    def record(self, stream: Any) -> None:
         """See `Target`."""
 
-    def wait_before_copies(self, event: Any) -> None:
+    def wait(self, event: Any, stream: Any) -> None:
         """See `Target`."""
 
     def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: Any) -> None:

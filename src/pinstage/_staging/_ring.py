@@ -52,11 +52,11 @@ class RingLease:
         self._target = target
         self._released = released
 
-    def ready(self) -> torch.Tensor:
-        """Return the slab, with the copy stream ordered behind those who used it last."""
+    def ready(self, stream: Any) -> torch.Tensor:
+        """Return the slab, with the stream that will write it ordered behind those who used it last."""
         slab = self.slab
         for event in slab.events:
-            self._target.wait_before_copies(event)
+            self._target.wait(event, stream)
         slab.events = []
         return slab.memory
 
@@ -106,14 +106,14 @@ class RingSlab:
 
     def _make_memory(self, target: Target) -> None:
         with target.selected(), torch.inference_mode(mode=False):
-            self.memory = target.empty(self._nbytes)
+            self.memory = target.empty(self._nbytes, target.stream)
         self.all_consumers: list[Any] = []
         self._users = StorageUsers(self.memory)
 
     def record_events(self, target: Target) -> None:
         """Record an event on each stream that was given the batch, behind all work it has been given so far."""
         for stream in self.consumers:
-            event = target.record_on(stream)
+            event = target.record(stream)
             if event is not None:
                 self.events.append(event)
         self.consumers = []

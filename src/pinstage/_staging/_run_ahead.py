@@ -38,7 +38,7 @@ class RunAhead:
 
     def bound(self) -> None:
         """Wait until the device has no more to do than the last `RUN_AHEAD` batches; called once for each batch."""
-        self._used.append(self._target.record_current())
+        self._used.append(self._target.record(self._target.consumer(None)))
         if len(self._used) > RUN_AHEAD:
             event = self._used.popleft()
             if event is not None and not event.query():  # asking lets go of no interpreter lock

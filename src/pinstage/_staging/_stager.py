@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
-from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, take_apart
+from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, pack, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
 from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, check_owner, check_pool, check_timeout
 from .._reaper import reaper
@@ -21,7 +21,7 @@ from .._steps import step
 from .._torch import tell_once
 from .._tree import Keeping
 from ..errors import AcquireTimeoutError, StagingError
-from ._device import Sources, target_for
+from ._device import CpuTarget, Sources, target_for
 from ._prefetch import Prefetcher, T, prefetcher_of
 from ._ring import Overflow, Ring, RingLease
 from ._run_ahead import check_depth
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_CPU = CpuTarget()
 
 _PARTS = 4
 """Where a slab is smaller than its batch: one part of it is packed while others travel."""
@@ -273,13 +275,13 @@ class Stager:
                 )
             host, ring, target = lease.data_ptr(), self._ring, self._target
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
-            lease.guard(target.all_copies)  # an interrupt may come before the release
+            lease.guard(target.stream)  # an interrupt may come before the release
             event = None
             try:
                 transfer = send_packed(target, structure, table, host, list(others), ring_lease)
                 event = copy_event_of(transfer)
             except BaseException:
-                event = target.record_copies()
+                event = target.record(target.stream)
                 if ring_lease is not None:
                     ring_lease.release()
                 raise
@@ -406,33 +408,56 @@ class Stager:
     def _send(self, parts: Parts, ring_lease: RingLease | None) -> tuple[torch.Tensor, Fence | None, int]:
         """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
         target, table = self._target, parts.table
+        stream = target.stream
         borrowed = borrow(parts) if self._borrow_pinned else None
         rest = parts if borrowed is None else borrowed.rest
         with target.selected():
+            if target.takes_at_once(table.nbytes):
+                return self._send_small(parts, ring_lease)
             lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
-                lease.guard(target.all_copies)  # an interrupt may come before the release
+                lease.guard(target.stream)  # an interrupt may come before the release
             copies = 0
             try:
-                device = target.empty(table.nbytes) if ring_lease is None else ring_lease.ready()
+                device = target.empty(table.nbytes, stream) if ring_lease is None else ring_lease.ready(stream)
                 if borrowed is not None:
                     copies = self._copy_borrowed(borrowed, device)
                 if lease is not None:
                     copies += self._pack_and_copy(rest, lease, device, None if borrowed is None else borrowed.runs)
             finally:
-                event = target.record_copies()
+                event = target.record(target.stream)
                 if lease is not None:
                     lease.release(after=event)
                 if borrowed is not None and event is not None:
                     reaper.tasks.put(Kept(event, borrowed.lenders))
         return device, event, copies
 
+    def _send_small(self, parts: Parts, ring_lease: RingLease | None) -> tuple[torch.Tensor, Fence | None, int]:
+        """Send a batch that the device takes at once: from ordinary memory, on the caller's current stream.
+
+        A slab of the pool, and a stream to wait for, would take longer than to pack and copy the batch.
+        """
+        self._pool.check()
+        target, nbytes = self._target, parts.table.nbytes
+        stream = target.consumer(None)
+        if ring_lease is None:
+            device = target.empty(nbytes, stream)
+        else:
+            device = ring_lease.ready(stream)
+            target.hand_over(None, ring_lease.hand_out(stream), stream)
+        with step("pack"):
+            host = _CPU.empty(nbytes)
+            pack(parts, host)
+        with step("copy"):
+            target.copy(device, host.data_ptr(), 0, nbytes, stream)
+        return device, target.record(stream), 1
+
     def _copy_borrowed(self, borrowed: Borrowed, device: torch.Tensor) -> int:
         """Send leaves from where they lie; return how many."""
         reaper.start()
         with step("copy"):
             for address, start, nbytes in borrowed.loans:
-                self._target.copy(device, address - start, start, start + nbytes)
+                self._target.copy(device, address - start, start, start + nbytes, self._target.stream)
         return len(borrowed.loans)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
@@ -457,7 +482,7 @@ class Stager:
                         for chunk in range(len(job.ends)):
                             job.wait(chunk)
             copies += self._copy(device, host + part * size - start, start, start + run.table.nbytes, runs)
-            events[part] = self._target.record_copies()
+            events[part] = self._target.record(self._target.stream)
         return copies
 
     def _pack_and_copy(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
@@ -486,14 +511,15 @@ class Stager:
         return copies
 
     def _copy(self, device: torch.Tensor, host: int, start: int, end: int, runs: list[Run] | None) -> int:
+        target, stream = self._target, self._target.stream
         with step("copy"):
             if runs is None:
-                self._target.copy(device, host, start, end)
+                target.copy(device, host, start, end, stream)
                 return 1
             here = [run for run in runs if run.start < end and start < run.end]
             for run in here:
                 shift = run.shift
-                self._target.copy(device, host - shift, max(start, run.start) + shift, min(end, run.end) + shift)
+                target.copy(device, host - shift, max(start, run.start) + shift, min(end, run.end) + shift, stream)
             return len(here)
 
     def _acquire(self, nbytes: int) -> Lease:

@@ -236,7 +236,7 @@ def move_others(
     for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
         result[index] = move(others[index], target.device, structure, leaves[index])
         moved.append(result[index])
-    return result, moved, target.record_current()
+    return result, moved, target.record(target.consumer(None))
 
 
 def send_packed(
@@ -263,11 +263,12 @@ def send_packed(
     nbytes = table.nbytes
     if nbytes and host is not None:
         with target.selected():
-            slab = target.empty(nbytes) if ring_lease is None else ring_lease.ready()
+            stream = target.stream
+            slab = target.empty(nbytes, stream) if ring_lease is None else ring_lease.ready(stream)
             try:
-                target.copy(slab, host, 0, nbytes)
+                target.copy(slab, host, 0, nbytes, stream)
             finally:
-                event = target.record_copies()
+                event = target.record(stream)
         copies = 1
     others, moved, moved_event = move_others(target, structure, table, others)
     transfer: Transfer[Any] = Transfer(

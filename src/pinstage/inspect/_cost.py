@@ -22,7 +22,7 @@ import pinstage as ps
 
 KEPT = "pinstage/costs.json"
 _BATCHES, _ROUNDS = 8, 5
-_SMALL, _MANY, _LARGE = (4, 256), (512, 64), (8, 1 << 20)  # leaves, and float32 elements of each
+_SMALL, _MANY, _LARGE = (4, 8192), (512, 64), (8, 1 << 20)  # leaves, and float32 elements of each: all take a slab
 _LAYERS, _WIDTH, _WIDTH_ON_CPU = 20, 1024, 32  # of the step between two batches: about 1 ms on a large GPU
 
 
