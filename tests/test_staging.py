@@ -283,6 +283,10 @@ def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_st
     monkeypatch.setattr(target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
     monkeypatch.setattr(target, "copy", lambda *args: log.append(("copy", args[-1])))
     monkeypatch.setattr(target, "hand_over", lambda _, event, tensors, consumer: None)
+    stager.to_device(torch.ones(3))
+    assert log == [("copy", "current")]
+    stager = make_stager(ring=ring)
+    log.clear()
     stager.stage(torch.ones(3)).get("another")
     assert log == [("copy", "current"), ("event", "current")]
     log.clear()

@@ -180,9 +180,9 @@ def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         tree = small_tree(cuda_device)
         stager.to_host(tree).get()
-        stager.to_device([torch.ones(64)])
+        stager.to_device([torch.ones(MIB)])
         latch.hold(stager._target.stream)
-        transfer = stager.stage([torch.ones(64)])
+        transfer = stager.stage([torch.ones(MIB)])
         assert torch.equal(stager.to_host(tree).get()["samples"][0]["x"], tree["samples"][0]["x"].cpu())
         assert not transfer.query()
         latch.open()
