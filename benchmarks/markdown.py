@@ -305,15 +305,14 @@ def checkpoint(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     about, cases = result["settings"]["variants"], by_case(result)
-    heads = ["ms", "the call, first", "later", "all on the host, first", "later", "a step beside a save", "page-locked"]
+    heads = ["ms", "the call, first", "later", "all on the host, first", "later", "a step beside a save", "memory"]
 
     def table(names: Sequence[str]) -> list[str]:
         lines = head(heads)
         for name in names:
             first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
             cells = [shown(first, "main_median"), shown(later, "main_median"), shown(first), shown(later), shown(step)]
-            gigabytes = sum(map(float, re.findall(r"([\d.]+) GB by", step["detail"])))
-            cells.append("-" if step["median"] is None else f"{gigabytes:.1f} GB")
+            cells.append("-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"]))
             lines.append(f"| {about[name]} | {' | '.join(cells)} |")
         return lines
 
@@ -322,7 +321,8 @@ def checkpoint(result: dict[str, Any] | None = None) -> str:
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
         f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors. The call is the time until `async_save` returned. In the "
-        "step a save begins and all tensors are changed at its end, as soon as the stager allows it."
+        "step a save begins and all tensors are changed at its end, as soon as the stager allows it. Memory is what "
+        "stays resident on the host between saves."
     )
     return "## Measured\n\n" + folded(
         table([name for name in few if name in ran]), table(ran), [said, "", source(result)]

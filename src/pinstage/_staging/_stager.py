@@ -66,7 +66,7 @@ class StagerStats:
     copies: int
     """Host-to-device copies issued for packed leaves: one a batch, several for batches of 2 MiB and more."""
     packed_leaves: int
-    """Tensors and arrays that travelled in a slab; one that appears several times in a batch counts once."""
+    """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
     packed_bytes: int
     """Their bytes."""
     padding_bytes: int
@@ -106,7 +106,8 @@ class Stager:
     """Moves nested batches to a device.
 
     A batch is packed into one page-locked slab, travels in one asynchronous copy, and comes back as views of one device
-    slab.
+    slab. A batch of at most 64 KiB, padding included, is packed into ordinary memory: CUDA takes so much at once
+    (Programming Guide, Asynchronous Concurrent Execution).
 
     Args:
         device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
@@ -214,6 +215,9 @@ class Stager:
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
         stream; `Transfer.get` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
         copy's event. When the call returns, everything that was packed has been read.
+
+        A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
+        while a CUDA graph is captured there, it travels like a larger one.
 
         A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
         counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
