@@ -29,7 +29,7 @@ class HeldSource(CpuSource):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):
-        self.all_copies = self.event = ManualEvent()
+        self.stream = self.event = ManualEvent()
         self.pieces = []
 
     def fetch(self, pieces, *, hold=True):

@@ -369,8 +369,8 @@ class HostCopy(NamedTuple):
 class Source(Protocol):
     """A device that tensors are fetched from."""
 
-    all_copies: Fence | None
-    """Done when no copy is under way; None where a copy is done when the call returns."""
+    stream: Any
+    """See `Target`."""
 
     def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:
         """Copy pieces to the host, behind what the caller's current stream was given so far.
@@ -393,7 +393,6 @@ class CudaSource:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.all_copies: Fence | None = self.stream
 
     def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence:
         """See `Source`."""
@@ -418,7 +417,7 @@ class CudaSource:
 class CpuSource:
     """No GPU: a copy is done when the call returns."""
 
-    all_copies: Fence | None = None
+    stream: Any = None
 
     def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> None:  # noqa: ARG002
         """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""

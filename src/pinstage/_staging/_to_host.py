@@ -221,7 +221,7 @@ def to_host(
     host, event, copies = None, None, 0
     if nbytes:
         lease = acquire(nbytes)
-        streams = [sources.of(share.device).all_copies for share in shares]
+        streams = [sources.of(share.device).stream for share in shares]
         after: Fence | None = Events([stream for stream in streams if stream is not None])
         lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
         try:

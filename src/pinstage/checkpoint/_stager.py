@@ -185,7 +185,7 @@ class PoolStager(AsyncStager):
             sources = [tensor.clone() if tensor.nbytes < DIRECT_BYTES else tensor for tensor in sources]
 
         def stream(device: torch.device) -> torch.cuda.Stream:
-            return self._sources.of(device).stream  # type: ignore[attr-defined,no-any-return] # a GPU's
+            return self._sources.of(device).stream  # type: ignore[no-any-return]
 
         wave = self._wave = Wave(lease, most, sources, stream)
         late = [Late.of(tensor, wave) for tensor in sources]
