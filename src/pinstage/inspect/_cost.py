@@ -41,10 +41,10 @@ class Cost:
 
 
 REFERENCE = Cost(250e-6, 0.7e-6, 42e9, source="an H200 with 16 cores")
-"""A leaf: by pinstage doctor on one H200; on that of tests/traces/loops it found 0.95 us. The bytes: 16 leaves of 16 MiB
-in benchmarks/results/staging.json. The fixed part is fitted to an earlier recording of those loops of tests/traces/loops
-that are not kept out: 0.2 ms fit best, and a promise errs on the low side. It takes less than 0.1 ms where batches are
-staged one after the other, without a training step between them, and least for those of at most 64 KiB."""
+"""A leaf: by pinstage doctor on one H200; on that of tests/traces/loops it found 0.95 us. The bytes: 16 leaves of
+16 MiB in benchmarks/results/staging.json. The fixed part is fitted to an earlier recording of those loops of
+tests/traces/loops that are not kept out: 0.2 ms fit best, and a promise errs on the low side. It takes less than 0.1 ms
+where batches are staged one after the other, without a training step between them, and least up to 64 KiB."""
 
 
 def cost_of(device_name: str | None) -> Cost:
