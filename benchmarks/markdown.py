@@ -299,34 +299,53 @@ def frameworks(result: dict[str, Any] | None = None) -> str:
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
 
+CHECKPOINTS = {
+    "none": "no save",
+    "blocking": "torch, blocking",
+    "default_pinned_shared_thread": "torch, pinned, shared, in a thread",
+    "pinstage": "`PoolStager()`",
+    "pinstage_step": 'the same, `hold="step"`',
+}
+"""What the short table shows, and calls it."""
+
+
 def checkpoint(result: dict[str, Any] | None = None) -> str:
     """How long training stands still for a save, with its heading; nothing until it was measured."""
     result = result or measured("checkpoint")
     if result is None:
         return ""
     about, cases = result["settings"]["variants"], by_case(result)
-    heads = ["ms", "the call, first", "later", "all on the host, first", "later", "a step beside a save", "memory"]
-
-    def table(names: Sequence[str]) -> list[str]:
-        lines = head(heads)
-        for name in names:
-            first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
-            cells = [shown(first, "main_median"), shown(later, "main_median"), shown(first), shown(later), shown(step)]
-            cells.append("-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"]))
-            lines.append(f"| {about[name]} | {' | '.join(cells)} |")
-        return lines
-
     ran = [name for name in about if name in cases["step"]]
-    few = ("none", "blocking", "default_pinned_shared_thread", "pinstage", "pinstage_step")
+
+    short = head(["ms", "the call", "on the host", "a step"])
+    whole = head(["ms", "the call, first", "later", "on the host, first", "later", "a step", "memory"])
+    for name in ran:
+        first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
+        few = [shown(later, "main_median"), shown(later), shown(step)]
+        memory = "-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"])
+        if name in CHECKPOINTS:
+            short.append(f"| {CHECKPOINTS[name]} | {' | '.join(few)} |")
+        cells = [shown(first, "main_median"), few[0], shown(first), *few[1:], memory]
+        whole.append(f"| {about[name]} | {' | '.join(cells)} |")
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
-        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors. The call is the time until `async_save` returned. In the "
-        "step a save begins and all tensors are changed at its end, as soon as the stager allows it. Memory is what "
-        "stays resident on the host between saves."
+        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors, saved after the first save. The call is the time until "
+        "`async_save` returned, and the next column that until all is on the host. In the step a save begins, and all "
+        "tensors are changed at its end, as soon as the stager allows it. Memory is what stays resident on the host "
+        "between saves."
     )
-    return "## Measured\n\n" + folded(
-        table([name for name in few if name in ran]), table(ran), [said, "", source(result)]
-    )
+    return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
+
+
+OFFLOADS = {
+    "kept": "all stays on the device",
+    "recomputed": "torch's checkpointing",
+    "save_on_cpu_pinned": "torch's `save_on_cpu`, pinned",
+    "bus": "the bus alone",
+    "pinstage": "`save_on_cpu(pool)`",
+    "pinstage_reserved": "`pool.reserve()` before",
+}
+"""What the short table shows, and calls it."""
 
 
 def offload(result: dict[str, Any] | None = None) -> str:
@@ -336,28 +355,26 @@ def offload(result: dict[str, Any] | None = None) -> str:
         return ""
     about, cases = result["settings"]["variants"], by_case(result)
     first, later = cases["first step"], cases["later steps"]
-    heads = ["way", "first step, ms", "later, ms", "over the bus alone", "peak on the device", "page-locked"]
-
-    def table(names: Sequence[str]) -> list[str]:
-        lines = head(heads)
-        for name in names:
-            said = later[name]["detail"]
-            cells = [shown(first[name]), shown(later[name]), times(later[name], later["bus"])]
-            cells += [_said(r"device peak ([\d.]+ GiB)", said), _said(r"page-locked ([\d.]+ GB)", said)]
-            lines.append(f"| {about[name]} | {' | '.join(cells)} |")
-        return lines
-
     ran = [name for name in about if name in later]
-    few = ("kept", "recomputed", "save_on_cpu_pinned", "bus", "pinstage", "pinstage_reserved")
+
+    short = head(["ms a step", "first", "later", "peak on the device"])
+    whole = head(["ms a step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
+    for name in ran:
+        times_taken = [shown(first[name]), shown(later[name])]
+        peak, locked = (
+            _said(what, later[name]["detail"]) for what in (r"peak ([\d.]+ GiB)", r"page-locked ([\d.]+ GB)")
+        )
+        if name in OFFLOADS:
+            short.append(f"| {OFFLOADS[name]} | {' | '.join([*times_taken, peak])} |")
+        cells = [*times_taken, times(later[name], later["bus"]), peak, locked]
+        whole.append(f"| {about[name]} | {' | '.join(cells)} |")
     out, back = cases["state out"], cases["state back"]
     said = (
         f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in {shown(out['state_pinstage'])} "
         f"ms and comes back in {shown(back['state_pinstage'])}; the bus alone takes {shown(out['state_bus'])} and "
         f"{shown(back['state_bus'])}."
     )
-    return "## Measured\n\n" + folded(
-        table([name for name in few if name in ran]), table(ran), [said, "", source(result)]
-    )
+    return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
 
 
 def refusals(result: dict[str, Any] | None = None) -> str:

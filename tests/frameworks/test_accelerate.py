@@ -165,6 +165,7 @@ def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
     assert torch.equal(trained(offloads=True), trained(offloads=False))
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_a_pool_may_be_shared():
     accelerator = Accelerator(cpu=True)
     with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="16MiB") as pool:
