@@ -329,10 +329,10 @@ def checkpoint(result: dict[str, Any] | None = None) -> str:
         whole.append(f"| {about[name]} | {' | '.join(cells)} |")
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
-        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors, saved after the first save. The call is the time until "
-        "`async_save` returned, and the next column that until all is on the host. In the step a save begins, and all "
-        "tensors are changed at its end, as soon as the stager allows it. Memory is what stays resident on the host "
-        "between saves."
+        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors; the short table is of saves after the first. The call is "
+        "the time until `async_save` returned, and the next column that until all is on the host. In the step a save "
+        "begins, and all tensors are changed at its end, as soon as the stager allows it. Memory is what stays "
+        "resident on the host between saves."
     )
     return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
 

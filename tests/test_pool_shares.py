@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 
 import pytest
+import torch
 from doubles import CountingMemory, ManualEvent, outcome, stays_blocked, wait_until
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -67,8 +68,6 @@ def test_what_nobody_names_is_unnamed(pool):
 
 
 def test_a_stager_takes_slabs_in_its_name_or_in_one_that_is_given():
-    import torch
-
     with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
         Stager("cpu", pool=pool).to_device([1.0])
         Stager("cpu", pool=pool).to_device(torch.ones(20_000))

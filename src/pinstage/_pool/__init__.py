@@ -31,7 +31,7 @@ from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
-from ._pool import SlabPool, check_pool
+from ._pool import SlabPool, check_open, check_pool
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_timeout
@@ -44,6 +44,7 @@ __all__ = [
     "OwnerStats",
     "PoolStats",
     "SlabPool",
+    "check_open",
     "check_owner",
     "check_pool",
     "check_timeout",

@@ -36,6 +36,16 @@ def check_pool(pool: object) -> None:
         raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool(max_bytes={cap})")
 
 
+def check_open(pool: SlabPool) -> None:
+    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
+
+    Raises:
+        PoolClosedError, ForkedPoolError, StagingError: as `SlabPool.acquire`, whatever the size.
+    """
+    pool._check_entry()
+    pool._check_open()
+
+
 class SlabPool:
     """A thread-safe pool of host slabs in size classes, under a hard cap.
 
@@ -144,15 +154,6 @@ class SlabPool:
                 found = ledger.serve(account, nbytes, list(line) if line else ())
                 ledger.end()
             return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
-
-    def check(self) -> None:
-        """See that slabs could be leased, for who can do without one but not without the pool.
-
-        Raises:
-            PoolClosedError, ForkedPoolError: as `acquire`.
-        """
-        self._check_entry()
-        self._check_open()
 
     def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
         """Lease a slab that its owner has released and that is in flight. Does not block.
