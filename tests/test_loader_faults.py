@@ -22,7 +22,7 @@ from pathlib import Path
 import loader_data as data
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS, Background, Interrupts, ManualEvent, record_work, wait_until
+from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
 from pinstage import _torch
@@ -486,6 +486,27 @@ def test_a_batch_larger_than_the_cap_arrives_all_the_same(workers):
     loader = make(max_bytes="128KiB", num_workers=workers)
     assert numbers(loader) == list(range(40))
     assert loader.stats().fallback_batches == 20
+
+
+def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
+    """A worker that has a slab goes on with that one."""
+    take, taken, gate = ps.SharedMemory._take, [], Gate()
+
+    def take_slowly(memory, nbytes):
+        taken.append(nbytes)
+        if len(taken) > 1:
+            gate.pass_through()
+        return take(memory, nbytes)
+
+    monkeypatch.setattr("pinstage.SharedMemory._take", take_slowly)
+    loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
+    batches = iter(loader)
+    gate.wait_for_arrival()  # the worker has the second batch; the first one stays in its slab until the loop wants it
+    found = [int(number) for batch in itertools.islice(batches, 15) for number in batch[:, 0]]
+    assert loader.stats().pool.held_slabs == 1
+    gate.open()
+    assert found + [int(number) for batch in batches for number in batch[:, 0]] == list(range(40))
+    assert loader.stats().fallback_batches == 0
 
 
 def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypatch):

@@ -169,7 +169,7 @@ static void wait_for_chunks(const Batch *batch, Job *job, int64_t chunks, int mi
 static void one_round(Random *random) {
     Batch *batch = batch_new(random, below(random, 8) ? 100 * KIB : 3000 * KIB);
     if (batch->count > 0 && below(random, 8) == 0) {
-        pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes);
+        pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes, below(random, 2) == 0);
         CHECK(memcmp(batch->slab, batch->expected, (size_t)batch->nbytes) == 0);
     } else {
         Job *job = start(batch, 1 + (int)below(random, 6));

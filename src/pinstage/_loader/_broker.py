@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import queue
 import select
 import threading
 import warnings
@@ -57,15 +58,25 @@ class Loan:
         return self.batch is not None and self.batch() is None
 
 
+class Ask:
+    """A worker's request for a slab of `wanted` bytes, or at least of `nbytes`."""
+
+    def __init__(self, worker: int, nbytes: int, wanted: int) -> None:
+        self.worker = worker
+        self.nbytes = nbytes
+        self.wanted = wanted
+
+
 class SlabBroker:
     """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for just the worker that asks.
-    The thread also sends the batches, since the main thread may be busy. Only this thread lends slabs, frees them and
-    writes to workers. Others leave a note and wake it.
+    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs and writes to
+    workers. Others leave a note and wake it. A second thread leases slabs: to page-lock 128 MiB takes 60 ms, and
+    batches have to be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. It starts before them where
-    a loader needs answers before its iterator is there.
+    a loader needs answers before its iterator is there. The second thread starts with the first request.
 
     Args:
         slabs: of the loader. Kept until the end, since they keep the pool open.
@@ -88,6 +99,9 @@ class SlabBroker:
         self._copying: deque[tuple[int, Fence | None]] = deque()  # written by whoever sends
         self._lost: deque[int] = deque()  # written by whoever unpickles
         self._starved: dict[int, int] = {}  # bytes that a worker waits for
+        self._asked: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
+        self._lender: threading.Lock | None = None  # held until the second thread ends
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
@@ -195,6 +209,9 @@ class SlabBroker:
             else:
                 incoming.fail(error)
         finally:
+            if self._lender is not None:
+                self._asked.put(None)
+                self._lender.acquire()
             self._end()
             del running[self]
 
@@ -224,6 +241,7 @@ class SlabBroker:
                 self._tell_workers()
             if incoming is not None and not self._closing:
                 waits = incoming.send_ready()
+            self._grant()
             self._sweep()
 
     def _tell_workers(self) -> None:
@@ -241,7 +259,13 @@ class SlabBroker:
             self._starved.pop(worker, None)
             return False
         if kind == "ask":
-            self._answer(channel, worker, *details)
+            nbytes, wanted, given_up = details
+            self._take_back(given_up)
+            self._asked.put(Ask(worker, nbytes, wanted))
+            if self._lender is None:
+                self._lender = threading.Lock()
+                self._lender.acquire()
+                _thread.start_new_thread(self._lend, (self._lender,))
         elif kind == "starved":
             if any(loan.worker == worker for loan in self._loans.values()):
                 self._starved[worker] = details[0]
@@ -251,33 +275,18 @@ class SlabBroker:
             self._take_back([number])
         return True
 
-    def _answer(self, channel: Connection, worker: int, nbytes: int, wanted: int, given_up: list[int]) -> None:
-        self._take_back(given_up)
-        for size in dict.fromkeys((wanted, nbytes)):
-            lease = None if self._closing else self._lease(worker, size)
-            if lease is not None:
-                loan = Loan(next(self._numbers), worker, lease)
+    def _grant(self) -> None:
+        """Give workers the slabs that were leased for them, or tell them that there are none."""
+        while self._leased:
+            worker, loan = self._leased[0]
+            self._starved.pop(worker, None)
+            if loan is None:
+                self._send(self._channels[worker], _encoded("refused"))
+            else:
                 self._loans[loan.number] = loan
-                self._send(channel, _encoded("granted", loan.number, lease.nbytes), lease.fd)
-                return
-        self._send(channel, _encoded("refused"))
-
-    def _lease(self, worker: int, nbytes: int) -> Lease | None:
-        """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
-        rounded = size_class(nbytes, self._pool.memory.granularity)
-        size = rounded if rounded <= self._pool.max_bytes else nbytes
-        supplied = {loan.worker for loan in self._loans.values()}
-        if worker in supplied:
-            room = self._pool.stats().owners[self._owner].available_bytes - size
-            if room < size * len(set(self._open.values()) - supplied):
-                return None
-        try:
-            return self._pool.acquire(size, timeout=0, owner=self._owner)
-        except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
-            return None  # the worker does without
-        except Exception as error:  # noqa: BLE001 - of the system: the same, but nobody would know why it is slow
-            self._warn(size, repr(error))
-            return None
+                granted = _encoded("granted", loan.number, loan.lease.nbytes)
+                self._send(self._channels[worker], granted, loan.lease.fd)
+            self._leased.popleft()  # last: its worker is always known to have a slab
 
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
@@ -321,6 +330,46 @@ class SlabBroker:
         except OSError:
             return  # the worker ended
 
+    # -- the second thread
+
+    def _lend(self, until_the_end: threading.Lock) -> None:
+        try:
+            with self._target.in_background():
+                while (ask := self._asked.get()) is not None:
+                    running[ask] = None
+                    self._leased.append((ask.worker, self._loan_for(ask)))
+                    self.wake()
+                    del running[ask]
+        finally:
+            until_the_end.release()
+
+    def _loan_for(self, ask: Ask) -> Loan | None:
+        for nbytes in dict.fromkeys((ask.wanted, ask.nbytes)):
+            lease = None if self._closing else self._lease(ask.worker, nbytes)
+            if lease is not None:
+                return Loan(next(self._numbers), ask.worker, lease)
+        return None
+
+    def _lease(self, worker: int, nbytes: int) -> Lease | None:
+        """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
+        rounded = size_class(nbytes, self._pool.memory.granularity)
+        size = rounded if rounded <= self._pool.max_bytes else nbytes
+        supplied = {worker for worker, loan in list(self._leased) if loan is not None}
+        supplied.update(loan.worker for loan in list(self._loans.values()))
+        if worker in supplied:
+            room = self._pool.stats().owners[self._owner].available_bytes - size
+            if room < size * len(set(self._open.values()) - supplied):
+                return None
+        try:
+            return self._pool.acquire(size, timeout=0, owner=self._owner)
+        except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
+            return None  # the worker does without
+        except Exception as error:  # noqa: BLE001 - of the system: the same, but nobody would know why it is slow
+            self._warn(size, repr(error))
+            return None
+
+    # -- the end
+
     def _end(self) -> None:
         with self._wake_lock:
             if self._ended:
@@ -330,6 +379,10 @@ class SlabBroker:
             os.close(self._wake_write)
         BROKERS.pop(self.token, None)
         self._incoming = None
+        for _, loan in self._leased:
+            if loan is not None:
+                loan.lease.release()  # its worker was not told of it
+        self._leased.clear()
         events = dict(self._copying)
         loans, self._loans = self._loans, {}
         self._copying.clear()

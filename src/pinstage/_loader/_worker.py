@@ -61,7 +61,7 @@ class WorkerSlabs:
         self._slabs: dict[int, WorkerSlab] = {}
         self._patience = 0
         self._largest = 0
-        self._reply = ""
+        self._is_asking = self._was_granted = False
         self.waited_seconds = 0.0
         """Seconds that `take` waited since the caller set this to 0."""
         try:
@@ -74,7 +74,8 @@ class WorkerSlabs:
     def take(self, nbytes: int) -> WorkerSlab | None:
         """Return a slab of at least `nbytes` to write, or None if there can be none.
 
-        Blocks while the main process has all slabs that are large enough. Ends the worker if the main process ends.
+        Blocks while the main process has all slabs that are large enough. One more is asked for then, but not waited
+        for if another comes free before: to page-lock it takes time. Ends the worker if the main process ends.
 
         Raises:
             ClosedError: the iterator is being shut down.
@@ -88,25 +89,29 @@ class WorkerSlabs:
             if found is not None:
                 found.is_free = False
                 return found
-            fits_later = bool(fitting)
-            if fits_later and self._patience > 0:
-                self._wait_for_slab(nbytes)
+            if self._is_asking:
+                if fitting:
+                    self._wait_for_slab(nbytes)
+                else:
+                    self._wait_for_answer()
                 continue
             idle = [slab for slab in self._slabs.values() if slab.is_free]
-            if len(self._slabs) >= self._limit and not idle:
+            is_full = len(self._slabs) >= self._limit
+            dropped = idle if is_full else []
+            if (is_full and not idle) or (fitting and self._patience > 0):
                 self._wait_for_slab(nbytes)
                 continue
-            dropped = idle if len(self._slabs) >= self._limit else []
-            if self._ask(nbytes, dropped):
+            self._ask(nbytes, dropped)
+            if fitting or self._wait_for_answer():
                 continue
-            if not fits_later and idle and not dropped and self._ask(nbytes, idle):
-                continue
-            if not fits_later:
+            if not idle or dropped:
                 return None
-            self._patience = ASK_AGAIN_AFTER
+            self._ask(nbytes, idle)
+            if not self._wait_for_answer():
+                return None
 
-    def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> bool:
-        """Give up some slabs, and ask the main process for another one. Says whether the worker got it."""
+    def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> None:
+        """Give up some slabs, and ask the main process for another one."""
         for slab in dropped:
             del self._slabs[slab.number]
             slab.close()
@@ -114,13 +119,16 @@ class WorkerSlabs:
         if self._largest:
             wanted = max(self._largest, int(nbytes * GROWTH) if nbytes > self._largest else nbytes)
         self._largest = max(self._largest, nbytes)
-        self._reply = ""
-        began = time.perf_counter()
+        self._is_asking = True
         self._send(("ask", nbytes, wanted, [slab.number for slab in dropped]))
-        while not self._reply:
+
+    def _wait_for_answer(self) -> bool:
+        """Wait until the main process has answered; say whether the worker has another slab."""
+        began = time.perf_counter()
+        while self._is_asking:
             self._wait()
         self.waited_seconds += time.perf_counter() - began
-        return self._reply == "granted"
+        return self._was_granted
 
     def _wait_for_slab(self, nbytes: int) -> None:
         began = time.perf_counter()
@@ -151,7 +159,10 @@ class WorkerSlabs:
             if slab is not None:
                 slab.is_free = True
         else:
-            self._reply = "granted" if kind == "granted" and self._attach(*details) else "refused"
+            self._is_asking = False
+            self._was_granted = kind == "granted" and self._attach(*details)
+            if not self._was_granted:
+                self._patience = ASK_AGAIN_AFTER
 
     def _attach(self, number: int, nbytes: int) -> bool:
         try:

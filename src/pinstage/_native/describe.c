@@ -484,7 +484,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
         };
     }
     Py_BEGIN_ALLOW_THREADS
-    pack_all(leaves, stack.count, (char *)(uintptr_t)address, stack.count * stack.nbytes);
+    pack_all(leaves, stack.count, (char *)(uintptr_t)address, stack.count * stack.nbytes, true);
     Py_END_ALLOW_THREADS
     free(leaves);
     Py_RETURN_NONE;

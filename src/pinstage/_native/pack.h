@@ -1,7 +1,7 @@
 /* Bytes into a slab: by one thread or several, in chunks that may travel while the next one is packed.
  *
- * Nothing here knows Python. A job is cut into pieces of about half a megabyte, which threads take one after the other,
- * the calling thread among them. Consecutive pieces make a chunk; when all of it is moved, it can travel.
+ * Nothing here knows Python. A job is cut into pieces of about 128 KiB, which threads take one after the other, the
+ * calling thread among them. Consecutive pieces make a chunk; when all of it is moved, it can travel.
  */
 #ifndef PINSTAGE_PACK_H
 #define PINSTAGE_PACK_H
@@ -42,8 +42,8 @@ bool job_is_lost(const Job *job);
 /* Leave out what nobody has begun, and return when no thread touches slab or leaves any more. Then free the job. */
 void job_free(Job *job);
 
-/* In one go, by the calling thread alone. */
-void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes);
+/* In one go, by the calling thread alone. `past_caches`: the bus reads the slab next, and not the cpu. */
+void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches);
 
 /* How many threads of ours there are, parked or at work. */
 int pack_threads(void);
