@@ -180,22 +180,14 @@ bench() {
   for one in "${BENCHMARKS[@]}"; do "$one"; done
 }
 
-# Without the variants of tensordict that are slower still. Two files, and a picture of both.
+# Without the variants of tensordict that are slower still.
 series() {
   rival
-  local which files=()
-  for which in leaves bytes; do
-    # shellcheck disable=SC2086
-    comparison "series_$which" 290 --series "$which" --repeats 20 --seconds 0.3 --timeout 80 --only \
-      to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring \
-      ${BENCH_ARGS:-}
-    files+=(--from "$RESULTS/series_$which.json")
-  done
-  if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-    step bench draw 60 "$PYTHON" benchmarks/comparison "${files[@]}" --plot "$RESULTS/scaling.png"
-  else
-    say "no matplotlib here; where it is: python benchmarks/comparison ${files[*]} --plot scaling.png"
-  fi
+  # shellcheck disable=SC2086
+  comparison series 580 --series all --repeats 20 --seconds 0.3 --timeout 120 --only \
+    to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier,multi_tensor_copier_openmp,pinstage,pinstage_ring \
+    ${BENCH_ARGS:-}
+  step bench draw 60 "$PYTHON" benchmarks/comparison --from "$RESULTS/series.json" --plot "$RESULTS/scaling.png"
 }
 
 demo() {

@@ -417,9 +417,9 @@ def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_batch_of_less_than_2_mib_is_copied_once(make_stager, threads):
+def test_a_batch_of_less_than_1_mib_is_copied_once(make_stager, threads):
     stager = make_stager(max_bytes="256MiB", threads=threads)
-    batch = [tensor_of(torch.uint8, (MIB // 2,)) for _ in range(3)] + [tensor_of(torch.float32, (3, 5)).t()]
+    batch = [tensor_of(torch.uint8, (MIB // 4,)) for _ in range(3)] + [tensor_of(torch.float32, (3, 5)).t()]
     transfer = stager.stage(batch)
     assert transfer.copies == 1
     assert_same(batch, transfer.get(), "cpu")
