@@ -25,7 +25,7 @@ def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
     ):
         batch = [
             pinned(1),
-            torch.full((MIB,), 2, dtype=torch.uint8),
+            torch.full((MIB // 2,), 2, dtype=torch.uint8),
             torch.arange(7),
             lease.as_tensor(MIB, torch.uint8),
         ]
