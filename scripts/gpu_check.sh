@@ -11,11 +11,12 @@
 #     scripts/gpu_check.sh doctor                                   # what pinstage doctor says here, and its picture
 #     scripts/gpu_check.sh promises                                 # what pinstage trace promises, and what is saved
 #
-# Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which has what there is
-# after each step: for places that take few files back. All benchmarks together take some 15 minutes. Every step runs
-# whatever became of the one before; the exit status is 1 if any failed. Python packages that the machine lacks are taken
-# from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of its own is never replaced. The
-# extension is compiled for it first; one that was carried serves where that fails. PINSTAGE_NATIVE=0 goes without.
+# Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which is written every
+# 15 seconds: for places that take few files back, and end a command that takes too long. All benchmarks together take
+# some 15 minutes. Every step runs whatever became of the one before; the exit status is 1 if any failed. Python packages
+# that the machine lacks are taken from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of
+# its own is never replaced. The extension is compiled for it first; one that was carried serves where that fails.
+# PINSTAGE_NATIVE=0 goes without.
 # Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
 # FRAMEWORKS_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
 # The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by scripts/build_rival.sh if ACCV_LAB is set.
@@ -38,6 +39,13 @@ export RIVAL_SITE=${RIVAL_SITE:-/tmp/rival} PYTHON
 export PYTHONPATH=$PWD/src:$SITE:$RIVAL_SITE${PYTHONPATH:+:$PYTHONPATH}
 
 say() { echo "$*" | tee -a "$summary"; }
+
+pack() { tar -czf "$RESULTS.tar.gz" -C "$RESULTS" . && mv "$RESULTS.tar.gz" "$OUT/results.tar.gz"; }
+
+if [ -n "${PACK:-}" ]; then
+  while sleep 15; do pack; done &
+  trap "kill $!; pack" EXIT
+fi
 
 # The wheels in .whl whose packages are not installed, or only in $SITE.
 missing_wheels() {
@@ -91,7 +99,6 @@ step() {
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$log"
   status=${PIPESTATUS[0]}
   [ "$status" -eq 0 ] || failed=1
-  [ -z "${PACK:-}" ] || tar -czf "$OUT/results.tar.gz" -C "$RESULTS" .
   say "$(printf '%-24s exit %-3s %4s s' "$name" "$status" "$((SECONDS - began))")"
 }
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._pool import Fence, Lease, size_class
 from .._reaper import running
@@ -58,13 +58,12 @@ class Loan:
         return self.batch is not None and self.batch() is None
 
 
-class Ask:
+class Ask(NamedTuple):
     """A worker's request for a slab of `wanted` bytes, or at least of `nbytes`."""
 
-    def __init__(self, worker: int, nbytes: int, wanted: int) -> None:
-        self.worker = worker
-        self.nbytes = nbytes
-        self.wanted = wanted
+    worker: int
+    nbytes: int
+    wanted: int
 
 
 class SlabBroker:
@@ -263,9 +262,10 @@ class SlabBroker:
             self._take_back(given_up)
             self._asked.put(Ask(worker, nbytes, wanted))
             if self._lender is None:
-                self._lender = threading.Lock()
-                self._lender.acquire()
-                _thread.start_new_thread(self._lend, (self._lender,))
+                until_the_end = threading.Lock()
+                until_the_end.acquire()
+                _thread.start_new_thread(self._lend, (until_the_end,))
+                self._lender = until_the_end
         elif kind == "starved":
             if any(loan.worker == worker for loan in self._loans.values()):
                 self._starved[worker] = details[0]
@@ -286,7 +286,7 @@ class SlabBroker:
                 self._loans[loan.number] = loan
                 granted = _encoded("granted", loan.number, loan.lease.nbytes)
                 self._send(self._channels[worker], granted, loan.lease.fd)
-            self._leased.popleft()  # last: its worker is always known to have a slab
+            self._leased.popleft()  # last: the second thread finds it here or there
 
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
@@ -336,10 +336,10 @@ class SlabBroker:
         try:
             with self._target.in_background():
                 while (ask := self._asked.get()) is not None:
-                    running[ask] = None
+                    running[self._asked] = None
                     self._leased.append((ask.worker, self._loan_for(ask)))
                     self.wake()
-                    del running[ask]
+                    del running[self._asked]
         finally:
             until_the_end.release()
 
@@ -354,8 +354,8 @@ class SlabBroker:
         """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
-        supplied = {worker for worker, loan in list(self._leased) if loan is not None}
-        supplied.update(loan.worker for loan in list(self._loans.values()))
+        loans = [loan for _, loan in list(self._leased) if loan is not None]  # first: from here they go there
+        supplied = {loan.worker for loan in [*loans, *list(self._loans.values())]}
         if worker in supplied:
             room = self._pool.stats().owners[self._owner].available_bytes - size
             if room < size * len(set(self._open.values()) - supplied):
