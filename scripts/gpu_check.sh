@@ -43,7 +43,7 @@ say() { echo "$*" | tee -a "$summary"; }
 pack() { tar -czf "$RESULTS.tar.gz" -C "$RESULTS" . && mv "$RESULTS.tar.gz" "$OUT/results.tar.gz"; }
 
 if [ -n "${PACK:-}" ]; then
-  while sleep 15; do pack; done &
+  while sleep 15; do pack; done >/dev/null 2>&1 & # or its sleep keeps our output open
   trap "kill $!; pack" EXIT
 fi
 

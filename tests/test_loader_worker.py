@@ -122,7 +122,7 @@ def test_a_slab_is_written_by_one_batch_at_a_time(data):
 
 
 def test_a_worker_that_has_a_slab_does_not_wait_for_another_one():
-    """To page-lock one takes 0.5 ms a MiB."""
+    """To page-lock one takes time."""
     main = MainProcess(None)
     slabs = WorkerSlabs(main, os.getpid(), LIMIT)
     answers = [lambda: main.grant(100)]

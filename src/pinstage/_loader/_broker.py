@@ -71,8 +71,8 @@ class SlabBroker:
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for just the worker that asks.
     The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs and writes to
-    workers. Others leave a note and wake it. A second thread leases slabs: to page-lock 128 MiB takes 60 ms, and
-    batches have to be sent meanwhile.
+    workers. Others leave a note and wake it. A second thread leases slabs: to page-lock 128 MiB takes 25 ms and more,
+    and batches have to be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. It starts before them where
     a loader needs answers before its iterator is there. The second thread starts with the first request.

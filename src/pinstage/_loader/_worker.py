@@ -89,16 +89,10 @@ class WorkerSlabs:
             if found is not None:
                 found.is_free = False
                 return found
-            if self._is_asking:
-                if fitting:
-                    self._wait_for_slab(nbytes)
-                else:
-                    self._wait_for_answer()
-                continue
             idle = [slab for slab in self._slabs.values() if slab.is_free]
             is_full = len(self._slabs) >= self._limit
             dropped = idle if is_full else []
-            if (is_full and not idle) or (fitting and self._patience > 0):
+            if self._is_asking or (is_full and not idle) or (fitting and self._patience > 0):
                 self._wait_for_slab(nbytes)
                 continue
             self._ask(nbytes, dropped)

@@ -21,7 +21,7 @@
  * about the same time. */
 static const int64_t PIECE_BYTES = 128 * 1024;
 
-/* From here on a leaf is written past the caches: the bus reads what a dozen of these hold at a fifth of its speed. */
+/* From here on a leaf is written past the caches: the bus takes several times as long for what a dozen of these hold. */
 static const int64_t STREAM_BYTES = 1024;
 
 /* The bus has nothing to do until the first chunk is in. No chunk is smaller; each is twice as large as the one before
@@ -202,7 +202,7 @@ void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, boo
         move_leaf(&leaves[i], slab, past_caches);
         set_padding(leaves, count, i, slab, nbytes);
     }
-    end_streams();
+    if (past_caches) end_streams();
 }
 
 static void move_piece(const Job *job, const Piece *piece) {
