@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json
 
 The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB, in the two dicts of a model and of its
-optimizer. (Of a flat dict torch logs each entry, which took 40 to 90 ms more.) Its saves are real `async_save`s, to a writer
-that writes nothing, but looks at the first and the last element of each tensor, which every save changes.
+optimizer. (Of a flat dict torch logs each entry, which took 40 to 90 ms more.) Its saves are real `async_save`s, to a
+writer that writes nothing, but looks at the first and the last element of each tensor, which every save changes.
 
 | case | what a sample is |
 |---|---|
