@@ -27,9 +27,6 @@ from comparison.rivals import Stage
 FEWEST_REPEATS = 7
 FEWEST_WARM_UPS = 3
 WARM_UP_SECONDS = 0.1
-SLOW_SECONDS = 4.0
-"""A call of seconds (100,000 leaves, 4 GiB) is not repeated as often: after so long, these are enough."""
-FEWEST_SLOW_REPEATS, FEWEST_SLOW_WARM_UPS = 3, 1
 CHECKED_IN_A_ROW = 3
 
 
@@ -90,7 +87,7 @@ def timed(
     """Warm up, then return samples of the whole time and of the time until the call returned."""
     began = time.perf_counter()
     for i, source in enumerate(cycle(sources)):  # a small batch hundreds of times, as a training loop does
-        if enough(i, time.perf_counter() - began, FEWEST_WARM_UPS, WARM_UP_SECONDS, FEWEST_SLOW_WARM_UPS):
+        if i >= FEWEST_WARM_UPS and time.perf_counter() - began > WARM_UP_SECONDS:
             break
         stage(source)
         synchronize()
@@ -98,7 +95,7 @@ def timed(
     main_thread: list[float] = []
     began = time.perf_counter()
     for i in range(repeats):
-        if enough(i, time.perf_counter() - began, FEWEST_REPEATS, seconds, FEWEST_SLOW_REPEATS):
+        if i >= FEWEST_REPEATS and time.perf_counter() - began > seconds:
             break
         source = sources[i % len(sources)]
         start = time.perf_counter()
@@ -110,11 +107,6 @@ def timed(
         main_thread.append(returned - start)
         del staged
     return total, main_thread
-
-
-def enough(done: int, elapsed: float, fewest: int, seconds: float, fewest_slow: int) -> bool:
-    """Return whether `done` calls are enough after so many seconds."""
-    return (done >= fewest and elapsed > seconds) or (done >= fewest_slow and elapsed > SLOW_SECONDS)
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
