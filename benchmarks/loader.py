@@ -237,11 +237,9 @@ class Step:
         self._device = device
         size, dtype = (STEP_SIZE, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
         self._weight = torch.randn(size, size, device=device, dtype=dtype) / size
-        self._products = 1
+        self._products = 50
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        for _ in range(3):  # the first two warm up
-            self._products = 50
-            once = self._seconds() / 50
+        once = min(self._seconds() for _ in range(5)) / self._products  # the first ones warm up
         self._products = max(1, round(milliseconds / 1e3 / once))
         self.seconds = min(self._seconds() for _ in range(3))
 
