@@ -6,6 +6,7 @@ import pytest
 import torch
 from loader_data import Mapped
 from strategies import assert_same
+from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
 import pinstage as ps
 from pinstage.errors import LayoutError
@@ -59,6 +60,27 @@ def test_an_unknown_class_that_refers_to_itself_is_named_once():
     with pytest.raises(LayoutError, match="register_node") as caught:
         ps.Layout.of([box])
     assert "\n" not in str(caught.value)
+
+
+SOURCES = {
+    "a generator": lambda: (torch.ones(index) for index in range(3)),
+    "an iterator": lambda: iter([torch.ones(1)]),
+    "a loader of tensors": lambda: DataLoader(TensorDataset(torch.ones(4, 2))),
+    "a loader of text": lambda: DataLoader(["a", "b"]),
+    "a loader's iterator": lambda: iter(DataLoader(["a", "b"])),
+    "our loader": lambda: ps.DataLoader(["a", "b"], device="cpu"),
+    "what streams samples": lambda: ChainDataset([]),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_what_yields_batches_is_no_batch(stager, source):
+    for put in (stager.to_device, stager.stage, stager.to_host, ps.Layout.of):
+        with pytest.raises(LayoutError, match=r"yields batches: .*prefetch") as caught:
+            put(source())
+        assert caught.value.path == ""
+    inside = {"rows": iter("abc"), "x": torch.ones(2)}
+    assert stager.to_device(inside)["rows"] is inside["rows"]
 
 
 # -- what flatten returns ----------------------------------------------------------------------------------------------

@@ -28,7 +28,14 @@ from .._tree import (
     walk,
 )
 from ._dtypes import ALIGNMENT, CODES
-from ._refusals import hides_tensor, tensor_over, unknown_classes, without_memory
+from ._refusals import (
+    hides_tensor,
+    source_of_batches,
+    tensor_over,
+    unknown_classes,
+    without_memory,
+    yields_batches,
+)
 from ._table import MOST_DIMS, RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
@@ -95,7 +102,7 @@ def take_apart(tree: Any, device: torch.device = _CPU, keeping: Keeping | None =
 
     Raises:
         LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
-            no memory, or the tree refers to itself.
+            no memory, or the tree refers to itself, or is a loader or an iterator.
     """
     while True:
         with step("walk"):
@@ -188,6 +195,8 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
             return _describe_plain(tensor)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
         raise IsContainer
+    if yields_batches(leaf) and not structure.path(index):
+        raise source_of_batches(leaf)
     if hides_tensor(structure, leaf, index):
         if is_container_by_now(type(leaf)):
             raise IsContainer

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch import check_is_plain
 from .._tree import (
@@ -121,6 +122,20 @@ def _is_unknown(leaf: Any) -> bool:
         return holds_tensor(leaf)
     except OverflowError:
         return True
+
+
+def yields_batches(leaf: Any) -> bool:
+    """Say whether an object is a loader or an iterator, which is no batch."""
+    return isinstance(leaf, Iterator | DataLoader | IterableDataset)
+
+
+def source_of_batches(leaf: Any) -> LayoutError:
+    """Return the error of a whole batch that is a loader or an iterator."""
+    return LayoutError(
+        f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of these, or iterate over "
+        "stager.prefetch(loader)",
+        "",
+    )
 
 
 def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
