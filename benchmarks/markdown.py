@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison.plot import DARK, dark
+from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
+from pinstage.inspect._plot import save_plot
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
@@ -177,8 +181,12 @@ def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    text = "Time to stage a batch against its leaves and its bytes, pinstage and the rivals"
-    return f"![{text}]({PICTURE.name}#only-light)\n![{text}]({PICTURE.stem}-dark.png#only-dark)"
+    return pictures("Time to stage a batch against its leaves and its bytes, pinstage and the rivals", PICTURE)
+
+
+def pictures(text: str, path: Path) -> str:
+    """Show a picture on light pages, and the one beside it on dark ones."""
+    return f"![{text}]({path.name}#only-light)\n![{text}]({dark(path).name}#only-dark)"
 
 
 def waste() -> str:
@@ -458,14 +466,34 @@ def demo() -> str:
 def doctor() -> str:
     """What doctor printed: `doctor.txt` is the log of `scripts/gpu_check.sh doctor` under a line with its commit.
 
-    Beside it stands what `--plot` drew there, copied to `docs/bandwidth.png`.
+    Beside it stands what `--plot` drew there, copied to `docs/bandwidth.png`, and `draw_bandwidth` for dark pages.
     """
     commit, _, printed = (RESULTS / "doctor.txt").read_text().partition("\n")
     machine = "without a GPU, where nothing is measured" if "no NVIDIA driver here" in printed else "with a GPU"
     printed = re.sub(r"^(?:== |written: |kept for pinstage trace: ).*\n", "", printed, flags=re.MULTILINE).strip("\n")
     text = f"What it printed on a machine {machine} ({commit}):\n\n```text\n{printed}\n```"
-    picture = f"\n\n![Bandwidth by size, for each kind of memory, in both directions]({BANDWIDTH.name})"
-    return text + picture * BANDWIDTH.exists()
+    picture = pictures("Bandwidth by size, for each kind of memory, in both directions", BANDWIDTH)
+    return text + f"\n\n{picture}" * BANDWIDTH.exists()
+
+
+def draw_bandwidth() -> None:
+    """Draw doctor's picture again for dark pages, from what it printed."""
+    from matplotlib import rc_context
+
+    printed = (RESULTS / "doctor.txt").read_text()
+    points = []
+    for way, size, unit, *rates in re.findall(
+        r"^(host to device|device to host) +([\d.]+) (KiB|MiB) +([\d.]+)[ #]+([\d.]+)[ #]+([\d.]+)[ #]*$", printed, re.M
+    ):
+        nbytes = int(float(size) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
+        for kind, rate in zip((PAGEABLE, PINNED, REGISTERED), rates, strict=True):
+            points.append(Point(way, kind, nbytes, nbytes / float(rate) / 1e9))
+    link = re.search(r"^.* PCIe .*: ([\d.]+) GB/s$", printed, re.M)
+    gpu = re.search(r"NVIDIA [A-Z]+\d+", printed)
+    assert link is not None
+    assert gpu is not None
+    with rc_context(DARK):
+        save_plot(points, dark(BANDWIDTH), title=gpu[0], link_rate=float(link[1]) * 1e9)
 
 
 def measured(name: str) -> dict[str, Any] | None:
@@ -567,12 +595,13 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Print the tables, or write them into the pages."""
+    """Print the tables, or write them into the pages and draw what belongs to them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="into the README and the docs")
     if parser.parse_args().write:
         for page in PAGES:
             page.write_text(filled(page.read_text()))
+        draw_bandwidth()
     else:
         for name, table in TABLES.items():
             try:

@@ -13,7 +13,7 @@
 #
 # Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which is written every
 # 15 seconds: for places that take few files back, and end a command that takes too long. All benchmarks together take
-# some 15 minutes. Every step runs whatever became of the one before; the exit status is 1 if any failed. Python packages
+# more than 20 minutes. Every step runs whatever became of the one before; the exit status is 1 if any failed. Python packages
 # that the machine lacks are taken from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of
 # its own is never replaced. The extension is compiled for it first; one that was carried serves where that fails.
 # PINSTAGE_NATIVE=0 goes without.
@@ -153,7 +153,7 @@ staging() {
 
 staging_busy() {
   rival
-  # Minutes of it are `pin_to`, which pins a leaf of 1 MiB in 8 ms beside busy CPUs.
+  # By what it took for 64 x 1 MiB, `pin_to` needs minutes: 8 ms a leaf.
   comparison staging_busy 400 --busy $(($(nproc) / 2)) --seconds 0.1 \
     --only to,pin_to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
 }

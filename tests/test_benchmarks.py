@@ -144,6 +144,22 @@ def test_a_result_file_becomes_a_table_of_its_page(tmp_path, scripts, smoke, mon
     assert markdown.filled(on_page) == on_page  # pages stand without the file
 
 
+def test_what_doctor_printed_is_drawn_again_for_dark_pages(tmp_path, scripts, monkeypatch):
+    import markdown
+
+    drawn = []
+    monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
+    monkeypatch.setattr(markdown, "save_plot", lambda points, path, **said: drawn.append((points, path, said)))
+    markdown.draw_bandwidth()
+    ((points, path, said),) = drawn
+    assert path == tmp_path / "bandwidth-dark.png"
+    assert said == {"title": "NVIDIA H200", "link_rate": 63e9}
+    assert len(points) == 2 * 7 * 3
+    last = points[-1]
+    assert (last.direction, last.kind, last.nbytes) == ("device to host", "registered", 256 << 20)
+    assert last.bytes_per_second == pytest.approx(55.1e9)
+
+
 def test_of_the_demo_s_batches_little_is_waste(scripts):
     import rounding_waste
 

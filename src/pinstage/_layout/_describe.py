@@ -28,14 +28,7 @@ from .._tree import (
     walk,
 )
 from ._dtypes import ALIGNMENT, CODES
-from ._refusals import (
-    hides_tensor,
-    source_of_batches,
-    tensor_over,
-    unknown_classes,
-    without_memory,
-    yields_batches,
-)
+from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, unknown_classes, without_memory
 from ._table import MOST_DIMS, RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
@@ -195,8 +188,7 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
             return _describe_plain(tensor)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
         raise IsContainer
-    if yields_batches(leaf) and not structure.path(index):
-        raise source_of_batches(leaf)
+    check_yields_no_batches(structure, leaf, index)
     if hides_tensor(structure, leaf, index):
         if is_container_by_now(type(leaf)):
             raise IsContainer

@@ -124,18 +124,14 @@ def _is_unknown(leaf: Any) -> bool:
         return True
 
 
-def yields_batches(leaf: Any) -> bool:
-    """Say whether an object is a loader or an iterator, which is no batch."""
-    return isinstance(leaf, Iterator | DataLoader | IterableDataset)
-
-
-def source_of_batches(leaf: Any) -> LayoutError:
-    """Return the error of a whole batch that is a loader or an iterator."""
-    return LayoutError(
-        f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of these, or iterate over "
-        "stager.prefetch(loader)",
-        "",
-    )
+def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None:
+    """Refuse a whole batch that is a loader or an iterator."""
+    if isinstance(leaf, Iterator | DataLoader | IterableDataset) and not structure.path(index):
+        raise LayoutError(
+            f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of these, or iterate over "
+            "stager.prefetch(loader)",
+            "",
+        )
 
 
 def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
