@@ -17,8 +17,8 @@ from paths import PATHS, on_path
 from strategies import tensor_of
 
 from pinstage import _native
-from pinstage._copy import most_threads, start_packing
-from pinstage._copy._packing import MOST_THREADS, PARALLEL_FROM_BYTES
+from pinstage._copy import most_threads, reuses_places, start_packing
+from pinstage._copy._packing import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
 from pinstage._host import usable_cpus
 from pinstage._layout import pack, take_apart
 
@@ -180,8 +180,8 @@ def test_a_small_batch_is_not_worth_a_second_thread():
 
 @in_chunks
 def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
-    assert [end / MIB for end in ends_of([MIB] * 24)] == [0.5, 1.5, 3.5, 7.5, 15.5, 24]
-    assert [end / MIB for end in ends_of([64 * MIB])] == [0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 47.5, 63.5, 64]
+    assert [end / MIB for end in ends_of([MIB] * 20)] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5, 20]
+    assert [end / MIB for end in ends_of([16 * MIB])] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 16]
     assert [end / MIB for end in ends_of([MIB])] == [0.5, 1]
 
 
@@ -211,18 +211,83 @@ def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
         assert min(lengths) >= first
         assert lengths[0] <= first + slack
     assert all(after <= 2 * before + slack for before, after in itertools.pairwise(lengths[:-1]))
-    assert max(lengths) <= 16 * MIB + first + slack
+    assert max(lengths) <= 4 * MIB + first + slack
 
 
 @in_chunks
 @pytest.mark.parametrize("chunk", [-1, 5, 10**30])
-def test_there_is_nothing_to_wait_for_behind_the_last_chunk(chunk):
+def test_there_is_nothing_behind_the_last_chunk(chunk):
     parts = take_apart(bytes_of(10 * MIB))
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     with start_packing(parts, slab, 2) as job:
         assert len(job.ends) == 5
-        with pytest.raises((ValueError, OverflowError), match=r"no such chunk|too"):
+        for ask in (job.wait, job.place, job.reuse):
+            with pytest.raises((ValueError, OverflowError), match=r"no such chunk|too"):
+                ask(chunk)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def through_places(leaves, threads, held):
+    """Pack leaves. Each chunk has travelled when so many later ones are packed.
+
+    Returns:
+        What travelled, and for each chunk where it lay, and where it begins in the batch.
+    """
+    parts = take_apart(leaves)
+    travelled, places = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8), []
+    with guarded(parts.table.nbytes) as slab, start_packing(parts, slab, threads, reuses=True) as job:
+        starts = [0, *job.ends]
+        for chunk, (start, end) in enumerate(itertools.pairwise(starts)):
             job.wait(chunk)
+            places.append(job.place(chunk))
+            travelled[start:end] = slab[places[-1] : places[-1] + end - start]
+            if chunk >= held:
+                gone = chunk - held
+                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD  # nobody counts on it
+                job.reuse(gone)
+    return travelled, places, starts
+
+
+@in_chunks
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batch, threads, held):
+    leaves, expected = batch
+    parts = take_apart(leaves)
+    if parts.has_lazy or expected.numel() < PARALLEL_FROM_BYTES:
+        assert not reuses_places(parts)
+        return
+    travelled, places, starts = through_places(leaves, threads, held)
+    assert torch.equal(travelled, expected)
+    assert all(place <= start for place, start in zip(places, starts, strict=False))
+    if threads == 1 and len(places) > 6 + held:
+        assert len(set(places)) < len(places), "no place was used twice"
+
+
+@in_chunks
+def test_one_thread_packs_a_large_batch_in_the_places_of_a_few_chunks():
+    _, places, _ = through_places(bytes_of(*[5 * MIB + 1] * 20), 1, 1)
+    assert len(places) > 20
+    assert len(set(places)) < 12
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_places_are_reused_by_large_batches_on_cpus_that_can_demote_lines(path, monkeypatch):
+    with on_path(path):
+        large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
+        if path == "plain":
+            assert not reuses_places(take_apart(large))
+            return
+        for demotes in (True, False):
+            monkeypatch.setattr(_native.core, "demotes", demotes)
+            for leaves, expected in (
+                (large, demotes),
+                (bytes_of(REUSE_FROM_BYTES - 16), False),
+                ([*large, lazy], False),
+            ):
+                assert reuses_places(take_apart(leaves)) is expected
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
 from pinstage._layout import ALIGNMENT
-from pinstage._staging._device import AT_ONCE_BYTES
+from pinstage._staging._device import AT_ONCE_BYTES, CpuTarget
 from pinstage._staging._run_ahead import RUN_AHEAD
 from pinstage._torch import memory_of
 from pinstage.errors import (
@@ -272,17 +272,51 @@ def test_a_small_batch_needs_an_open_pool(make_stager):
     assert stager.stats().batches == 0
 
 
-@pytest.mark.parametrize("ring", [None, 1])
-def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, monkeypatch, ring):
+@pytest.fixture
+def log(monkeypatch):
+    """What streams are given; an event is the name of its stream."""
     log = []
+    monkeypatch.setattr(CpuTarget, "stream", "for copies")
+    monkeypatch.setattr(CpuTarget, "consumer", lambda _, stream: stream or "current")
+    monkeypatch.setattr(CpuTarget, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
+    monkeypatch.setattr(CpuTarget, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
+    monkeypatch.setattr(CpuTarget, "copy", lambda *args: log.append(("copy", args[-1])))
+    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, consumer: None)
+    return log
+
+
+class Done(str):
+    """An event that is done, by the name of its stream."""
+
+    __slots__ = ()
+
+    def query(self):
+        return True
+
+
+def test_a_ring_whose_batches_are_now_small_and_now_large_waits_for_all_that_used_them(make_stager, log):
+    stager = make_stager(max_bytes="8MiB", ring=1, ring_bytes="1MiB")
+    small, large = torch.ones(3), torch.ones(AT_ONCE_BYTES)
+    by_small = [("copy", "current")]
+    by_large = [("copy", "for copies"), ("event", "for copies")]
+    used = ("event", "current")
+    stager.to_device(small)
+    stager.to_device(small)
+    assert log == [*by_small, *by_small]
+    log.clear()
+    stager.to_device(large)
+    assert log == [used, ("for copies", "waits for", "current"), *by_large]
+    log.clear()
+    stager.to_device(large)
+    assert log == [used, ("for copies", "waits for", "current"), *by_large]
+    log.clear()
+    stager.to_device(small)
+    assert log == [used, ("current", "waits for", "current"), *by_small]
+
+
+@pytest.mark.parametrize("ring", [None, 1])
+def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, log, ring):
     stager = make_stager(ring=ring)
-    target = type(stager._target)
-    monkeypatch.setattr(target, "stream", "for copies")
-    monkeypatch.setattr(target, "consumer", lambda _, stream: stream or "current")
-    monkeypatch.setattr(target, "record", lambda _, stream: log.append(("event", stream)) or stream)
-    monkeypatch.setattr(target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
-    monkeypatch.setattr(target, "copy", lambda *args: log.append(("copy", args[-1])))
-    monkeypatch.setattr(target, "hand_over", lambda _, event, tensors, consumer: None)
     stager.to_device(torch.ones(3))
     assert log == [("copy", "current")]
     stager = make_stager(ring=ring)
@@ -291,8 +325,7 @@ def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_st
     assert log == [("copy", "current"), ("event", "current")]
     log.clear()
     stager.stage(torch.ones(3))
-    used = [("event", "current"), ("event", "another"), ("current", "waits for", "current")] if ring else []
-    used += [("current", "waits for", "another")] if ring else []
+    used = [("event", "another"), ("current", "waits for", "another")] if ring else []  # its own work is in order
     assert log == [*used, ("copy", "current"), ("event", "current")]
 
 
@@ -412,8 +445,79 @@ def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads
     ]
     transfer = stager.stage(batch)
     assert transfer.copies == stager.stats().copies
-    assert transfer.copies in (range(4, 9) if _native.core is not None else [1])  # the plain path has no chunks
+    assert transfer.copies in (range(9, 13) if _native.core is not None else [1])  # the plain path has no chunks
     assert_same(batch, transfer.get(), "cpu")
+
+
+class LateTarget(CpuTarget):
+    """A device whose copies read their bytes late: when so many later ones are under way, or somebody waits."""
+
+    def __init__(self, lag, *, is_capturing):
+        self.begun, self.done = [], 0
+        self._lag, self._is_capturing = lag, is_capturing
+
+    def is_capturing(self):
+        return self._is_capturing
+
+    def copy(self, *args):
+        self.begun.append(args)
+        self.go_on(len(self.begun) - self._lag)
+
+    def go_on(self, count):
+        while self.done < count:
+            super().copy(*self.begun[self.done])
+            self.done += 1
+
+    def record(self, stream):
+        return Behind(self, len(self.begun))
+
+    def sources(self):
+        """Return the addresses from which copies were begun."""
+        return [host + start for _, host, start, _, _ in self.begun]
+
+
+@dataclasses.dataclass
+class Behind:
+    """The event behind the copies that a `LateTarget` was given so far."""
+
+    target: LateTarget
+    count: int
+
+    def query(self):
+        return self.target.done >= self.count
+
+    def synchronize(self):
+        self.target.go_on(self.count)
+
+
+def batch_of_many_chunks(seed):
+    chance = np.random.default_rng(seed)
+    return {
+        "large": torch.from_numpy(chance.integers(256, size=21 * MIB + 7, dtype=np.uint8)),
+        "some": [torch.from_numpy(chance.integers(99, size=1 + 300 * n)) for n in range(60)],
+        "strided": torch.from_numpy(chance.random((1100, 1300), dtype=np.float32)).t(),
+        "more": torch.from_numpy(chance.integers(99, size=(9 * MIB // 8))),
+    }
+
+
+@pytest.mark.skipif(_native.core is None, reason="the plain path has no chunks")
+@pytest.mark.parametrize("ring", [None, 3])
+@pytest.mark.parametrize("lag", [0, 1, 3, 100])
+@pytest.mark.parametrize("how", ["reused", "captured", "cannot demote"])
+def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, ring, lag, how):
+    monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
+    stager = make_stager(max_bytes="512MiB", ring=ring, threads=1 if lag == 1 else 3)
+    target = stager._target = LateTarget(lag, is_capturing=how == "captured")
+    staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
+    for transfer, seed in staged:
+        transfer.synchronize()
+        assert_same(batch_of_many_chunks(seed), transfer.get(), "cpu")
+        assert transfer.copies > 9
+    of_one = target.sources()[: staged[0][0].copies]
+    if how != "reused" or lag == 100:
+        assert of_one == sorted(set(of_one))
+    elif lag == 1:  # one thread packs, so the next chunk is not begun yet
+        assert len(set(of_one)) < len(of_one)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

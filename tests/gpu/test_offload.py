@@ -208,7 +208,7 @@ def test_side_streams_of_the_user_are_ordered(cuda_device, pool):
             assert torch.equal(tensor.grad, gradient)
 
 
-def test_tensors_stay_while_a_graph_is_captured(cuda_device, pool):
+def test_tensors_stay_while_a_graph_is_capturing(cuda_device, pool):
     model, x = make(cuda_device, blocks=1)
     expected = gradients(model, x)
     offload = save_on_cpu(pool)

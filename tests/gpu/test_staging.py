@@ -309,7 +309,7 @@ def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, la
         assert bool((seen == 3.0).all())
 
 
-def test_nothing_travels_at_once_while_a_graph_is_captured(cuda_device):
+def test_nothing_travels_at_once_while_a_graph_is_capturing(cuda_device):
     with ps.Stager(cuda_device) as stager:
         target = stager._target
         assert target.takes_at_once(1)

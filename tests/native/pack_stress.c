@@ -47,6 +47,7 @@ typedef struct {
     int64_t shapes[MOST_LEAVES][3], strides[MOST_LEAVES][3];
     int64_t count, nbytes;
     char *slab, *expected;
+    bool is_reused; /* whether chunks may take the places of earlier ones */
 } Batch;
 
 static void *allocate(int64_t nbytes) {
@@ -125,6 +126,8 @@ static Batch *batch_new(Random *random, int64_t largest) {
         if (below(random, 12) == 0) batch->leaves[i].source = NULL; /* somebody else writes it */
     }
     batch->nbytes = end;
+    batch->is_reused = below(random, 2) == 0;
+    for (int64_t i = 0; i < batch->count; i++) batch->is_reused &= batch->leaves[i].source != NULL;
     batch->slab = allocate(end);
     batch->expected = calloc(1, (size_t)(end + 1));
     CHECK(batch->expected != NULL);
@@ -145,12 +148,12 @@ static void batch_free(Batch *batch) {
 }
 
 static Job *start(const Batch *batch, int threads) {
-    Job *job = job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads);
+    Job *job = job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads, batch->is_reused);
     CHECK(job != NULL);
     return job;
 }
 
-/* Wait for `chunks` of a job, in order, and compare each while the next ones are still written. */
+/* Wait for `chunks` of a job, in order, and compare each while the next ones are still written, perhaps to its place. */
 static void wait_for_chunks(const Batch *batch, Job *job, int64_t chunks, int milliseconds) {
     int64_t from = 0;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
@@ -158,7 +161,8 @@ static void wait_for_chunks(const Batch *batch, Job *job, int64_t chunks, int mi
         }
         int64_t end = job_chunk_end(job, chunk);
         CHECK(end >= from && end <= batch->nbytes);
-        CHECK(memcmp(batch->slab + from, batch->expected + from, (size_t)(end - from)) == 0);
+        CHECK(memcmp(batch->slab + job_chunk_place(job, chunk), batch->expected + from, (size_t)(end - from)) == 0);
+        if (batch->is_reused) job_reuse(job, chunk);
         from = end;
     }
     if (chunks == job_chunks(job)) CHECK(from == batch->nbytes);

@@ -2,7 +2,7 @@
 
 from ._borrowing import Borrowed, Run, borrow
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
-from ._packing import most_threads, start_packing
+from ._packing import most_threads, reuses_places, start_packing
 from ._windows import windows
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "flat",
     "gather",
     "most_threads",
+    "reuses_places",
     "start_packing",
     "windows",
 ]

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -25,12 +26,17 @@ static const int64_t PIECE_BYTES = 128 * 1024;
 static const int64_t STREAM_BYTES = 1024;
 
 /* The bus has nothing to do until the first chunk is in. No chunk is smaller; each is twice as large as the one before
- * it, up to LARGEST_CHUNK, or in a very large batch to its size by MOST_CHUNKS. */
+ * it, up to LARGEST_CHUNK: a few of these fit the caches. */
 static const int64_t FIRST_CHUNK = 512 * 1024;
-static const int64_t LARGEST_CHUNK = 16 * 1024 * 1024;
-static const int64_t MOST_CHUNKS = 32;
+static const int64_t LARGEST_CHUNK = 4 * 1024 * 1024;
+
+/* Set in the place of a chunk that somebody has begun: it lies there from then on. */
+static const int64_t BEGUN = INT64_MIN;
 
 /* -- copying ------------------------------------------------------------------------------------------------------ */
+
+/* Through the caches; past them; or through the near ones to the last one, which the bus reads quickly from. */
+typedef enum { CACHED, PAST_CACHES, DEMOTED } Stores;
 
 #if defined(__x86_64__)
 
@@ -61,6 +67,22 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
     }
 }
 
+/* Each line is moved to the last cache some lines later, when its stores are through. */
+__attribute__((target("avx2"))) static void demote_lines(char *to, const char *from, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++, to += 64, from += 64) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        _mm256_store_si256((__m256i *)to, a);
+        _mm256_store_si256((__m256i *)(to + 32), b);
+        /* cldemote: compilers have a name for it only where the whole file is compiled for it */
+        if (i >= 8) __asm__ volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to - 512) : "memory");
+    }
+}
+
+bool can_demote(void) {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 25)) != 0;
+}
+
 /* What was written past the caches is seen by others before what follows. */
 static void end_streams(void) { _mm_sfence(); }
 
@@ -75,25 +97,33 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
     }
 }
 
+static void demote_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
+
+bool can_demote(void) { return false; }
+
 static void end_streams(void) {}
 
 #else
 
 static void stream_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
 
+static void demote_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
+
+bool can_demote(void) { return false; }
+
 static void end_streams(void) {}
 
 #endif
 
-static void copy_bytes(char *to, const char *from, int64_t nbytes, bool past_caches) {
-    if (!past_caches || nbytes < STREAM_BYTES) {
+static void copy_bytes(char *to, const char *from, int64_t nbytes, Stores stores) {
+    if (stores == CACHED || nbytes < STREAM_BYTES) {
         memcpy(to, from, (size_t)nbytes);
         return;
     }
     int64_t head = (64 - ((intptr_t)to & 63)) & 63;
     memcpy(to, from, (size_t)head);
     int64_t lines = (nbytes - head) / 64;
-    stream_lines(to + head, from + head, lines);
+    (stores == DEMOTED ? demote_lines : stream_lines)(to + head, from + head, lines);
     int64_t done = head + lines * 64;
     memcpy(to + done, from + done, (size_t)(nbytes - done));
 }
@@ -117,8 +147,8 @@ static void copy_elements(char *to, const char *from, int64_t count, int64_t ste
     }
 }
 
-/* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape. */
-static void copy_strided(char *slab, const Leaf *leaf, int64_t first, int64_t last) {
+/* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape, one behind the other. */
+static void copy_strided(char *to, const Leaf *leaf, int64_t first, int64_t last) {
     int32_t inner = leaf->ndim - 1;
     int64_t row = inner < 0 ? 1 : leaf->shape[inner], step = inner < 0 ? 1 : leaf->strides[inner];
     int64_t index[MAX_DIMS], rest = first / row;
@@ -128,7 +158,6 @@ static void copy_strided(char *slab, const Leaf *leaf, int64_t first, int64_t la
         rest /= leaf->shape[d];
         from += index[d] * leaf->strides[d] * leaf->itemsize;
     }
-    char *to = slab + leaf->offset + first * leaf->itemsize;
     for (int64_t at = first % row; first < last; at = 0) {
         int64_t count = row - at < last - first ? row - at : last - first;
         const char *start = from + at * step * leaf->itemsize;
@@ -158,8 +187,10 @@ typedef struct {
 } Piece;
 
 typedef struct {
-    int64_t end;
-    atomic_int left; /* pieces that are not moved */
+    int64_t start, end;    /* in the batch */
+    _Atomic int64_t place; /* in the slab: `start`, or the place of an earlier chunk, which has travelled */
+    int64_t room;          /* bytes of this place */
+    atomic_int left;       /* pieces that are not moved */
 } Chunk;
 
 struct Job {
@@ -171,6 +202,8 @@ struct Job {
     int64_t piece_count;
     Chunk *chunks;
     int64_t chunk_count;
+    Stores stores;
+    int64_t reused;       /* chunks before this one were begun, or have a place already */
     _Atomic int64_t next; /* piece that nobody has taken */
     int64_t forks;        /* as many as there were when it was made */
     int wanted;           /* helpers that may still come; under the lock of the helpers */
@@ -178,19 +211,29 @@ struct Job {
     Job *behind;          /* in the line of jobs; under the same lock */
 };
 
-static void set_padding(const Leaf *leaves, int64_t count, int64_t index, char *slab, int64_t nbytes) {
-    int64_t end = leaves[index].offset + leaves[index].nbytes;
+/* How many bytes lie between a leaf and the next one. */
+static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, int64_t nbytes) {
     int64_t next = index + 1 < count ? leaves[index + 1].offset : nbytes;
-    if (next > end) memset(slab + end, 0, (size_t)(next - end));
+    return next - leaves[index].offset - leaves[index].nbytes;
 }
 
-static void move_leaf(const Leaf *leaf, char *slab, bool past_caches) {
-    if (leaf->nbytes == 0 || leaf->source == NULL) return;
-    if (leaf->strides != NULL) {
-        copy_strided(slab, leaf, 0, leaf->nbytes / leaf->itemsize);
+/* Copy a leaf, or a part of one as a piece says, and set the padding behind the leaf to zero. */
+static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding, Stores stores) {
+    int64_t unit = leaf->strides != NULL ? leaf->itemsize : 1;
+    if (leaf->source == NULL || from == to) {
+        /* somebody else wrote it, or there is nothing to write */
+    } else if (leaf->strides != NULL) {
+        copy_strided(at, leaf, from, to);
     } else {
-        copy_bytes(slab + leaf->offset, leaf->source, leaf->nbytes, past_caches);
+        copy_bytes(at, leaf->source + from, to - from, stores);
     }
+    if (to * unit == leaf->nbytes && padding > 0) memset(at + (to - from) * unit, 0, (size_t)padding);
+}
+
+static void move_leaf(const Leaf *leaves, int64_t count, int64_t index, int64_t nbytes, char *at, Stores stores) {
+    const Leaf *leaf = &leaves[index];
+    int64_t length = leaf->strides != NULL ? leaf->nbytes / leaf->itemsize : leaf->nbytes;
+    move_part(leaf, 0, length, at, padding_behind(leaves, count, index, nbytes), stores);
 }
 
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches) {
@@ -199,32 +242,30 @@ void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, boo
             const char *next = leaves[i + 4].source;
             for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64) __builtin_prefetch(next + at);
         }
-        move_leaf(&leaves[i], slab, past_caches);
-        set_padding(leaves, count, i, slab, nbytes);
+        move_leaf(leaves, count, i, nbytes, slab + leaves[i].offset, past_caches ? PAST_CACHES : CACHED);
     }
     if (past_caches) end_streams();
 }
 
-static void move_piece(const Job *job, const Piece *piece) {
+static int64_t start_of(const Job *job, const Piece *piece) {
     const Leaf *leaf = &job->leaves[piece->first];
+    return leaf->offset + piece->from * (leaf->strides != NULL ? leaf->itemsize : 1);
+}
+
+static void move_piece(const Job *job, const Piece *piece) {
+    Chunk *chunk = &job->chunks[piece->chunk];
+    int64_t place = atomic_load_explicit(&chunk->place, memory_order_acquire);
+    if ((place & BEGUN) == 0) place = atomic_fetch_or(&chunk->place, BEGUN);
+    char *slab = job->slab + (place & ~BEGUN); /* of the chunk */
     if (piece->to == 0) {
         for (int64_t i = piece->first; i < piece->last; i++) {
-            move_leaf(&job->leaves[i], job->slab, true);
-            set_padding(job->leaves, job->count, i, job->slab, job->nbytes);
+            move_leaf(job->leaves, job->count, i, job->nbytes, slab + (job->leaves[i].offset - chunk->start), job->stores);
         }
         return;
     }
-    if (leaf->source == NULL) {
-        /* somebody else wrote it */
-    } else if (leaf->strides != NULL) {
-        copy_strided(job->slab, leaf, piece->from, piece->to);
-    } else {
-        char *to = job->slab + leaf->offset + piece->from;
-        copy_bytes(to, leaf->source + piece->from, piece->to - piece->from, true);
-    }
-    if (piece->to * (leaf->strides != NULL ? leaf->itemsize : 1) == leaf->nbytes) {
-        set_padding(job->leaves, job->count, piece->first, job->slab, job->nbytes);
-    }
+    const Leaf *leaf = &job->leaves[piece->first];
+    int64_t padding = padding_behind(job->leaves, job->count, piece->first, job->nbytes);
+    move_part(leaf, piece->from, piece->to, slab + (start_of(job, piece) - chunk->start), padding, job->stores);
 }
 
 /* Return how many pieces there are, and write them where `pieces` is not NULL. */
@@ -241,34 +282,30 @@ static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
             i++;
             continue;
         }
-        int64_t first = i, bytes = 0;
-        while (i < count && leaves[i].nbytes <= PIECE_BYTES && bytes < PIECE_BYTES) bytes += leaves[i++].nbytes;
+        int64_t first = i;
+        while (i < count && leaves[i].nbytes <= PIECE_BYTES && leaves[i].offset - leaves[first].offset < PIECE_BYTES) i++;
         if (pieces != NULL) pieces[made] = (Piece){first, i, 0, 0, 0};
         made++;
     }
     return made;
 }
 
-static int64_t end_of(const Job *job, const Piece *piece) {
-    const Leaf *leaf = &job->leaves[piece->last - 1];
-    if (piece->to == 0) return leaf->offset + leaf->nbytes;
-    return leaf->offset + piece->to * (leaf->strides != NULL ? leaf->itemsize : 1);
-}
-
 static void cut_chunks(Job *job) {
-    int64_t largest = job->nbytes / MOST_CHUNKS > LARGEST_CHUNK ? job->nbytes / MOST_CHUNKS : LARGEST_CHUNK;
-    int64_t size = FIRST_CHUNK, due = size, chunk = 0;
+    int64_t size = FIRST_CHUNK, start = 0, chunk = 0;
     for (int64_t i = 0; i < job->piece_count; i++) {
         job->pieces[i].chunk = chunk;
         job->chunks[chunk].left++;
-        int64_t end = end_of(job, &job->pieces[i]);
-        if (end >= due && job->nbytes - end >= FIRST_CHUNK && i + 1 < job->piece_count) {
-            job->chunks[chunk++].end = end;
-            size = 2 * size < largest ? 2 * size : largest;
-            due = end + size;
+        int64_t end = i + 1 < job->piece_count ? start_of(job, &job->pieces[i + 1]) : job->nbytes;
+        if (i + 1 == job->piece_count || (end - start >= size && job->nbytes - end >= FIRST_CHUNK)) {
+            Chunk *made = &job->chunks[chunk++];
+            made->start = start;
+            made->end = end;
+            made->room = end - start;
+            atomic_store(&made->place, start);
+            size = 2 * size < LARGEST_CHUNK ? 2 * size : LARGEST_CHUNK;
+            start = end;
         }
     }
-    job->chunks[chunk++].end = job->nbytes;
     job->chunk_count = chunk;
 }
 
@@ -375,10 +412,11 @@ int pack_threads(void) {
 
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
-Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads) {
+Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads, bool reuses) {
     Job *job = calloc(1, sizeof(Job));
     if (job == NULL) return NULL;
     *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .forks = forks};
+    job->stores = reuses ? DEMOTED : PAST_CACHES;
     job->piece_count = cut_pieces(leaves, count, NULL);
     job->pieces = calloc((size_t)(job->piece_count > 0 ? job->piece_count : 1), sizeof(Piece));
     job->chunks = calloc((size_t)(job->piece_count + 1), sizeof(Chunk));
@@ -412,6 +450,22 @@ Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int 
 int64_t job_chunks(const Job *job) { return job->chunk_count; }
 
 int64_t job_chunk_end(const Job *job, int64_t chunk) { return job->chunks[chunk].end; }
+
+int64_t job_chunk_place(const Job *job, int64_t chunk) { return atomic_load(&job->chunks[chunk].place) & ~BEGUN; }
+
+void job_reuse(Job *job, int64_t chunk) {
+    int64_t place = job_chunk_place(job, chunk), room = job->chunks[chunk].room;
+    for (; job->reused < job->chunk_count; job->reused++) {
+        Chunk *later = &job->chunks[job->reused];
+        int64_t unbegun = later->start;
+        if (atomic_load(&later->place) == unbegun && later->end - later->start > room) return;
+        if (atomic_compare_exchange_strong(&later->place, &unbegun, place)) {
+            later->room = room;
+            job->reused++;
+            return;
+        }
+    }
+}
 
 bool job_is_lost(const Job *job) { return job->forks != forks; }
 

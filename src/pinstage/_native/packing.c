@@ -127,17 +127,18 @@ static void job_close(JobObject *self) {
     work_end(&self->work);
 }
 
-/* Job(table, sources, address, nbytes, threads): begin. A context manager; the caller keeps leaves and slab until its end. */
+/* Job(table, sources, address, nbytes, threads[, reuses]): begin. A context manager; the caller keeps leaves and slab until
+ * its end. */
 static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *table, *sources;
     unsigned long long address;
     long long room;
-    int most_threads;
+    int most_threads, reuses = 0;
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
         PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "OOKLi:Job", &table, &sources, &address, &room, &most_threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKLi|p:Job", &table, &sources, &address, &room, &most_threads, &reuses)) return NULL;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     JobObject *self = (JobObject *)alloc(type, 0);
     if (self == NULL) return NULL;
@@ -147,7 +148,8 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_DECREF(self);
         return NULL;
     }
-    self->job = job_new(self->work.leaves, self->work.count, (char *)(uintptr_t)address, self->work.nbytes, most_threads);
+    char *slab = (char *)(uintptr_t)address;
+    self->job = job_new(self->work.leaves, self->work.count, slab, self->work.nbytes, most_threads, reuses != 0);
     if (self->job == NULL) {
         work_end(&self->work);
         Py_DECREF(self);
@@ -164,7 +166,7 @@ static void job_dealloc(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* Where each chunk ends, in bytes of the slab. */
+/* Where each chunk ends, in bytes of the batch. */
 static PyObject *job_ends(PyObject *object, void *nothing) {
     (void)nothing;
     Job *job = ((JobObject *)object)->job;
@@ -180,15 +182,36 @@ static PyObject *job_ends(PyObject *object, void *nothing) {
     return ends;
 }
 
+/* Return a chunk's number; -1 and an error where there is no such chunk. */
+static long long chunk_of(const JobObject *self, PyObject *number) {
+    long long chunk = PyLong_AsLongLong(number);
+    if (chunk == -1 && PyErr_Occurred()) return -1;
+    if (self->job != NULL && chunk >= 0 && chunk < job_chunks(self->job)) return chunk;
+    PyErr_SetString(PyExc_ValueError, "there is no such chunk, or the job was closed");
+    return -1;
+}
+
+/* place(chunk): where in the slab a complete chunk lies. */
+static PyObject *job_place(PyObject *object, PyObject *number) {
+    JobObject *self = (JobObject *)object;
+    long long chunk = chunk_of(self, number);
+    return chunk < 0 ? NULL : PyLong_FromLongLong(job_chunk_place(self->job, chunk));
+}
+
+/* reuse(chunk): it has travelled, so that a later one may be packed in its place. */
+static PyObject *job_reuse_place(PyObject *object, PyObject *number) {
+    JobObject *self = (JobObject *)object;
+    long long chunk = chunk_of(self, number);
+    if (chunk < 0) return NULL;
+    job_reuse(self->job, chunk);
+    Py_RETURN_NONE;
+}
+
 /* wait(chunk): work until a chunk is complete; Ctrl-C is answered meanwhile. */
 static PyObject *job_wait(PyObject *object, PyObject *number) {
     JobObject *self = (JobObject *)object;
-    long long chunk = PyLong_AsLongLong(number);
-    if (chunk == -1 && PyErr_Occurred()) return NULL;
-    if (self->job == NULL || chunk < 0 || chunk >= job_chunks(self->job)) {
-        PyErr_SetString(PyExc_ValueError, "there is no such chunk, or the job was closed");
-        return NULL;
-    }
+    long long chunk = chunk_of(self, number);
+    if (chunk < 0) return NULL;
     self->waiting++;
     bool complete = false, raised = false;
     while (!complete && !raised) {
@@ -225,6 +248,8 @@ static PyObject *job_enter(PyObject *object, PyObject *nothing) {
 
 static PyMethodDef job_methods[] = {
     {"wait", job_wait, METH_O, NULL},
+    {"place", job_place, METH_O, NULL},
+    {"reuse", job_reuse_place, METH_O, NULL},
     {"__enter__", job_enter, METH_NOARGS, NULL},
     {"__exit__", job_exit, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -236,7 +261,9 @@ static PyType_Slot job_slots[] = {
 };
 static PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
 
+/* The type, and `demotes`: whether a job may reuse places with a gain. */
 int add_job_type(PyObject *module) {
+    if (PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False) != 0) return -1;
     PyObject *type = PyType_FromSpec(&job_spec);
     if (type == NULL) return -1;
     int status = PyModule_AddObjectRef(module, "Job", type);

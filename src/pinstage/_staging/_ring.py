@@ -55,9 +55,10 @@ class RingLease:
     def ready(self, stream: Any) -> torch.Tensor:
         """Return the slab, with the stream that will write it ordered behind those who used it last."""
         slab = self.slab
+        slab.record_events(self._target, stream)
         for event in slab.events:
             self._target.wait(event, stream)
-        slab.events = []
+        slab.events, slab.consumers, slab.writer = [], [], stream
         return slab.memory
 
     def hand_out(self, consumer: Any) -> list[torch.Tensor]:
@@ -76,7 +77,7 @@ class RingLease:
         A finaliser may call this in the middle of `Ring.take`. So it takes no lock: whoever has it next looks.
         """
         if not self.is_released:
-            self.slab.record_events(self._target)
+            self.slab.record_events(self._target, self.slab.writer)
             self.is_released = True
             self._released.append(self)
 
@@ -88,7 +89,8 @@ class RingSlab:
         memory: uint8 ``[nbytes]`` on the device.
         number: of the batch in it.
         content: structure and table of this batch; None until it is packed.
-        consumers: streams that were given this batch.
+        writer: the stream that wrote this batch: the caller's for a small one, else the stream for copies.
+        consumers: streams that were given this batch, and have no event behind it.
         all_consumers: streams that were given any batch of it.
         events: what the copy stream has to wait for before it writes here.
         in_use: whether it was taken, and not seen free since.
@@ -99,6 +101,7 @@ class RingSlab:
         self._make_memory(target)
         self.number = 0
         self.content: tuple[Structure, Table] | None = None
+        self.writer: Any = None
         self.consumers: list[Any] = []
         self.events: list[Fence] = []
         self.in_use = False
@@ -110,13 +113,17 @@ class RingSlab:
         self.all_consumers: list[Any] = []
         self._users = StorageUsers(self.memory)
 
-    def record_events(self, target: Target) -> None:
-        """Record an event on each stream that was given the batch, behind all work it has been given so far."""
+    def record_events(self, target: Target, writer: Any) -> None:
+        """Record an event on each stream that was given the batch, behind all work it has been given so far.
+
+        But not on the stream that writes here next, whose work is done in order. While that is not known, it is most
+        likely the one that wrote this batch; `RingLease.ready` records what is missing.
+        """
         for stream in self.consumers:
-            event = target.record(stream)
+            event = target.record(stream) if stream is not writer else None
             if event is not None:
                 self.events.append(event)
-        self.consumers = []
+        self.consumers = [stream for stream in self.consumers if stream is writer]
 
     # -- for the ring, which holds its lock
 
@@ -136,7 +143,7 @@ class RingSlab:
         """Take the slab back if nobody uses the batch in it any more."""
         lease = self._lease
         if (lease is None or lease() is None) and not self._users.are_there():
-            self.record_events(target)
+            self.record_events(target, self.writer)
             self.free()
 
     def is_of(self, lease: RingLease) -> bool:

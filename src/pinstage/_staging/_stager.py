@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeV
 import numpy as np
 import torch
 
-from .._copy import Borrowed, Run, borrow, most_threads, start_packing, windows
+from .._copy import Borrowed, Run, borrow, most_threads, reuses_places, start_packing, windows
 from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, pack, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
 from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, check_open, check_owner, check_pool, check_timeout
@@ -515,18 +516,24 @@ class Stager:
         """
         if lease.nbytes < parts.table.nbytes:
             return self._copy_in_parts(parts, lease, device, runs)
+        host, target = lease.data_ptr(), self._target
+        reuses = reuses_places(parts) and not target.is_capturing()
         with step("pack"):
-            job = start_packing(parts, lease, self._threads)
-        host = lease.data_ptr()
+            job = start_packing(parts, lease, self._threads, reuses=reuses)
         if job is None:
             return self._copy(device, host, 0, parts.table.nbytes, runs)
+        travelling: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         with job:
             for chunk, end in enumerate(job.ends):
                 with step("pack"):
                     job.wait(chunk)
-                copies += self._copy(device, host, start, end, runs)
+                copies += self._copy(device, host + job.place(chunk) - start, start, end, runs)
                 start = end
+                if reuses:
+                    travelling.append((chunk, target.record(target.stream)))
+                    while travelling and ((event := travelling[0][1]) is None or event.query()):
+                        job.reuse(travelling.popleft()[0])
         return copies
 
     def _copy(self, device: torch.Tensor, host: int, start: int, end: int, runs: list[Run] | None) -> int:

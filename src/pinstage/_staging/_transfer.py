@@ -83,7 +83,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def copies(self) -> int:
-        """Host-to-device copies issued for the packed leaves: 1, or more for batches of 2 MiB and more."""
+        """Host-to-device copies issued for the packed leaves: 1, or more for batches of 1 MiB and more."""
         return self._copies
 
     @property
