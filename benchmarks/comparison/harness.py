@@ -153,6 +153,8 @@ def collect(
 ) -> list[Row]:
     """Run every variant `rounds` times, each in a fresh process, and return a row for each variant and case.
 
+    Ours come first: a run that is ended too early then lacks a rival or two.
+
     Args:
         benchmark: Its name in the rows.
         command: What starts a child process; `--child VARIANT` is appended.
@@ -190,9 +192,10 @@ def collect(
         ]
 
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
+    ours_first = sorted(variants, key=lambda variant: not variant.ours)
     done = 0
     for turn in range(rounds):
-        order = variants if turn % 2 == 0 else variants[::-1]  # what drifts on the machine then touches all alike
+        order = ours_first if turn % 2 == 0 else ours_first[::-1]  # what drifts on the machine then touches all alike
         with ThreadPoolExecutor(at_once) as executor:
             run = map if at_once == 1 else executor.map
             for variant, found in zip(order, run(outcomes_of, order), strict=True):

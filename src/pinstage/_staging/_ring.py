@@ -11,7 +11,8 @@
 The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
 way (``unsqueeze_``, ``.data =``, an attribute). The ring counts the users of the slab's storage: every tensor over it
 is one, whether Python or autograd holds it. When there is none, nobody can issue work on the batch any more. So an
-event recorded then on the consumer's stream is behind all of that work.
+event recorded then on the consumer's stream is behind all of that work. If that stream itself writes the next batch, as
+it does with small ones, its order is enough.
 """
 
 from __future__ import annotations
