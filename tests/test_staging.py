@@ -502,8 +502,10 @@ def batch_of_many_chunks(seed):
 
 @pytest.mark.skipif(_native.core is None, reason="the plain path has no chunks")
 @pytest.mark.parametrize("ring", [None, 3])
-@pytest.mark.parametrize("lag", [0, 1, 3, 100])
-@pytest.mark.parametrize("how", ["reused", "captured", "cannot demote"])
+@pytest.mark.parametrize(
+    ("how", "lag"),
+    [("reused", 0), ("reused", 1), ("reused", 3), ("reused", 100), ("captured", 1), ("cannot demote", 1)],
+)
 def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, ring, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
     stager = make_stager(max_bytes="512MiB", ring=ring, threads=1 if lag == 1 else 3)
