@@ -42,9 +42,9 @@ def most_threads(threads: int | None) -> int:
 def reuses_places(parts: Parts) -> bool:
     """Say whether chunks of a batch are packed where earlier ones lay that have travelled.
 
-    The caches still have these lines, so memory is hardly written, and the bus hardly reads it. That gains only where a
-    CPU can move a line to the last of its caches (CLDEMOTE): the bus reads slowly what lies in the near ones of a dozen
-    CPUs. Leaves that torch computes lie in their own places before a job begins.
+    The caches still have these lines, so less goes to memory and back. That gains only where a CPU can move a line to
+    the last of its caches (CLDEMOTE): the bus reads slowly what lies in the near ones of a dozen CPUs. Leaves that
+    torch computes lie in their own places before a job begins.
     """
     if parts.table.nbytes < REUSE_FROM_BYTES or parts.has_lazy or not isinstance(parts.sources, bytes):
         return False
