@@ -329,6 +329,23 @@ def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_st
     assert log == [*used, ("copy", "current"), ("event", "current")]
 
 
+@pytest.mark.parametrize("ring", [None, 2])
+def test_the_stream_that_a_batch_travels_on_has_nothing_to_wait_for(make_stager, log, monkeypatch, ring):
+    given = []
+    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
+    stager = make_stager(max_bytes="8MiB", ring=ring, ring_bytes=None if ring is None else "1MiB")
+    small = stager.stage(torch.ones(3))
+    given.clear()  # a ring's slab is of the stream for copies, and is kept for the one that a small batch is written on
+    small.get()
+    assert given == []
+    small.get("another")
+    small.get()
+    assert given == [("current", 1, "another")]
+    given.clear()
+    stager.stage(torch.ones(AT_ONCE_BYTES)).get()
+    assert given == [("for copies", 1, "current")]
+
+
 # -- slabs -------------------------------------------------------------------------------------------------------------
 
 

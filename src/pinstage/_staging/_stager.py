@@ -250,13 +250,17 @@ class Stager:
             parts = take_apart(batch, keeping=self._keeping)
             table, ring = parts.table, self._ring
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            slab = event = writer = None
+            copies = 0
             try:
-                slab, event, copies = self._send(parts, ring_lease, is_watched) if table.nbytes else (None, None, 0)
+                if table.nbytes:
+                    slab, event, copies, writer = self._send(parts, ring_lease, is_watched)
                 others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
                 self._count(table, copies)
                 return Transfer(
-                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, ring_lease
-                )
+                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, ring_lease,
+                    writer,
+                )  # fmt: skip
             except BaseException:
                 if ring_lease is not None:
                     ring_lease.release()  # who keeps the error must not keep the slab
@@ -423,8 +427,12 @@ class Stager:
 
     def _send(
         self, parts: Parts, ring_lease: RingLease | None, is_watched: bool
-    ) -> tuple[torch.Tensor, Fence | None, int]:
-        """Send what can be packed; return the device slab, the event behind the last copy, and the number of copies."""
+    ) -> tuple[torch.Tensor, Fence | None, int, Any]:
+        """Send what can be packed.
+
+        Returns:
+            The device slab, the event behind the last copy, the number of copies, and the stream that they are on.
+        """
         target, table = self._target, parts.table
         stream = target.stream
         with target.selected():
@@ -448,11 +456,11 @@ class Stager:
                     lease.release(after=event)
                 if borrowed is not None and event is not None:
                     reaper.tasks.put(Kept(event, borrowed.lenders))
-        return device, event, copies
+        return device, event, copies, stream
 
     def _send_at_once(
         self, parts: Parts, ring_lease: RingLease | None, is_watched: bool
-    ) -> tuple[torch.Tensor, Fence | None, int]:
+    ) -> tuple[torch.Tensor, Fence | None, int, Any]:
         """Send a small batch from ordinary memory, on the caller's current stream.
 
         A slab of the pool, and a stream to wait for, would take longer than to pack and copy it.
@@ -470,7 +478,7 @@ class Stager:
             pack(parts, host)
         with step("copy"):
             target.copy(device, host.data_ptr(), 0, nbytes, stream)
-        return device, target.record(stream) if is_watched else None, 1
+        return device, target.record(stream) if is_watched else None, 1, stream
 
     def _copy_borrowed(self, borrowed: Borrowed, device: torch.Tensor) -> int:
         """Send leaves from where they lie; return how many."""

@@ -40,6 +40,7 @@ class Transfer(NotABatch, Generic[B_co]):
         "_structure",
         "_table",
         "_target",
+        "_writer",
     )
 
     def __init__(
@@ -53,7 +54,8 @@ class Transfer(NotABatch, Generic[B_co]):
         others: list[Any],
         moved: list[Any],
         moved_event: Fence | None,
-        ring_lease: RingLease | None = None,
+        ring_lease: RingLease | None,
+        writer: Any,
     ) -> None:
         self._target = target
         self._structure = structure
@@ -65,6 +67,7 @@ class Transfer(NotABatch, Generic[B_co]):
         self._moved = moved
         self._moved_event = moved_event
         self._ring_lease = ring_lease
+        self._writer = writer  # the stream that writes the slab: one that is the consumer's has nothing to wait for
         self._leaves: list[Any] | None = None  # between `_cut` and `get`
         self._is_whole = False
         if ring_lease is not None:
@@ -120,15 +123,13 @@ class Transfer(NotABatch, Generic[B_co]):
         with step("get"):
             ring_lease, slab = self._ring_lease, self._slab
             consumer = self._target.consumer(stream)
-            if ring_lease is not None:
-                if ring_lease.is_released:
-                    raise RingError(
-                        "transfer was released: its device slab may hold another batch; get() the batch before "
-                        "release()"
-                    )
-                self._target.hand_over(self._event, ring_lease.hand_out(consumer), consumer)
-            elif slab is not None:
-                self._target.hand_over(self._event, [slab], consumer)
+            if ring_lease is not None and ring_lease.is_released:
+                raise RingError(
+                    "transfer was released: its device slab may hold another batch; get() the batch before release()"
+                )
+            if slab is not None and consumer is not self._writer:
+                used = [slab] if ring_lease is None else ring_lease.hand_out(consumer)
+                self._target.hand_over(self._event, used, consumer)
             if self._moved:
                 tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
                 self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
@@ -272,7 +273,7 @@ def send_packed(
         copies = 1
     others, moved, moved_event = move_others(target, structure, table, others)
     transfer: Transfer[Any] = Transfer(
-        target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease
+        target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease, target.stream
     )
     transfer._cut()
     return transfer
