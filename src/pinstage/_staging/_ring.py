@@ -120,11 +120,13 @@ class RingSlab:
         But not on the stream that writes here next, whose work is done in order. While that is not known, it is most
         likely the one that wrote this batch; `RingLease.ready` records what is missing.
         """
+        left = []
         for stream in self.consumers:
-            event = target.record(stream) if stream is not writer else None
-            if event is not None:
+            if stream is writer:
+                left.append(stream)
+            elif (event := target.record(stream)) is not None:
                 self.events.append(event)
-        self.consumers = [stream for stream in self.consumers if stream is writer]
+        self.consumers = left
 
     # -- for the ring, which holds its lock
 
