@@ -5,7 +5,7 @@
               take()             get(stream)             nobody uses it, or release()
     free  ------------>  taken  ------------>  handed out  ------------->  free, with an event for each
      ^                                                                     stream that was given the batch
-     |          the copy stream waits for these events, the host never          |
+     |       the stream that writes next waits for these, the host never        |
      +--------------------------------------------------------------------------+
 
 The views of a batch are made anew each time: a tensor object that was handed out before may have been changed in any
@@ -93,7 +93,7 @@ class RingSlab:
         writer: the stream that wrote this batch: the caller's for a small one, else the stream for copies.
         consumers: streams that were given this batch, and have no event behind it.
         all_consumers: streams that were given any batch of it.
-        events: what the copy stream has to wait for before it writes here.
+        events: what the stream that writes the next batch here has to wait for.
         in_use: whether it was taken, and not seen free since.
     """
 

@@ -65,7 +65,7 @@ class StagerStats:
     batches: int
     """Batches staged."""
     copies: int
-    """Host-to-device copies issued for packed leaves: one a batch, several for batches of 2 MiB and more."""
+    """Host-to-device copies issued for packed leaves: one a batch, several for batches of 1 MiB and more."""
     packed_leaves: int
     """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
     packed_bytes: int

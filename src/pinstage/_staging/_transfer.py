@@ -67,7 +67,7 @@ class Transfer(NotABatch, Generic[B_co]):
         self._moved = moved
         self._moved_event = moved_event
         self._ring_lease = ring_lease
-        self._writer = writer  # the stream that writes the slab: one that is the consumer's has nothing to wait for
+        self._writer = writer  # the stream that the copies are on; as a consumer it has nothing to wait for
         self._leaves: list[Any] | None = None  # between `_cut` and `get`
         self._is_whole = False
         if ring_lease is not None:
