@@ -116,6 +116,7 @@ static Batch *batch_new(Random *random, int64_t largest) {
     Batch *batch = calloc(1, sizeof(Batch));
     CHECK(batch != NULL);
     batch->count = below(random, MOST_LEAVES);
+    batch->is_reused = below(random, 2) == 0;
     int64_t end = 0;
     for (int64_t i = 0; i < batch->count; i++) {
         (below(random, 4) ? make_dense : make_strided)(random, batch, i, largest);
@@ -123,11 +124,9 @@ static Batch *batch_new(Random *random, int64_t largest) {
         batch->leaves[i].offset = end;
         if (i == 0) batch->leaves[i].offset = end = 0;
         end = (end + batch->leaves[i].nbytes + 15) / 16 * 16;
-        if (below(random, 12) == 0) batch->leaves[i].source = NULL; /* somebody else writes it */
+        if (!batch->is_reused && below(random, 12) == 0) batch->leaves[i].source = NULL; /* somebody else writes it */
     }
     batch->nbytes = end;
-    batch->is_reused = below(random, 2) == 0;
-    for (int64_t i = 0; i < batch->count; i++) batch->is_reused &= batch->leaves[i].source != NULL;
     batch->slab = allocate(end);
     batch->expected = calloc(1, (size_t)(end + 1));
     CHECK(batch->expected != NULL);
@@ -153,10 +152,11 @@ static Job *start(const Batch *batch, int threads) {
     return job;
 }
 
-/* Wait for `chunks` of a job, in order, and compare each while the next ones are still written, perhaps to its place. */
-static void wait_for_chunks(const Batch *batch, Job *job, int64_t chunks, int milliseconds) {
-    int64_t from = 0;
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+/* Wait for the chunks of a job from `first` on, in order, and compare each while the next ones are still written, perhaps
+ * to its place. */
+static void wait_for_chunks(const Batch *batch, Job *job, int64_t first, int64_t chunks, int milliseconds) {
+    int64_t from = first == 0 ? 0 : job_chunk_end(job, first - 1);
+    for (int64_t chunk = first; chunk < chunks; chunk++) {
         while (!job_work(job, chunk, milliseconds)) {
         }
         int64_t end = job_chunk_end(job, chunk);
@@ -178,7 +178,7 @@ static void one_round(Random *random) {
     } else {
         Job *job = start(batch, 1 + (int)below(random, 6));
         int64_t chunks = below(random, 3) ? job_chunks(job) : below(random, job_chunks(job) + 1);
-        wait_for_chunks(batch, job, chunks, (int)below(random, 3));
+        wait_for_chunks(batch, job, 0, chunks, (int)below(random, 3));
         job_free(job);
     }
     batch_free(batch);
@@ -210,7 +210,8 @@ static void from_several_threads(Random *random, int64_t rounds) {
 static void fork_in_the_middle(Random *random) {
     Batch *batch = batch_new(random, 3000 * KIB);
     Job *job = start(batch, 4);
-    wait_for_chunks(batch, job, below(random, job_chunks(job) + 1), 1);
+    int64_t chunks = below(random, job_chunks(job) + 1);
+    wait_for_chunks(batch, job, 0, chunks, 1);
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -221,13 +222,13 @@ static void fork_in_the_middle(Random *random) {
         for (int i = 0; i < 3; i++) {
             batch = batch_new(random, 1000 * KIB);
             job = start(batch, THREADS_AFTER_FORK);
-            wait_for_chunks(batch, job, job_chunks(job), 1);
+            wait_for_chunks(batch, job, 0, job_chunks(job), 1);
             job_free(job);
             batch_free(batch);
         }
         _exit(0);
     }
-    wait_for_chunks(batch, job, job_chunks(job), 1);
+    wait_for_chunks(batch, job, chunks, job_chunks(job), 1);
     job_free(job);
     batch_free(batch);
     int status;
