@@ -149,7 +149,8 @@ def stager():
 @pytest.fixture
 def slabs_for_all(monkeypatch):
     """Let small batches take a slab too, rather than travel from ordinary memory."""
-    monkeypatch.setattr("pinstage._staging._device.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._staging._stager.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._staging._stager._FEW_LEAVES", -1)
 
 
 @pytest.fixture

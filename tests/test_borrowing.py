@@ -76,7 +76,8 @@ def test_what_is_small_strided_or_not_asked_for_is_packed(page_locked):
     small, strided = tensor_of(torch.uint8, (LARGE - 1,), 1), tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
     page_locked.update((small.data_ptr(), strided.data_ptr()))
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
-        assert stager.stage([small, strided]).copies == 1
+        stager.stage([small, strided])
+        assert stager.stats().pool.total_requested_bytes >= 2 * LARGE - 16
     whole = large(3)
     page_locked.add(whole.data_ptr())
     with Stager("cpu", max_bytes="64MiB") as stager:

@@ -317,8 +317,8 @@ def test_several_threads_pack_at_once():
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(10):
             slab, _ = packed(leaves, 2)
-            assert torch.equal(slab[: 2 * MIB + seed], leaves[0])
-            assert torch.equal(slab[-800:].view(torch.int64), leaves[1])
+            assert torch.equal(slab[800 : 800 + 2 * MIB + seed], leaves[0])  # small leaves come first
+            assert torch.equal(slab[:800].view(torch.int64), leaves[1])
 
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
         for future in [executor.submit(work, seed) for seed in range(3)]:

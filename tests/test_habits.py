@@ -116,6 +116,7 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "owner",
         "depth",
         "keep",
+        "own_storage",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 many = settings(max_examples=3 * settings.default.max_examples)
 
 HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
-MAGIC = 0x70696E7374616702
+MAGIC = 0x70696E7374616703
 GUARD = 4096
 FLOAT32 = 11
 LARGEST = 2**63 - 1
@@ -123,12 +123,13 @@ numbers = st.one_of(
     st.integers(-LARGEST - 1, LARGEST),
 )
 multiples = st.integers(0, 32).map(lambda n: 16 * n)
+blocks = st.sampled_from([0, 0, 1, 2, 2**32 - 1])
 codes = st.one_of(st.integers(0, 70), st.integers(0, 255), st.just(FLOAT32))
 
 
-def pack_row(width, offset, nbytes, kind, dtype, ndim, shape, stride):
+def pack_row(width, offset, nbytes, kind, dtype, ndim, block, shape, stride):
     sizes = [*shape, *[0] * width][:width] + [*stride, *[0] * width][:width]
-    return struct.pack(f"=qqBBB5x{2 * width}q", offset, nbytes, kind, dtype, ndim, *sizes)
+    return struct.pack(f"=qqBBBxI{2 * width}q", offset, nbytes, kind, dtype, ndim, block, *sizes)
 
 
 def with_a_true_header(width, nbytes, rows):
@@ -151,7 +152,8 @@ def rows_of_any_numbers(draw):
     sizes = st.lists(st.one_of(numbers, st.integers(0, 4)), max_size=width)
     rows = draw(
         st.lists(
-            st.tuples(numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), sizes, sizes), max_size=4
+            st.tuples(numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks, sizes, sizes),
+            max_size=4,
         )
     )
     return with_a_true_header(width, nbytes, rows)
@@ -165,11 +167,11 @@ def changed_rows(draw):
     rows = [list(row) for row in table.entries()]
     for _ in range(draw(st.integers(1, 3))):
         row = draw(st.sampled_from(rows))
-        column = draw(st.integers(0, 6))
-        if column >= 5:
+        column = draw(st.integers(0, 7))
+        if column >= 6:
             row[column][draw(st.integers(0, width - 1))] = draw(numbers)
         else:
-            row[column] = draw((numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1))[column])
+            row[column] = draw((numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks)[column])
     nbytes = draw(st.one_of(*[st.integers(-1, 2).map(lambda n: table.nbytes + 16 * n)] * 3, numbers))
     return with_a_true_header(width, nbytes, rows)
 
@@ -192,8 +194,8 @@ def changed_bytes(draw):
 tables = st.one_of(rows_of_any_numbers(), changed_rows(), changed_bytes(), st.binary(max_size=200))
 
 
-def one_row(*row, nbytes=256):
-    return with_a_true_header(2, nbytes, [row])
+def one_row(offset, nbytes, kind, dtype, ndim, shape, stride, slab_bytes=256):
+    return with_a_true_header(2, slab_bytes, [(offset, nbytes, kind, dtype, ndim, 0, shape, stride)])
 
 
 IMPOSSIBLE = {
@@ -213,9 +215,9 @@ IMPOSSIBLE = {
     "an unknown kind": one_row(0, 4, 6, FLOAT32, 1, [1], [1]),
     "the alias of itself": one_row(0, 0, RowKind.ALIAS, 0, 0, [], []),
     "the alias of none": one_row(-1, 0, RowKind.ALIAS, 0, 0, [], []),
-    "a negative slab": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], nbytes=-16),
-    "a slab of odd size": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], nbytes=8),
-    "another magic number": HEADER.pack(MAGIC + 1, 0, 1, 0, 0, 0, 0, 0, 0),
+    "a negative slab": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=-16),
+    "a slab of odd size": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=8),
+    "another magic number": HEADER.pack(MAGIC - 1, 0, 1, 0, 0, 0, 0, 0, 0),
     "no width": HEADER.pack(MAGIC, 0, 0, 0, 0, 0, 0, 0, 0),
     "too great a width": HEADER.pack(MAGIC, 0, 65, 0, 0, 0, 0, 0, 0),
     "rows that are not there": HEADER.pack(MAGIC, 1, 1, 0, 0, 0, 0, 0, 0),
@@ -322,8 +324,8 @@ def test_the_extension_stays_inside_of_the_slab_that_it_is_given_whatever_the_ta
         core = _native.core
         outcome_of(core.figures, data)
         for count in range(5):
-            leaves = outcome_of(core.cut, data, slab, nbytes, [None] * count)
-            write_all(leaves or [], slab)
+            made = outcome_of(core.Blocks.of, data, 0, 0, 0, slab)
+            write_all((made and outcome_of(made.leaves, [None] * count)) or [], slab)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes, [0, 2])
         job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, 3)

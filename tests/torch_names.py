@@ -95,7 +95,8 @@ def of_tensors(name: str, ask: Callable[[torch.Tensor], Any] | None) -> Callable
 
 
 def in_core(**functions: Any) -> Callable[[], None]:
-    """Change functions of the extension, which has functions of torch's C++ behind it. Each gets the real one first."""
+    """Change functions of the extension, which has functions of torch's C++ behind it. Each gets the real one first, a
+    class its instance is made of."""
 
     def change() -> None:
         name = "pinstage._native._core"
@@ -111,7 +112,8 @@ def in_core(**functions: Any) -> Callable[[], None]:
         fake = types.ModuleType(name)
         vars(fake).update(vars(real))
         for function, other in functions.items():
-            setattr(fake, function, functools.partial(other, getattr(real, function)))
+            own = getattr(real, function)
+            setattr(fake, function, other(own) if isinstance(other, type) else functools.partial(other, own))
         sys.modules[name] = fake
 
     return change
@@ -135,13 +137,27 @@ counted = torch._C._storage_Use_Count
 
 
 def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """Let the extension's first view of a slab be another one."""
+    """Let the extension's first leaf be another one."""
 
-    def cut(real: Any, table: bytes, slab: torch.Tensor, *args: Any) -> list[Any] | None:
-        views = real(table, slab, *args)
-        return None if views is None else [change(views[0]), *views[1:]]
+    class Blocks:
+        def __init__(self, real: Any) -> None:
+            self._real = real
 
-    return in_core(cut=cut)
+        def of(self, *args: Any) -> Any:
+            made = self._real.of(*args)
+            return None if made is None else Blocks(made)
+
+        def leaves(self, others: list[Any]) -> list[Any]:
+            first, *rest = self._real.leaves(others)
+            return [change(first), *rest]
+
+        def __len__(self) -> int:
+            return len(self._real)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    return in_core(Blocks=Blocks)
 
 
 def shares_its_version(view: torch.Tensor) -> torch.Tensor:

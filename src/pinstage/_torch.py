@@ -428,9 +428,9 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     """
     expected = slab.view(torch.float32)[4:20].view(4, 4).t()
     shape, stride = (4, 4), (1, 4)
-    header = struct.pack("=9q", 0x70696E7374616702, 2, 2, 256, 128, 2, 0, 0, 0)
-    row = struct.pack("=qqBBB5x4q", 16, 64, 1, _FLOAT32, 2, *shape, *stride)
-    saved, changed = views = core.cut(header + row + row, slab, 256, [])
+    header = struct.pack("=9q", 0x70696E7374616703, 2, 2, 256, 128, 2, 0, 0, 0)
+    row = struct.pack("=qqBBBxI4q", 16, 64, 1, _FLOAT32, 2, 0, *shape, *stride)
+    saved, changed = views = core.Blocks.of(header + row + row, 0, 0, 0, slab).leaves([])
     for view in views:
         is_as_expected = (
             type(view) is torch.Tensor
@@ -448,6 +448,23 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
     if not torch.equal(gradient, saved):
         return _in_this_torch("does not keep a view by its C shim for autograd")
+    return _probe_own(core, header + row + row, slab)
+
+
+def _probe_own(core: Any, table: bytes, slab: torch.Tensor) -> str | None:
+    """Make two tensors of their own from a slab, and look whether they are what torch would make."""
+    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
+    blocks = core.Blocks.of(table, 2, 0, 0)
+    copies = blocks.copy(slab.data_ptr(), 0, 256, 0, False)
+    for made in blocks.leaves([]):
+        is_as_expected = (
+            type(made) is torch.Tensor
+            and torch.equal(made, expected)
+            and (made.stride(), made.storage_offset(), made.untyped_storage().nbytes()) == (expected.stride(), 0, 64)
+            and (made._base, made._version, made.requires_grad, copies) == (None, 0, False, 2)
+        )
+        if not is_as_expected:
+            return _in_this_torch("makes other tensors by its C shim than by its own functions")
     return None
 
 

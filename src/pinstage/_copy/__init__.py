@@ -1,6 +1,6 @@
 """How bytes get into slabs and out: by several threads and in chunks that travel meanwhile, or gathered on a device."""
 
-from ._borrowing import Borrowed, Run, borrow
+from ._borrowing import Borrowed, borrow
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
 from ._packing import most_threads, reuses_places, start_packing
 from ._windows import windows
@@ -9,7 +9,6 @@ __all__ = [
     "DIRECT_BYTES",
     "Borrowed",
     "Gathering",
-    "Run",
     "arrange",
     "borrow",
     "duplicate",

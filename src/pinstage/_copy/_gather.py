@@ -60,7 +60,7 @@ def arrange(table: Table) -> Gathering:
     rows = table.rows.copy()
     by_kind: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     strided, large = [], []
-    for index, (_, nbytes, kind, dtype, ndim, shape, stride) in enumerate(table.entries()):
+    for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
         if kind in (RowKind.STRIDED, RowKind.LAZY):
             strided.append(index)
         elif kind == RowKind.RAW and nbytes >= DIRECT_BYTES:

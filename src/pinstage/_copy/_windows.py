@@ -22,7 +22,7 @@ def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:
     """
     start, room = 0, nbytes
     pieces: list[torch.Tensor] = []
-    for index in parts.table.positions(*PACKED):
+    for index in parts.table.by_offset(*PACKED):
         left = _bytes_of(parts, index)
         while left.numel():
             piece, left = left[:room], left[room:]

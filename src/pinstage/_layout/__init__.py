@@ -6,6 +6,7 @@ It depends on structure and shapes only, never on values, and holds nothing of a
 any pool, touches no device.
 """
 
+from ._blocks import Blocks, OwnStorage, PlainBlocks, Sharing, check_own_storage, make_blocks, sharing_of
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot, content_of
@@ -19,20 +20,27 @@ __all__ = [
     "INTEGERS",
     "IsContainer",
     "PACKED",
+    "Blocks",
     "Described",
     "HostSlab",
     "Layout",
+    "OwnStorage",
     "Parts",
+    "PlainBlocks",
     "RowKind",
+    "Sharing",
     "Slot",
     "Table",
+    "check_own_storage",
     "compute_lazy_leaves",
     "content_of",
     "contiguous_stride",
     "cut",
     "dense_stride",
     "describe",
+    "make_blocks",
     "pack",
+    "sharing_of",
     "view_of",
     "take_apart",
 ]

@@ -6,6 +6,7 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from .._tree import (
 )
 from ._dtypes import ALIGNMENT, CODES
 from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, unknown_classes, without_memory
-from ._table import MOST_DIMS, RowKind, Table, table_of_rows
+from ._table import GROUPS_FROM, MOST_DIMS, MOST_IN_BLOCK, PACKED, RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
 """Kinds of devices by DLPack's numbers, as the extension knows them."""
@@ -85,28 +86,36 @@ class Parts(NamedTuple):
         return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
 
 
-def take_apart(tree: Any, device: torch.device = _CPU, keeping: Keeping | None = None) -> Parts:
+def take_apart(
+    tree: Any,
+    device: torch.device = _CPU,
+    keeping: Keeping | None = None,
+    walked: tuple[list[Any], Structure] | None = None,
+) -> Parts:
     """Take a tree apart and describe its leaves.
 
     Args:
         tree: containers with anything in them.
         device: where tensors are that can be packed; others are `RowKind.MOVED`.
         keeping: says which leaves stay as they are.
+        walked: what `walk` said of the tree just now.
 
     Raises:
         LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
             no memory, or the tree refers to itself, or is a loader or an iterator.
     """
     while True:
-        with step("walk"):
-            leaves, structure = walk(tree)
-            if keeping is not None:
-                keeping.apply(leaves, structure)
+        if walked is None:
+            with step("walk"):
+                walked = walk(tree)
+        leaves, structure = walked
+        if keeping is not None:
+            keeping.apply(leaves, structure)
         try:
             with step("describe"):
                 return describe(leaves, structure, device)
         except IsContainer:
-            continue  # somebody made a class known since its objects were met as leaves
+            walked = None  # somebody made a class known since its objects were met as leaves
 
 
 def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
@@ -135,25 +144,39 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
 
 
 def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
-    """Place leaves in a slab, one behind the other, each at a multiple of `ALIGNMENT` bytes."""
+    """Place leaves in a slab, each at a multiple of `ALIGNMENT` bytes; see ``place_rows`` in ``_native/table.c``."""
     rows: list[tuple[Any, ...]] = []
     first: dict[int, int] = {}
-    end = dtypes = 0
+    dtypes = 0
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
         if same != index:
-            rows.append((same, 0, RowKind.ALIAS, 0, 0, (), ()))
+            rows.append((same, 0, RowKind.ALIAS, 0, 0, 0, (), ()))
         elif found.source is None:
-            rows.append((-1, 0, found.kind, found.dtype, 0, (), ()))
+            rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
         else:
-            shape, stride = found.shape, found.stride
-            rows.append((end, found.nbytes, found.kind, found.dtype, len(shape), shape, stride))
-            end += -(-found.nbytes // ALIGNMENT) * ALIGNMENT
+            rows.append((-1, found.nbytes, found.kind, found.dtype, len(found.shape), 0, found.shape, found.stride))
             dtypes |= 1 << found.dtype
+    packed = [index for index, row in enumerate(rows) if row[2] in PACKED]
+    packed.sort(key=lambda index: _sharing_key(rows[index]))
+    end = start = block = 0
+    before = None
+    for index in packed:
+        row = rows[index]
+        key, nbytes = _sharing_key(row), row[1]
+        if before is not None and (key != before or end + nbytes - start > MOST_IN_BLOCK[key[0]]):
+            block, start = block + 1, end
+        rows[index] = (end, *row[1:5], block, *row[6:])
+        before, end = key, end + -(-nbytes // ALIGNMENT) * ALIGNMENT
     if end > _MOST_BYTES:
         raise OverflowError("batch is larger than any memory")
     has_lazy = any(found.kind is RowKind.LAZY for found in described)
     return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
+
+
+def _sharing_key(row: tuple[Any, ...]) -> tuple[int, int]:
+    """Return size group and dtype of a leaf: what leaves of one block have in common."""
+    return bisect_right(GROUPS_FROM, row[1]), row[3]
 
 
 @lru_cache

@@ -31,6 +31,8 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements. Dense permuted tensors (channels-last) keep theirs; others are contiguous."""
+    block: int
+    """Slots of one number may share a tensor on the device; see `Stager`, `own_storage`."""
 
 
 class Layout:
@@ -250,7 +252,7 @@ def _restore(structure: Structure, table: Table) -> Layout:
 def _slot(path: str, row: Any) -> Slot:
     ndim = int(row["ndim"])
     shape, stride = (tuple(row[name][:ndim].tolist()) for name in ("shape", "stride"))
-    return Slot(path, int(row["offset"]), int(row["nbytes"]), _dtype(row), shape, stride)
+    return Slot(path, int(row["offset"]), int(row["nbytes"]), _dtype(row), shape, stride, int(row["block"]))
 
 
 def _dtype(row: Any) -> torch.dtype:

@@ -64,11 +64,9 @@ def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
 
 def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> None:
     base, end = slab.data_ptr(), 0
-    rows = parts.table.rows
-    offsets, kinds = rows["offset"].tolist(), rows["kind"].tolist()
-    for index, (offset, kind, found) in enumerate(zip(offsets, kinds, parts.sources, strict=True)):
-        if kind not in PACKED:
-            continue
+    offsets = parts.table.rows["offset"].tolist()
+    for index in parts.table.by_offset(*PACKED):
+        offset, found = offsets[index], parts.sources[index]
         ctypes.memset(base + end, 0, offset - end)
         if index in skip:
             pass

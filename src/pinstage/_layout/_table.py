@@ -20,9 +20,17 @@ from ..errors import LayoutError
 from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
-_MAGIC = 0x70696E7374616702  # "pinstag", version 2
+_MAGIC = 0x70696E7374616703  # "pinstag", version 3
 MOST_DIMS = 64
 """Of a leaf in a table; torch has no such limit, but for some of its functions."""
+
+
+GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
+"""The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""
+
+MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
+"""Bytes that a block of each group has at most, for the reasons in ``_native/table.c``; a leaf of the third group is
+alone."""
 
 
 class RowKind(IntEnum):
@@ -57,9 +65,9 @@ def row_type(width: int) -> np.dtype[np.void]:
     """Return the type of a row with room for so many dimensions."""
     return np.dtype(
         {
-            "names": ["offset", "nbytes", "kind", "dtype", "ndim", "shape", "stride"],
-            "formats": [np.int64, np.int64, np.uint8, np.uint8, np.uint8, (np.int64, width), (np.int64, width)],
-            "offsets": [0, 8, 16, 17, 18, 24, 24 + 8 * width],
+            "names": ["offset", "nbytes", "kind", "dtype", "ndim", "block", "shape", "stride"],
+            "formats": [np.int64, np.int64, *[np.uint8] * 3, np.uint32, (np.int64, width), (np.int64, width)],
+            "offsets": [0, 8, 16, 17, 18, 20, 24, 24 + 8 * width],
             "itemsize": 24 + 16 * width,
         }
     )
@@ -110,13 +118,20 @@ class Table(NamedTuple):
         return np.frombuffer(self.data, dtype=row_type(width), offset=_HEADER.size)
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
-        """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, shape, stride."""
+        """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
         return _entries(self.rows)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return which leaves are of some kinds."""
         found: list[int] = _among(kinds)[self.rows["kind"]].nonzero()[0].tolist()
         return found
+
+    def by_offset(self, *kinds: RowKind) -> list[int]:
+        """Return which leaves are of some kinds, in the order in which they are stored in the slab."""
+        found = np.array(self.positions(*kinds), dtype=np.intp)
+        rows = self.rows[found]
+        order: list[int] = found[np.lexsort((rows["nbytes"], rows["offset"]))].tolist()  # an empty leaf comes first
+        return order
 
     def moved_to(self, rows: np.ndarray[Any, np.dtype[np.void]], nbytes: int) -> Table:
         """Return the same table with other places in the slab.
@@ -140,11 +155,11 @@ def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Tabl
     """Write a table.
 
     Args:
-        rows: of each leaf: offset, nbytes, kind, dtype, ndim, shape, stride.
+        rows: of each leaf: offset, nbytes, kind, dtype, ndim, block, shape, stride.
         nbytes: of the slab.
         dtypes: the codes of the dtypes, as bits.
     """
-    width = max((len(row[5]) for row in rows), default=1) or 1
+    width = max((len(row[6]) for row in rows), default=1) or 1
 
     def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes, *[0] * (width - len(sizes)))
@@ -198,11 +213,11 @@ def _figures_of(data: bytes) -> tuple[int, ...]:
 
 def _lies_in_slab(row: tuple[Any, ...], nbytes: int) -> bool:
     """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
-    offset, size, _, code, ndim, shape, stride = row
+    offset, size, _, code, ndim, _, shape, stride = row
     dtype = DTYPES[code] if code < len(DTYPES) else None
     if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
         return False
     if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
         return False
     reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
-    return bool(offset + max(size, reach * dtype.itemsize) <= nbytes)
+    return bool(offset + size <= nbytes and reach * dtype.itemsize <= size)

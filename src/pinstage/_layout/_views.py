@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import _native
-from .._torch import check_is_plain
+from ._blocks import Sharing, make_blocks
 from ._dtypes import ALIGNMENT, DTYPES
-from ._table import PACKED, RowKind, Table
+from ._table import Table
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
@@ -32,32 +31,12 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
             "the slab; pass layout.others(batch)"
         )
     if size % ALIGNMENT:
-        slab, size = slab[: table.nbytes], table.nbytes
-    if _native.core is not None and type(slab) is torch.Tensor:
-        leaves: list[Any] | None = _native.core.cut(table.data, slab, size, others)
-        if leaves is not None:
-            return leaves
-    return _cut_plainly(table, slab, others)
+        slab = slab[: table.nbytes]
+    return make_blocks(table, Sharing.ONE, slab.device, _send_nothing, slab).leaves(others)
 
 
-def _cut_plainly(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
-    bases = [slab.view(dtype) if dtype and table.dtypes >> code & 1 else None for code, dtype in enumerate(DTYPES)]
-    for base in bases:
-        if base is not None:
-            check_is_plain(base)
-    left = iter(others)
-    leaves: list[Any] = []
-    for offset, _, kind, dtype, ndim, shape, stride in table.entries():
-        if kind in PACKED:
-            base = bases[dtype]
-            assert base is not None
-            start = base.storage_offset() + offset // base.itemsize
-            # Not `as_strided`, whose views share one version counter.
-            view = torch.empty(0, dtype=base.dtype, device=base.device)
-            leaves.append(view.set_(base.untyped_storage(), start, shape[:ndim], stride[:ndim]))
-        else:
-            leaves.append(leaves[offset] if kind == RowKind.ALIAS else next(left))
-    return leaves
+def _send_nothing(*_: Any) -> None:
+    raise AssertionError("views of a slab are not copied to")
 
 
 def view_of(row: Any, slab: torch.Tensor) -> torch.Tensor:

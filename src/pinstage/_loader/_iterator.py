@@ -96,7 +96,10 @@ class InlineIterator(LoaderIterator):
             parts = take_apart(batch, keeping=self._slabs.settings.keeping())
             host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             pack(parts, host)
-            transfer = send_packed(self._slabs.target, parts.structure, parts.table, host.data_ptr(), parts.others())
+            slabs, table = self._slabs, parts.table
+            transfer = send_packed(
+                slabs.target, parts.structure, table, host.data_ptr(), parts.others(), slabs.own_storage, pinned=False
+            )
             fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.get()

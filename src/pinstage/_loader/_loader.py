@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.utils.data
 
+from .._layout import OwnStorage
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import count
@@ -196,6 +197,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             Without workers no batch is sent ahead.
         keep: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
             workers are not forked. Tensors that stay travel through torch's shared memory.
+        own_storage: which tensors of a batch have memory of their own, as for `Stager`.
         **kwargs: as torch's.
 
     Raises:
@@ -216,6 +218,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     depth: int
     owner: str
     keep: tuple[str, ...] | Callable[[str, Any], object] | None
+    own_storage: OwnStorage
 
     if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever arguments the installed torch takes
 
@@ -245,6 +248,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             owner: str = "loader",
             depth: int = 2,
             keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+            own_storage: OwnStorage = "auto",
         ) -> None: ...
 
     else:
@@ -259,16 +263,18 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             owner: str = "loader",
             depth: int = 2,
             keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+            own_storage: OwnStorage = "auto",
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = checked(device, pool, max_bytes, depth, owner, keep)
-            self.device, self.pool, self.max_bytes, self.depth, self.owner, self.keep = settings
+            settings = checked(device, pool, max_bytes, depth, owner, keep, own_storage)
+            for name, value in zip(Settings._fields, settings, strict=True):
+                setattr(self, name, value)
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
     def _settings(self) -> Settings:
-        return Settings(self.device, self.pool, self.max_bytes, self.depth, self.owner, self.keep)
+        return Settings(*(getattr(self, name) for name in Settings._fields))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"pool": None}
@@ -283,6 +289,7 @@ def wrap_loader(
     owner: str = "loader",
     depth: int = 2,
     keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+    own_storage: OwnStorage = "auto",
 ) -> L:
     """Return a loader like the one that is given, but with batches that arrive on a device, as those of `DataLoader`.
 
@@ -304,6 +311,7 @@ def wrap_loader(
         owner: as for `DataLoader`.
         depth: as for `DataLoader`.
         keep: as for `DataLoader`.
+        own_storage: as for `DataLoader`.
 
     Raises:
         TypeError: `loader` is of another class, is wrapped already, or has workers already.
@@ -314,7 +322,14 @@ def wrap_loader(
     if isinstance(inside, torch.utils.data.DataLoader) and not issubclass(type(given), torch.utils.data.DataLoader):
         device = getattr(given, "device", None) if device is None else device
         given.base_dataloader = wrap_loader(
-            inside, device=device, pool=pool, max_bytes=max_bytes, owner=owner, depth=depth, keep=keep
+            inside,
+            device=device,
+            pool=pool,
+            max_bytes=max_bytes,
+            owner=owner,
+            depth=depth,
+            keep=keep,
+            own_storage=own_storage,
         )
         return loader
     if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader, Staging):
@@ -325,7 +340,7 @@ def wrap_loader(
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
-    settings = checked(device, pool, max_bytes, depth, owner, keep)
+    settings = checked(device, pool, max_bytes, depth, owner, keep, own_storage)
     made = _wrapped(type(given), settings, vars(given) | {"_iterator": None})
     slabs: Slabs = made._slabs  # made now, where the device may be touched
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already

@@ -20,12 +20,16 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     target = slabs.target
     if batch.number is None:
         host = None if batch.raw is None else torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-        transfer = send_packed(target, batch.structure, batch.table, host, batch.others)
+        transfer = send_packed(
+            target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=False
+        )
     else:
         event = None
         try:
             host = batch.broker.address_of(batch.number)
-            transfer = send_packed(target, batch.structure, batch.table, host, batch.others)
+            transfer = send_packed(
+                target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=slabs.are_pinned
+            )
             event = copy_event_of(transfer)
         except BaseException:
             event = target.record(target.stream)

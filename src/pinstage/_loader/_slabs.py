@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._layout import OwnStorage, check_own_storage
 from .._memory import SharedMemory, cap_bytes, default_memory
 from .._pool import HostBudget, SlabPool, check_owner, check_pool
 from .._staging import Stager, check_depth, target_for
@@ -25,6 +26,7 @@ class Settings(NamedTuple):
     depth: int
     owner: str
     keep: tuple[str, ...] | Callable[[str, Any], object] | None = None
+    own_storage: OwnStorage = "auto"
 
     def keeping(self) -> Keeping | None:
         """Return what says which leaves stay on the host."""
@@ -38,6 +40,7 @@ def checked(
     depth: int,
     owner: str,
     keep: Iterable[str] | Callable[[str, Any], object] | None,
+    own_storage: OwnStorage,
 ) -> Settings:
     """Return the settings, after a look at whether they can be met.
 
@@ -62,7 +65,7 @@ def checked(
     if keep is not None and not callable(keep):
         keep = Keeping(keep).paths
     cap = max_bytes if pool is None else pool.max_bytes
-    return Settings(target_for(device).device, pool, cap, depth, owner, keep)
+    return Settings(target_for(device).device, pool, cap, depth, owner, keep, check_own_storage(own_storage))
 
 
 class Slabs:
@@ -77,6 +80,7 @@ class Slabs:
         """The process that made this. In a forked child neither the slabs nor the locks here are of use."""
         self.settings = settings
         self.target = target_for(settings.device)
+        self.own_storage = settings.own_storage
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
@@ -85,6 +89,11 @@ class Slabs:
         """Whether there was an iterator, or a framework made another loader of this one."""
         self._stager: Stager | None = None
         self._lock = threading.RLock()
+
+    @property
+    def are_pinned(self) -> bool:
+        """Whether slabs are page-locked."""
+        return self.pool is not None and self.pool.memory.is_pinned
 
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
@@ -103,5 +112,12 @@ class Slabs:
                 device = self.target.device
                 if self.pool is None:
                     self.pool = SlabPool(default_memory(device), max_bytes=self.settings.max_bytes)
-                self._stager = Stager(device, pool=self.pool, owner=self.settings.owner, keep=self.settings.keep)
+                settings = self.settings
+                self._stager = Stager(
+                    device,
+                    pool=self.pool,
+                    owner=settings.owner,
+                    keep=settings.keep,
+                    own_storage=settings.own_storage,
+                )
             return self._stager

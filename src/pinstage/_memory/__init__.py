@@ -13,7 +13,15 @@ Importing this room pins nothing, imports no CUDA bindings, and initialises no C
 
 from .. import _host
 from . import _cuda
-from ._cuda import CudaError, as_called_here, disregard_captures, start_copy, why_unusable
+from ._cuda import (
+    CudaError,
+    as_called_here,
+    copy_error,
+    disregard_captures,
+    make_current,
+    start_copy,
+    why_unusable,
+)
 from ._host_alloc import HostAllocMemory
 from ._limits import cap_bytes, remedy
 from ._pageable import PageableMemory
@@ -37,7 +45,9 @@ __all__ = [
     "cap_bytes",
     "default_memory",
     "remedy",
+    "copy_error",
     "disregard_captures",
+    "make_current",
     "start_copy",
     "why_unusable",
 ]

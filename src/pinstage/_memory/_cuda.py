@@ -270,3 +270,14 @@ def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
     (code,) = bindings.runtime.cudaMemcpyAsync(target, source, nbytes, bindings.host_to_device, stream)
     if code:
         raise _cleared(bindings.runtime, "cudaMemcpyAsync", code, nbytes)
+
+
+def copy_error(code: int) -> CudaError:
+    """Return the exception for an error of the driver's copies."""
+    driver = _loaded().driver
+    return _cleared(driver, "cuMemcpyHtoDAsync", driver.CUresult(code), None)
+
+
+def make_current(index: int) -> None:
+    """``cudaSetDevice``: make a device current in this thread, for the driver too."""
+    _call(_loaded().runtime, "cudaSetDevice", index)

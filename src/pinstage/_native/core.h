@@ -15,7 +15,7 @@
  * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._layout._table`, which
  * reads the same with numpy. */
 
-#define TABLE_MAGIC INT64_C(0x70696e7374616702) /* "pinstag", version 2 */
+#define TABLE_MAGIC INT64_C(0x70696e7374616703) /* "pinstag", version 3 */
 enum { ALIGNMENT = 16 };
 enum { MOST_DTYPES = 63 };
 
@@ -28,9 +28,12 @@ typedef struct {
 typedef struct {
     int64_t offset; /* in the slab; of an ALIAS the row that it repeats; else -1 */
     int64_t nbytes;
-    uint8_t kind, dtype, ndim, nothing[5];
+    uint8_t kind, dtype, ndim, nothing;
+    uint32_t block; /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
     int64_t sizes[]; /* shape[width], stride[width] */
 } Row;
+
+_Static_assert(sizeof(Header) == 72 && sizeof(Row) == 24, "pinstage._layout._table reads them so");
 
 static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
 
@@ -43,8 +46,15 @@ static inline bool is_packed(const Row *row) { return row->kind == RAW || row->k
 /* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */
 bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
 
-/* Whether a packed row's leaf, its strides and all, stays inside of a slab of so many bytes. */
+/* Whether a packed row's leaf is dense, strides and all, and stays inside a slab of `nbytes`. */
 bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes);
+
+/* Give each packed row its place in the slab, and its block; return where the last one ends. `order` has room for all
+ * packed rows. */
+int64_t place_rows(Header *table, char *rows, int64_t *order);
+
+/* The packed rows of a table in the order of their offsets, to be freed; how many there are. NULL with an error. */
+int64_t *rows_by_offset(const Header *table, int64_t *packed);
 
 /* -- torch, as it was found when the extension was told of it ------------------------------------------------------- */
 
@@ -72,13 +82,16 @@ typedef struct {
     bool (*cpp_is_neg)(const void *handle);
     bool (*cpp_is_conj)(const void *handle);
     PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
-    PyObject *count_modes;                                       /* in which torch makes other things; see `views.c` */
+    PyObject *count_modes;                                       /* in which torch makes other things; see `blocks.c` */
     int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
     int (*storage_offset)(void *handle, int64_t *out);
     int (*get_dtype)(void *handle, int32_t *out);
     int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset, void **out);
     int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
                            const int64_t *strides, void **out);
+    int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
+                         int32_t device_index, void **out);
+    int (*get_data)(void *handle, void **out);
     int (*delete_handle)(void *handle);
     PyObject *(*wrap)(void *handle);                             /* libtorch_python's; NULL if it is not there */
     Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
@@ -107,8 +120,38 @@ bool may_be_dual(void);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
-extern PyMethodDef table_methods[], describe_methods[], pack_methods[], view_methods[], torch_methods[];
+/* What a leaf is, for now. */
+typedef struct {
+    int kind, dtype;
+    int32_t ndim;
+    int64_t nbytes;
+    const char *data;
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS]; /* in the slab */
+    int64_t source_stride[MAX_DIMS];           /* of a STRIDED leaf */
+} Found;
+
+enum { NOT_PLAIN = -2 }; /* one for the plain path; no error */
+
+/* Describe a torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
+int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf);
+
+/* The same of a numpy.ndarray, of that very class, which keeps its memory. */
+int find_array(PyObject *object, Found *leaf);
+
+/* A batch about to be packed: its leaves in the order of their offsets. Holds its buffers until `work_end`. */
+typedef struct {
+    Py_buffer table, sources;
+    Leaf *leaves;
+    int64_t count, nbytes;
+} Work;
+
+/* `skip`: a list of rows that somebody else writes, rising; or NULL. False with an error. */
+bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, PyObject *skip);
+void work_end(Work *work);
+
+extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[], torch_methods[];
 int add_structure_type(PyObject *module);
 int add_job_type(PyObject *module);
+int add_blocks_type(PyObject *module);
 
 #endif

@@ -4,18 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* -- what a leaf is, for now ------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int kind, dtype;
-    int32_t ndim;
-    int64_t nbytes;
-    const char *data;
-    int64_t shape[MAX_DIMS], stride[MAX_DIMS]; /* in the slab */
-    int64_t source_stride[MAX_DIMS];           /* of a STRIDED leaf */
-} Found;
-
-enum { NOT_PLAIN = -2 }; /* one for the plain path; no error */
+/* -- what a leaf is ----------------------------------------------------------------------------------------------- */
 
 /* Say whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. */
 static bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
@@ -102,8 +91,7 @@ static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t 
     return (offset + reach) * torch.itemsize[leaf->dtype] <= size;
 }
 
-/* A torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
-static int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf) {
+int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf) {
     DLTensor tensor;
     if (torch.export_tensor(object, &tensor)) {
         PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
@@ -125,8 +113,7 @@ static int find_tensor(PyObject *object, int32_t device_type, int32_t device_id,
     return 0;
 }
 
-/* A numpy.ndarray, of that very class. The array keeps its memory. */
-static int find_array(PyObject *object, Found *leaf) {
+int find_array(PyObject *object, Found *leaf) {
     Py_buffer buffer;
     if (PyObject_GetBuffer(object, &buffer, PyBUF_RECORDS_RO) != 0) {
         PyErr_Clear(); /* dates, say */
@@ -305,6 +292,7 @@ static PyObject *describe(PyObject *module, PyObject *args) {
     Py_ssize_t count = PyList_Size(leaves);
     Growing table = {NULL, NULL, 0, 0, count};
     Met met = {NULL, NULL, 0};
+    int64_t *order = NULL;
     PyObject *kept = PyList_New(0), *result = NULL;
     Found leaf;
     bool has_lazy = false;
@@ -375,7 +363,6 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         }
         row->ndim = (uint8_t)leaf.ndim;
         row->nbytes = leaf.nbytes;
-        row->offset = end;
         memcpy(row->sizes, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
         memcpy(row->sizes + table.width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
         source[0] = (int64_t)(uintptr_t)leaf.data;
@@ -390,11 +377,17 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         header.payload += leaf.nbytes;
         end = (end + leaf.nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     }
-    header.nbytes = end;
     header.width = table.width;
+    order = malloc(sizeof(int64_t) * (size_t)(header.packed + 1));
+    if (order == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    header.nbytes = place_rows(&header, table.rows, order);
     result = described(&table, &header, kept, has_lazy);
 done:
     Py_XDECREF(kept);
+    free(order);
     free(met.objects);
     free(met.indexes);
     free(table.rows);

@@ -98,6 +98,8 @@ static PyObject *find_shim(PyObject *module, PyObject *args) {
         {0, true, "aoti_torch_get_dtype", (void **)&torch.get_dtype},
         {0, true, "aoti_torch__reinterpret_tensor", (void **)&torch.reinterpret},
         {0, true, "aoti_torch__alloc_from_pool", (void **)&torch.alloc_from_pool},
+        {0, true, "aoti_torch_empty_strided", (void **)&torch.empty_strided},
+        {0, true, "aoti_torch_get_data_ptr", (void **)&torch.get_data},
         {0, true, "aoti_torch_delete_tensor_object", (void **)&torch.delete_handle},
         {2, true, "_Z16THPVariable_WrapON2at10TensorBaseE", (void **)&torch.wrap},
         {0, false, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", (void **)&torch.cpp_is_neg},
@@ -314,14 +316,14 @@ static PyObject *steps(PyObject *module, PyObject *args) {
 static PyMethodDef steps_methods[] = {{"steps", steps, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 
 static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, view_methods, steps_methods};
+    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, blocks_methods, steps_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }
     PyObject *nothing = PyType_FromSpec(&nothing_spec);
     if (nothing == NULL || PyModule_AddObjectRef(module, "Nothing", nothing) != 0) return -1;
     Py_DECREF(nothing);
-    return add_structure_type(module) != 0 || add_job_type(module) != 0 ? -1 : 0;
+    return add_structure_type(module) != 0 || add_job_type(module) != 0 || add_blocks_type(module) != 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};

@@ -10,53 +10,61 @@ static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
 /* How long a thread may work before it looks whether Ctrl-C was pressed. */
 enum { ANSWER_MS = 20 };
 
-typedef struct {
-    Py_buffer table, sources;
-    Leaf *leaves;
-    int64_t count, nbytes;
-} Work;
-
-static void work_end(Work *work) {
+void work_end(Work *work) {
     free(work->leaves);
     PyBuffer_Release(&work->sources);
     PyBuffer_Release(&work->table);
 }
 
-/* `skip`: a list of rows that somebody else writes, rising; or NULL. */
-static bool work_begin(Work *work, PyObject *table, PyObject *sources, long long room, PyObject *skip) {
-    const Header *header;
-    Py_ssize_t skipped = 0, skips = skip == NULL ? 0 : PyList_Size(skip);
-    if (!table_of(table, &work->table, &header)) return false;
-    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) {
-        PyBuffer_Release(&work->table);
-        return false;
+/* Say which rows are in a list; NULL with an error. */
+static char *marks_of(PyObject *rows, int64_t count) {
+    char *marks = calloc((size_t)count + 1, 1);
+    if (marks == NULL) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; marks != NULL && i < PyList_Size(rows); i++) {
+        int64_t row = PyLong_AsLongLong(PyList_GetItem(rows, i));
+        if (!PyErr_Occurred() && row >= 0 && row < count) {
+            marks[row] = 1;
+            continue;
+        }
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is no such row to be left out");
+        free(marks);
+        marks = NULL;
     }
+    return marks;
+}
+
+bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, PyObject *skip) {
+    const Header *header;
+    int64_t *order = NULL, packed = 0, end = 0;
+    char *is_skipped = NULL;
+    *work = (Work){.leaves = NULL};
+    if (!table_of(table, &work->table, &header)) return false;
+    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) goto failed;
     size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
     work->nbytes = header->nbytes;
-    work->count = 0;
-    work->leaves = malloc(sizeof(Leaf) * (size_t)(header->rows + 1));
-    if (work->leaves == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
     if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows) {
         PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
         goto failed;
     }
-    int64_t end = 0;
-    for (int64_t i = 0; i < header->rows; i++) {
-        const Row *row = row_at(header, i);
-        bool is_skipped = skipped < skips && PyLong_AsLongLong(PyList_GetItem(skip, skipped)) == i;
-        if (is_skipped) skipped++;
-        if (!is_packed(row)) continue;
+    order = rows_by_offset(header, &packed);
+    if (order == NULL || (skip != NULL && (is_skipped = marks_of(skip, header->rows)) == NULL)) goto failed;
+    work->leaves = malloc(sizeof(Leaf) * (size_t)(packed + 1));
+    if (work->leaves == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (; work->count < packed; work->count++) {
+        int64_t index = order[work->count];
+        const Row *row = row_at(header, index);
         if (row->offset < end || !lies_in_slab(row, header->width, header->nbytes)) {
             PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
             goto failed;
         }
         end = row->offset + row->nbytes;
-        const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)i);
-        work->leaves[work->count++] = (Leaf){
-            .source = row->kind == LAZY || is_skipped ? NULL : (const char *)(uintptr_t)source[0],
+        const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)index);
+        bool is_left_out = row->kind == LAZY || (is_skipped != NULL && is_skipped[index]);
+        work->leaves[work->count] = (Leaf){
+            .source = is_left_out ? NULL : (const char *)(uintptr_t)source[0],
             .offset = row->offset,
             .nbytes = row->nbytes,
             .shape = row->sizes,
@@ -65,8 +73,12 @@ static bool work_begin(Work *work, PyObject *table, PyObject *sources, long long
             .itemsize = torch.itemsize[row->dtype],
         };
     }
+    free(order);
+    free(is_skipped);
     return true;
 failed:
+    free(order);
+    free(is_skipped);
     work_end(work);
     return false;
 }

@@ -31,7 +31,7 @@ from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease
-from ._pool import SlabPool, check_open, check_pool
+from ._pool import SlabPool, check_open, check_pool, keeper_of
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_timeout
@@ -48,5 +48,6 @@ __all__ = [
     "check_owner",
     "check_pool",
     "check_timeout",
+    "keeper_of",
     "size_class",
 ]

@@ -14,7 +14,7 @@ from ..errors import UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
-from ._lease import Lease
+from ._lease import Keeper, Lease
 from ._ledger import Ledger
 from ._resize import Resize
 from ._slab import Fence
@@ -44,6 +44,11 @@ def check_open(pool: SlabPool) -> None:
     """
     pool._check_entry()
     pool._check_open()
+
+
+def keeper_of(pool: SlabPool) -> Keeper:
+    """Return what says, by plain attributes, whether a pool is closed, or a forked child's copy."""
+    return pool._ledger
 
 
 class SlabPool:

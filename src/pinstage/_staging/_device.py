@@ -12,12 +12,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from .. import _native
 from .._copy import Gathering
-from .._layout import Table
-from .._memory import disregard_captures, start_copy, why_unusable
+from .._layout import Blocks, HostSlab, Parts, PlainBlocks, Sharing, Table, make_blocks, pack
+from .._memory import copy_error, disregard_captures, make_current, start_copy, why_unusable
 from .._pool import Fence
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
+from .._tree import ATOM_TYPES, WRAPPERS
 from ..errors import StagingError
 
 # -- streams and events ------------------------------------------------------------------------------------------------
@@ -26,6 +28,12 @@ E = TypeVar("E", bound=torch.cuda.Event)
 
 UNSHARED = next(map(sys.getrefcount, [object()]))
 """What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
+
+_TYPES = ATOM_TYPES, WRAPPERS
+"""Types of leaves that stay as they are, but for those of the second set."""
+
+_NO_CONTEXT = 201
+"""``CUDA_ERROR_INVALID_CONTEXT``: no device is current for the driver in this thread."""
 
 _EVENTS_KEPT = 32
 """Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
@@ -140,7 +148,7 @@ class EventCache(Generic[E]):
 
 
 AT_ONCE_BYTES = 64 * 1024
-"""Copies of at most so much to a device are asynchronous with respect to the host, from pageable memory too (CUDA
+"""Copies of at most this size to a device are asynchronous with respect to the host, from pageable memory too (CUDA
 Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes until the stream is there. Without a
 slab, and a stream to wait for, four leaves of 1 KiB take 0.03 ms instead of 0.05."""
 
@@ -152,13 +160,6 @@ class Target(Protocol):
     stream: Any
     """The stream of its own for copies, which is done when none is under way; None where there are no streams, and a
     copy is done when the call returns."""
-
-    def takes_at_once(self, nbytes: int) -> bool:
-        """Say whether `copy` has read so much pageable memory when it returns, and does not wait for the device.
-
-        For a copy on the caller's current stream. While the device is `selected`.
-        """
-        ...
 
     def is_capturing(self) -> bool:
         """Say whether a graph is being captured on the caller's current stream: no event may be asked then."""
@@ -176,15 +177,51 @@ class Target(Protocol):
         """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
         ...
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: Any) -> None:
-        """Copy bytes of a host slab to a device slab. While the device is `selected`.
+    def blocks(self, table: Table, sharing: Sharing, stream: Any, slab: torch.Tensor | None = None) -> Blocks:
+        """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
 
         Args:
-            slab: of the device.
+            table: of the batch.
+            sharing: which leaves share memory.
+            stream: that writes them first.
+            slab: made by `empty`: the one tensor to be used.
+        """
+        ...
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
+        """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
+
+        Args:
+            blocks: of the batch.
             host: address of the host slab.
             start: first byte.
             end: behind the last one.
             stream: on which.
+            pinned: whether the slab is page-locked.
+        """
+        ...
+
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
+        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
+        ...
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int] | None:
+        """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+
+        Returns:
+            What stands for these leaves, how many were moved, and their bytes; None if they are too many, too large, or
+            not plain, or the stream is captured.
+        """
+        ...
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:
+        """Copy leaves, by row and address, from page-locked memory of their own; otherwise as `copy`."""
+        ...
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
+
+        For a stream that is not captured. Otherwise as `copy`.
         """
         ...
 
@@ -226,22 +263,20 @@ class CudaTarget:
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
         self._has_bindings = why_unusable() is None
+        self._copies_natively = _native.core is not None and _native.core.find_driver()
+        self._make_blocks = make_blocks if self._copies_natively else PlainBlocks
         self._events = EventCache(partial(DeviceEvent.of, self.device.index))
         self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._last_consumer = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return on_device(self.device.index)
+        return NOTHING if self._cuda.device() == self.device.index else torch.cuda.device(self.device.index)
 
     def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
         disregard_captures()
         return self.selected()
-
-    def takes_at_once(self, nbytes: int) -> bool:
-        """See `Target`. While a graph is captured it would be read again at each replay."""
-        return nbytes <= AT_ONCE_BYTES and not self.is_capturing()
 
     def is_capturing(self) -> bool:
         """See `Target`."""
@@ -262,14 +297,88 @@ class CudaTarget:
             check_is_plain(slab)
         return slab
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: torch.cuda.Stream) -> None:
-        """See `Target`. Not torch's ``copy_``: a tensor over the host slab takes longer to make than the copy."""
+    def blocks(
+        self, table: Table, sharing: Sharing, stream: torch.cuda.Stream, slab: torch.Tensor | None = None
+    ) -> Blocks:
+        """See `Target`."""
+        cuda, ids = self._cuda, ids_of(stream)
+        before = cuda.stream(self.device.index)
+        try:
+            if before != ids:
+                cuda.set_stream(*ids)
+            if slab is None and self._copies_natively:
+                made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index)
+                if made is not None:
+                    return made
+            return self._make_blocks(table, sharing, self.device, self._send, slab)
+        finally:
+            if before != ids:
+                cuda.set_stream(*before)
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: torch.cuda.Stream, *, pinned: bool) -> int:
+        """See `Target`."""
+        copies = blocks.copy(host, start, end, stream.cuda_stream, pinned)
+        return copies if copies >= 0 else self._again(copies, blocks.copy, host, start, end, stream.cuda_stream, pinned)
+
+    def pack_and_copy(
+        self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: torch.cuda.Stream, *, pinned: bool
+    ) -> int:
+        """See `Target`."""
+        host, nbytes = lease.data_ptr(), parts.table.nbytes
+        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+            pack(parts, lease)
+            return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+        copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
+        return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int] | None:
+        """See `Target`."""
+        index = self.device.index
+        if self._cuda.device() != index or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = self.consumer(None).cuda_stream
+        moved = _native.core.move_few(leaves, _TYPES, 1, index, stream)
+        if isinstance(moved, int):
+            moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream)
+        return moved  # type: ignore[no-any-return]
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: torch.cuda.Stream) -> int:
+        """See `Target`."""
+        copies = blocks.copy_leaves(leaves, stream.cuda_stream)
+        if copies < 0:
+            copies = self._again(copies, blocks.copy_leaves, leaves, stream.cuda_stream)
+        return copies
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
+        """See `Target`."""
+        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+            return fill_plainly(self, blocks, parts, stream)
+        copies = blocks.fill(parts.sources, stream.cuda_stream)
+        if copies < 0:
+            copies = self._again(copies, blocks.fill, parts.sources, stream.cuda_stream)
+        return copies
+
+    def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
+        """Copy again if it failed because the driver knows no device in this thread; else raise its error.
+
+        Calls of CUDA's runtime see to that, but torch's allocator makes none while it has memory.
+        """
+        if code == -_NO_CONTEXT:
+            make_current(self.device.index)
+            done = send(*args)
+            code = done if isinstance(done, int) else 0
+        if code < 0:
+            raise copy_error(-code)
+        return done
+
+    def _send(self, block: torch.Tensor, place: int, host: int, nbytes: int, stream: int) -> None:
+        """Copy to a block where the extension can't."""
         if self._has_bindings:
-            start_copy(slab.data_ptr() + start, host + start, end - start, stream.cuda_stream)
+            start_copy(block.data_ptr() + place, host, nbytes, stream)
             return
-        source = (ctypes.c_ubyte * (end - start)).from_address(host + start)
-        with on_stream(stream):
-            slab[start:end].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
+        source = (ctypes.c_ubyte * nbytes).from_address(host)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)):  # type: ignore[no-untyped-call]
+            block[place : place + nbytes].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
@@ -305,10 +414,6 @@ class CpuTarget:
     device = torch.device("cpu")
     stream: Any = None
 
-    def takes_at_once(self, nbytes: int) -> bool:
-        """See `Target`. It always does; a large batch takes a slab here as it does on a GPU."""
-        return nbytes <= AT_ONCE_BYTES
-
     def is_capturing(self) -> bool:
         """See `Target`."""
         return False
@@ -328,9 +433,38 @@ class CpuTarget:
             check_is_plain(slab)
         return slab
 
-    def copy(self, slab: torch.Tensor, host: int, start: int, end: int, stream: Any) -> None:  # noqa: ARG002
+    def blocks(self, table: Table, sharing: Sharing, stream: Any = None, slab: torch.Tensor | None = None) -> Blocks:  # noqa: ARG002
+        """See `Target`."""
+        return make_blocks(table, sharing, self.device, self._send, slab)
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
         """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
-        ctypes.memmove(slab.data_ptr() + start, host + start, end - start)
+        return blocks.copy(host, start, end, 0, False)
+
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
+        """See `Target`."""
+        pack(parts, lease)
+        return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int] | None:
+        """See `Target`."""
+        if _native.core is None:
+            return None
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
+        """See `Target`."""
+        return blocks.copy_leaves(leaves, 0)
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """See `Target`."""
+        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+            return fill_plainly(self, blocks, parts, stream)
+        return blocks.fill(parts.sources, 0)
+
+    @staticmethod
+    def _send(block: torch.Tensor, place: int, host: int, nbytes: int, stream: int) -> None:  # noqa: ARG004
+        ctypes.memmove(block.data_ptr() + place, host, nbytes)
 
     def consumer(self, stream: Any) -> None:
         """See `Target`."""
@@ -343,6 +477,15 @@ class CpuTarget:
 
     def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: Any) -> None:
         """See `Target`."""
+
+
+def fill_plainly(target: Target, blocks: Blocks, parts: Parts, stream: Any) -> int:
+    """Do what `Target.fill` does with leaves that torch computes, or without the extension."""
+    nbytes = parts.table.nbytes
+    host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    check_is_plain(host)
+    pack(parts, host)
+    return target.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
 
 
 def target_for(device: torch.device | str | int | None) -> Target:

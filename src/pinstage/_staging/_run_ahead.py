@@ -25,22 +25,43 @@ def check_depth(depth: int) -> int:
     return depth
 
 
+def check_run_ahead(run_ahead: int | None) -> int | None:
+    """Return a number of batches that the host may be ahead of the device; None if there is no bound.
+
+    Raises:
+        TypeError: it is neither an int nor None.
+        ValueError: it is less than 1.
+    """
+    if run_ahead is not None and (isinstance(run_ahead, bool) or not isinstance(run_ahead, int)):
+        raise TypeError(f"run_ahead must be an int or None: {run_ahead!r}; it is a number of batches")
+    if run_ahead is not None and run_ahead < 1:
+        raise ValueError(f"run_ahead must be at least 1: {run_ahead}; None sets no bound")
+    return run_ahead
+
+
 class RunAhead:
     """Keeps a loop that never waits for the device from queueing work, and so taking device memory, without end.
 
     Args:
         target: the device.
+        most: batches whose work the device may have before it.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, most: int = RUN_AHEAD) -> None:
         self._target = target
+        self._most = most
         self._used: deque[Fence | None] = deque()  # what the consumer's streams had to do, batch by batch
 
-    def bound(self) -> None:
-        """Wait until the device has no more to do than the last `RUN_AHEAD` batches; called once for each batch."""
-        self._used.append(self._target.record(self._target.consumer(None)))
-        if len(self._used) > RUN_AHEAD:
-            event = self._used.popleft()
+    def bound(self, event: Fence | None = None) -> None:
+        """Wait until the device has no more to do than the last batches; called once for each batch.
+
+        Args:
+            event: behind this batch; None takes the work that the current stream has been given so far.
+        """
+        used = self._used
+        used.append(event or self._target.record(self._target.consumer(None)))
+        if len(used) > self._most:
+            event = used.popleft()
             if event is not None and not event.query():  # asking lets go of no interpreter lock
                 event.synchronize()
 

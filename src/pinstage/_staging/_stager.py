@@ -7,27 +7,51 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
 
-from .._copy import Borrowed, Run, borrow, most_threads, reuses_places, start_packing, windows
-from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, pack, take_apart
+from .._copy import borrow, most_threads, reuses_places, start_packing, windows
+from .._layout import (
+    ALIGNMENT,
+    Blocks,
+    Layout,
+    OwnStorage,
+    Parts,
+    Sharing,
+    Table,
+    check_own_storage,
+    content_of,
+    sharing_of,
+    take_apart,
+)
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
-from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, check_open, check_owner, check_pool, check_timeout
+from .._pool import (
+    Fence,
+    HostBudget,
+    Lease,
+    PoolStats,
+    SlabPool,
+    check_open,
+    check_owner,
+    check_pool,
+    check_timeout,
+    keeper_of,
+)
 from .._reaper import reaper
 from .._sizes import count, format_bytes, parse_bytes, table_text
 from .._steps import step
 from .._torch import tell_once
-from .._tree import Keeping
+from .._tree import Keeping, walk
 from ..errors import AcquireTimeoutError, StagingError
-from ._device import CpuTarget, Sources, target_for
+from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._prefetch import Prefetcher, T, prefetcher_of
 from ._ring import Overflow, Ring, RingLease
-from ._run_ahead import check_depth
+from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, to_host
-from ._transfer import Transfer, copy_event_of, move_others, send_packed
+from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,7 +60,13 @@ B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_CPU = CpuTarget()
+SMALL_BYTES = 1024 * 1024
+"""Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
+and a second stream's memory has to be recorded there (5 us for each tensor)."""
+
+_FEW_LEAVES = 16
+"""Batches of more leaves, whatever these are, aren't tried as one of a few tensors; see ``move_few`` in
+``_native/blocks.c``."""
 
 _PARTS = 2
 """Where a slab is smaller than its batch: one part of it is packed while the other travels. A batch of 64 MiB takes
@@ -65,7 +95,9 @@ class StagerStats:
     batches: int
     """Batches staged."""
     copies: int
-    """Host-to-device copies issued for packed leaves: one a batch, several for batches of 1 MiB and more."""
+    """Host-to-device copies of packed leaves: one for each block, and a large block may take several."""
+    blocks: int
+    """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
     packed_leaves: int
     """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
     packed_bytes: int
@@ -93,6 +125,7 @@ class StagerStats:
             "StagerStats",
             [
                 ("batches", f"{self.batches:,}, in {count(self.copies, 'copy', 'copies')}"),
+                ("blocks", f"{self.blocks:,}"),
                 ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
                 ("padding", format_bytes(self.padding_bytes)),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
@@ -159,6 +192,8 @@ class Stager:
         ring_overflow: Overflow = "error",
         threads: int | None = None,
         borrow_pinned: bool = False,
+        own_storage: OwnStorage = "auto",
+        run_ahead: int | None = RUN_AHEAD,
         keep: Iterable[str] | Callable[[str, Any], object] | None = None,
         timeout: float | None = 60.0,
     ) -> None:
@@ -180,11 +215,17 @@ class Stager:
         self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
         self._threads = most_threads(threads)
         self._borrow_pinned = borrow_pinned
+        self._own_storage = check_own_storage(own_storage)
+        self._most_ahead = check_run_ahead(run_ahead)
+        self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
         self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
         self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
-        self._batches = self._copies = self._passthrough_leaves = 0
+        self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
+        self._is_pinned = self._pool.memory.is_pinned
+        self._keeper = keeper_of(self._pool)
+        self._moves_few = ring is None and keep is None and own_storage is not False
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._sources = Sources()
         self._fetches = self._fetch_copies = self._fetched_bytes = self._refused_batches = 0
@@ -236,35 +277,38 @@ class Stager:
             RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        return self._stage(batch, is_watched=True)
+        return self._stage(batch)
 
-    def _stage(self, batch: Any, *, is_watched: bool) -> Transfer[Any]:
+    def _stage(self, batch: Any, *, is_bounded: bool = True) -> Transfer[Any]:
         """Do what `stage` does.
 
         Args:
             batch: what is staged.
-            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what
-                travels on the current stream needs no event, which takes some microseconds of about thirty.
+            is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
-            table, ring = parts.table, self._ring
-            ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
-            slab = event = writer = None
-            copies = 0
-            try:
-                if table.nbytes:
-                    slab, event, copies, writer = self._send(parts, ring_lease, is_watched)
-                others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
-                self._count(table, copies)
-                return Transfer(
-                    self._target, parts.structure, table, slab, event, copies, others, moved, moved_event, ring_lease,
-                    writer,
-                )  # fmt: skip
-            except BaseException:
-                if ring_lease is not None:
-                    ring_lease.release()  # who keeps the error must not keep the slab
-                raise
+            return self._transfer(parts, is_watched=True, is_bounded=is_bounded)
+
+    def _transfer(self, parts: Parts, *, is_watched: bool, is_bounded: bool = True) -> Transfer[Any]:
+        """Send a batch.
+
+        Args:
+            parts: of the batch.
+            is_watched: whether anybody can ask when the bytes are there, or get them on another stream.
+            is_bounded: see `_stage`.
+        """
+        table, ring = parts.table, self._ring
+        ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+        try:
+            sent = self._send(parts, ring_lease, is_watched, is_bounded)
+            others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
+            self._count_table(table, sent)
+            return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event, ring_lease)
+        except BaseException:
+            if ring_lease is not None:
+                ring_lease.release()  # who keeps the error must not keep the slab
+            raise
 
     def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
@@ -298,7 +342,9 @@ class Stager:
             lease.guard(target.stream)  # an interrupt may come before the release
             event = None
             try:
-                transfer = send_packed(target, structure, table, host, list(others), ring_lease)
+                transfer = send_packed(
+                    target, structure, table, host, list(others), self._own_storage, ring_lease, pinned=self._is_pinned
+                )
                 event = copy_event_of(transfer)
             except BaseException:
                 event = target.record(target.stream)
@@ -307,7 +353,7 @@ class Stager:
                 raise
             finally:
                 lease.release(after=event)
-            self._count(table, transfer.copies)
+            self._count_table(table, sent_of(transfer))
             return transfer
 
     @overload
@@ -322,7 +368,30 @@ class Stager:
     def to_device(self, batch: B) -> B: ...
     def to_device(self, batch: Any) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
-        return self._stage(batch, is_watched=False).get()
+        target = self._target
+        with step("stage"):
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            if len(leaves) <= _FEW_LEAVES and self._moves_few:
+                moved = target.move_few(leaves)
+                if moved is not None:
+                    leaves, count, nbytes = moved
+                    self._count(copies=count, blocks=count, packed=count, payload=nbytes)
+                    return structure.rebuild(leaves)
+            parts = take_apart(batch, keeping=self._keeping, walked=walked)
+            table = parts.table
+            if table.moved or self._ring is not None:
+                return self._transfer(parts, is_watched=False).get()
+            sent = self._send(parts, None, is_watched=False)
+            self._count_table(table, sent)
+        blocks, event, _, stream = sent
+        with step("get"):
+            if stream is target.stream:  # else it is the current one
+                target.hand_over(event, blocks.tensors, target.consumer(None))
+            with step("views"):
+                leaves = blocks.leaves(parts.others() if table.others else [])
+            with step("unflatten"):
+                return structure.rebuild(leaves)
 
     def to_host(self, tree: B, *, copy: bool = False) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
@@ -388,7 +457,7 @@ class Stager:
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
             )
-        return prefetcher_of(self.stage, self._target, iterable, depth)
+        return prefetcher_of(partial(self._stage, is_bounded=False), self._target, iterable, depth)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -397,6 +466,7 @@ class Stager:
             return StagerStats(
                 batches=self._batches,
                 copies=self._copies,
+                blocks=self._blocks,
                 packed_leaves=self._packed_leaves,
                 packed_bytes=self._packed_bytes,
                 padding_bytes=self._padding_bytes,
@@ -416,79 +486,115 @@ class Stager:
         if self._pageable is not None:
             self._pageable.close()
 
-    def _count(self, table: Table, copies: int) -> None:
+    def _count_table(self, table: Table, sent: Sent) -> None:
+        padding = table.nbytes - table.payload_bytes
+        self._count(sent.copies, len(sent.blocks), table.packed, table.payload_bytes, padding, table.moved)
+
+    def _count(
+        self, copies: int, blocks: int, packed: int, payload: int, padding: int = 0, passthrough: int = 0
+    ) -> None:
         with self._lock:
             self._batches += 1
             self._copies += copies
-            self._packed_leaves += table.packed
-            self._packed_bytes += table.payload_bytes
-            self._padding_bytes += table.nbytes - table.payload_bytes
-            self._passthrough_leaves += table.moved
+            self._blocks += blocks
+            self._packed_leaves += packed
+            self._packed_bytes += payload
+            self._padding_bytes += padding
+            self._passthrough_leaves += passthrough
 
-    def _send(
-        self, parts: Parts, ring_lease: RingLease | None, is_watched: bool
-    ) -> tuple[torch.Tensor, Fence | None, int, Any]:
+    def _bound(self, consumer: Any, event: Fence | None = None) -> None:
+        """Wait while the device is too far behind; see `RunAhead`."""
+        if self._most_ahead is None or consumer is None:
+            return
+        run_ahead = self._run_ahead.get(consumer)
+        if run_ahead is None:
+            run_ahead = self._run_ahead.setdefault(consumer, RunAhead(self._target, self._most_ahead))
+        run_ahead.bound(event)
+
+    def _send(self, parts: Parts, ring_lease: RingLease | None, is_watched: bool, is_bounded: bool = True) -> Sent:
         """Send what can be packed.
 
-        Returns:
-            The device slab, the event behind the last copy, the number of copies, and the stream that they are on.
+        The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
+        slab, and a stream to wait for, would take longer than to pack and copy it. One below `SMALL_BYTES` that nobody
+        watches goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts, on the
+        stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
+        before it comes here.)
+
+        Args:
+            parts: of the batch.
+            ring_lease: of a device slab to be used; None for fresh memory.
+            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
+                sent on the current stream needs no event, which takes some microseconds.
+            is_bounded: see `_stage`.
         """
         target, table = self._target, parts.table
-        stream = target.stream
+        nbytes = table.nbytes
         with target.selected():
-            if target.takes_at_once(table.nbytes):
-                return self._send_at_once(parts, ring_lease, is_watched)
+            is_small = (
+                nbytes <= AT_ONCE_BYTES or (nbytes < SMALL_BYTES and not is_watched)
+            ) and not target.is_capturing()
+            consumer = target.consumer(None)
+            stream = consumer if is_small else target.stream
+            if ring_lease is None:
+                sharing, slab = sharing_of(self._own_storage, table.packed), None
+            else:
+                sharing, slab = Sharing.ONE, ring_lease.ready(stream)
+                if is_small:
+                    target.hand_over(None, ring_lease.hand_out(stream), stream)
+            if is_small:
+                return self._send_small(parts, sharing, slab, stream, is_watched)
             borrowed = borrow(parts) if self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
+            if is_bounded and not target.is_capturing():
+                self._bound(consumer)
             lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
                 lease.guard(stream)  # an interrupt may come before the release
             copies = 0
             try:
-                device = target.empty(table.nbytes, stream) if ring_lease is None else ring_lease.ready(stream)
+                blocks = target.blocks(table, sharing, stream, slab)
                 if borrowed is not None:
-                    copies = self._copy_borrowed(borrowed, device)
+                    reaper.start()
+                    with step("copy"):
+                        copies = target.copy_leaves(blocks, borrowed.leaves, stream)
+                    blocks.packed_as(rest.table.data)
                 if lease is not None:
-                    copies += self._pack_and_copy(rest, lease, device, None if borrowed is None else borrowed.runs)
+                    copies += self._pack_and_copy(rest, lease, blocks, stream)
             finally:
                 event = target.record(stream)
                 if lease is not None:
                     lease.release(after=event)
                 if borrowed is not None and event is not None:
                     reaper.tasks.put(Kept(event, borrowed.lenders))
-        return device, event, copies, stream
+        return Sent(blocks, event, copies, stream)
 
-    def _send_at_once(
-        self, parts: Parts, ring_lease: RingLease | None, is_watched: bool
-    ) -> tuple[torch.Tensor, Fence | None, int, Any]:
-        """Send a small batch from ordinary memory, on the caller's current stream.
-
-        A slab of the pool, and a stream to wait for, would take longer than to pack and copy it.
-        """
-        check_open(self._pool)
+    def _send_small(
+        self, parts: Parts, sharing: Sharing, slab: torch.Tensor | None, stream: Any, is_watched: bool
+    ) -> Sent:
+        """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
         target, nbytes = self._target, parts.table.nbytes
-        stream = target.consumer(None)
-        if ring_lease is None:
-            device = target.empty(nbytes, stream)
-        else:
-            device = ring_lease.ready(stream)
-            target.hand_over(None, ring_lease.hand_out(stream), stream)
-        with step("pack"):
-            host = _CPU.empty(nbytes)
-            pack(parts, host)
-        with step("copy"):
-            target.copy(device, host.data_ptr(), 0, nbytes, stream)
-        return device, target.record(stream) if is_watched else None, 1, stream
+        if nbytes and (self._keeper.closed or self._keeper.is_forked):
+            check_open(self._pool)
+        blocks = target.blocks(parts.table, sharing, stream, slab)
+        if nbytes <= AT_ONCE_BYTES:
+            with step("pack"):
+                copies = target.fill(blocks, parts, stream)
+            return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
+        lease = self._acquire_or_less(nbytes)
+        lease.guard(stream)  # an interrupt may come before the release
+        try:
+            if lease.nbytes < nbytes:
+                copies = self._copy_in_parts(parts, lease, blocks, stream)
+            else:
+                with step("pack"):
+                    copies = target.pack_and_copy(blocks, parts, lease, stream, pinned=self._is_pinned)
+        finally:
+            event = target.record(stream)
+            lease.release(after=event)
+        self._bound(stream, event)
+        return Sent(blocks, event, copies, stream)
 
-    def _copy_borrowed(self, borrowed: Borrowed, device: torch.Tensor) -> int:
-        """Send leaves from where they lie; return how many."""
-        reaper.start()
-        with step("copy"):
-            for address, start, nbytes in borrowed.loans:
-                self._target.copy(device, address - start, start, start + nbytes, self._target.stream)
-        return len(borrowed.loans)
-
-    def _copy_in_parts(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
+    def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
         """Do what `_pack_and_copy` does through a slab that is smaller than the batch.
 
         Each part of the slab is written again when the copy from it is done: the host waits for that.
@@ -509,52 +615,46 @@ class Stager:
                     with job:
                         for chunk in range(len(job.ends)):
                             job.wait(chunk)
-            copies += self._copy(device, host + part * size - start, start, start + run.table.nbytes, runs)
-            events[part] = self._target.record(self._target.stream)
+            end = start + run.table.nbytes
+            copies += self._copy(blocks, host + part * size - start, start, end, stream)
+            events[part] = self._target.record(stream)
         return copies
 
-    def _pack_and_copy(self, parts: Parts, lease: Lease, device: torch.Tensor, runs: list[Run] | None) -> int:
+    def _pack_and_copy(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
         """Pack, and send each chunk as soon as it is complete; return the number of copies.
 
         Args:
             parts: what is packed.
             lease: the host slab.
-            device: the device slab.
-            runs: where the bytes go; None if they go to the same places.
+            blocks: where it goes.
+            stream: that copies.
         """
-        if lease.nbytes < parts.table.nbytes:
-            return self._copy_in_parts(parts, lease, device, runs)
-        host, target = lease.data_ptr(), self._target
+        nbytes, target = parts.table.nbytes, self._target
+        if lease.nbytes < nbytes:
+            return self._copy_in_parts(parts, lease, blocks, stream)
+        host = lease.data_ptr()
         reuses = reuses_places(parts) and not target.is_capturing()
         with step("pack"):
             job = start_packing(parts, lease, self._threads, reuses=reuses)
         if job is None:
-            return self._copy(device, host, 0, parts.table.nbytes, runs)
+            return self._copy(blocks, host, 0, nbytes, stream)
         travelling: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         with job:
             for chunk, end in enumerate(job.ends):
                 with step("pack"):
                     job.wait(chunk)
-                copies += self._copy(device, host + job.place(chunk) - start, start, end, runs)
+                copies += self._copy(blocks, host + job.place(chunk) - start, start, end, stream)
                 start = end
                 if reuses:
-                    travelling.append((chunk, target.record(target.stream)))
+                    travelling.append((chunk, target.record(stream)))
                     while travelling and ((event := travelling[0][1]) is None or event.query()):
                         job.reuse(travelling.popleft()[0])
         return copies
 
-    def _copy(self, device: torch.Tensor, host: int, start: int, end: int, runs: list[Run] | None) -> int:
-        target, stream = self._target, self._target.stream
+    def _copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any) -> int:
         with step("copy"):
-            if runs is None:
-                target.copy(device, host, start, end, stream)
-                return 1
-            here = [run for run in runs if run.start < end and start < run.end]
-            for run in here:
-                shift = run.shift
-                target.copy(device, host - shift, max(start, run.start) + shift, min(end, run.end) + shift, stream)
-            return len(here)
+            return self._target.copy(blocks, host, start, end, stream, pinned=self._is_pinned)
 
     def _acquire(self, nbytes: int) -> Lease:
         try:
@@ -593,6 +693,7 @@ class Stager:
 
     def _acquire_pageable(self, nbytes: int) -> Lease:
         with self._lock:
+            self._is_pinned = False
             if self._pageable is None:
                 self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
         tell_once(

@@ -162,7 +162,7 @@ def landings(transfer: HostTransfer) -> list[Any]:
     assert transfer._leaves is not None
     found, start = list(transfer._leaves), 0
     for table in transfer._tables:
-        for index, (offset, _, kind, code, ndim, shape, stride) in enumerate(table.entries()):
+        for index, (offset, _, kind, code, ndim, _, shape, stride) in enumerate(table.entries()):
             if kind in PACKED:
                 dtype = DTYPES[code]
                 assert dtype is not None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
-from .._layout import Layout, RowKind, Table, cut
+from .._layout import Blocks, Layout, OwnStorage, RowKind, Sharing, Table, sharing_of
 from .._pool import Fence
 from .._steps import step
 from .._torch import memory_of, tell_once
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+class Sent(NamedTuple):
+    """The packed leaves of a batch, on their way."""
+
+    blocks: Blocks
+    """The tensors."""
+    event: Fence | None
+    """Behind the last copy; None if nobody can ask for it."""
+    copies: int
+    stream: Any
+    """That the copies are on."""
+
+
 class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, perhaps still travelling. Made by `Stager.stage`.
 
@@ -28,19 +40,16 @@ class Transfer(NotABatch, Generic[B_co]):
 
     __slots__ = (
         "_batch",
-        "_copies",
-        "_event",
         "_is_whole",
         "_leaves",
         "_moved",
         "_moved_event",
         "_others",
         "_ring_lease",
-        "_slab",
+        "_sent",
         "_structure",
         "_table",
         "_target",
-        "_writer",
     )
 
     def __init__(
@@ -48,26 +57,20 @@ class Transfer(NotABatch, Generic[B_co]):
         target: Target,
         structure: Structure,
         table: Table,
-        slab: torch.Tensor | None,
-        event: Fence | None,
-        copies: int,
+        sent: Sent,
         others: list[Any],
         moved: list[Any],
         moved_event: Fence | None,
         ring_lease: RingLease | None,
-        writer: Any,
     ) -> None:
         self._target = target
         self._structure = structure
         self._table = table
-        self._slab = slab
-        self._event = event
-        self._copies = copies
+        self._sent = sent
         self._others = others
         self._moved = moved
         self._moved_event = moved_event
         self._ring_lease = ring_lease
-        self._writer = writer  # the stream that the copies are on; as a consumer it has nothing to wait for
         self._leaves: list[Any] | None = None  # between `_cut` and `get`
         self._is_whole = False
         if ring_lease is not None:
@@ -81,13 +84,18 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch's slab, padding included."""
+        """Bytes of the batch's host slab, padding included."""
         return self._table.nbytes
 
     @property
     def copies(self) -> int:
-        """Host-to-device copies issued for the packed leaves: 1, or more for batches of 1 MiB and more."""
-        return self._copies
+        """Host-to-device copies of the packed leaves: one for each block, and a large block may take several."""
+        return self._sent.copies
+
+    @property
+    def blocks(self) -> int:
+        """Device tensors made for the packed leaves: leaves with tensors of their own, and blocks that leaves share."""
+        return len(self._sent.blocks)
 
     @property
     def passthrough(self) -> int:
@@ -96,11 +104,11 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Say whether the bytes are on the device. Does not block."""
-        return all(event is None or event.query() for event in (self._event, self._moved_event))
+        return all(event is None or event.query() for event in (self._sent.event, self._moved_event))
 
     def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: with `get`, only the stream waits."""
-        for event in (self._event, self._moved_event):
+        for event in (self._sent.event, self._moved_event):
             if event is not None:
                 event.synchronize()
 
@@ -114,22 +122,22 @@ class Transfer(NotABatch, Generic[B_co]):
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
-            A batch of the same types. Tensors and arrays are tensors on the device; those that were packed are views of
-            one device slab, which lives as long as any of them.
+            A batch of the same types. Tensors and arrays are tensors on the device. Which of them share memory is said
+            by the stager's `own_storage`.
 
         Raises:
             RingError: the transfer was released.
         """
         with step("get"):
-            ring_lease, slab = self._ring_lease, self._slab
+            ring_lease, (blocks, event, _, writer) = self._ring_lease, self._sent
             consumer = self._target.consumer(stream)
             if ring_lease is not None and ring_lease.is_released:
                 raise RingError(
                     "transfer was released: its device slab may hold another batch; get() the batch before release()"
                 )
-            if slab is not None and consumer is not self._writer:
-                used = [slab] if ring_lease is None else ring_lease.hand_out(consumer)
-                self._target.hand_over(self._event, used, consumer)
+            if consumer is not writer:
+                used = blocks.tensors if ring_lease is None else ring_lease.hand_out(consumer)
+                self._target.hand_over(event, used, consumer)
             if self._moved:
                 tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
                 self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
@@ -146,11 +154,8 @@ class Transfer(NotABatch, Generic[B_co]):
     def _cut(self) -> None:
         """Make the leaves that `get` puts together, if they are not there yet."""
         if self._leaves is None:
-            slab = self._slab
-            if slab is None:  # nothing was packed but perhaps empty tensors
-                slab = torch.empty(0, dtype=torch.uint8, device=self._target.device)
             with step("views"):
-                self._leaves = cut(self._table, slab, self._others)
+                self._leaves = self._sent.blocks.leaves(self._others)
 
     def release(self) -> None:
         """Give the device slab back to the ring, although tensors of the batch are still alive.
@@ -162,7 +167,7 @@ class Transfer(NotABatch, Generic[B_co]):
         if self._ring_lease is not None:
             self._ring_lease.release()
             # The slab of the batch, and its views, would count as somebody who uses it.
-            self._batch = self._slab = None
+            self._batch, self._sent = None, self._sent._replace(blocks=())  # type: ignore[arg-type]
             self._leaves, self._others = None, []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -180,12 +185,17 @@ class Transfer(NotABatch, Generic[B_co]):
     def __repr__(self) -> str:
         nbytes = self._table.nbytes
         done = " done" if self.query() else ""
-        return f"<Transfer nbytes={nbytes} copies={self._copies} to {self._target.device}{done}>"
+        return f"<Transfer nbytes={nbytes} copies={self.copies} to {self._target.device}{done}>"
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
-    return transfer._event
+    return transfer._sent.event
+
+
+def sent_of(transfer: Transfer[Any]) -> Sent:
+    """Return the packed leaves of a transfer."""
+    return transfer._sent
 
 
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
@@ -246,9 +256,12 @@ def send_packed(
     table: Table,
     host: int | None,
     others: list[Any],
+    own_storage: OwnStorage,
     ring_lease: RingLease | None = None,
+    *,
+    pinned: bool,
 ) -> Transfer[Any]:
-    """Start the one copy of a batch that lies packed in host memory already, and make its views.
+    """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
     Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
 
@@ -257,23 +270,24 @@ def send_packed(
         structure: of the batch.
         table: describes the memory.
         host: address of ``table.nbytes`` bytes; None if the table needs none.
-        others: the leaves that do not live in the slab, in order.
-        ring_lease: of a ring; None takes a fresh device slab.
+        others: the leaves that are not packed, in order.
+        own_storage: see `Stager`.
+        ring_lease: of a ring; None takes fresh device memory.
+        pinned: whether the memory is page-locked.
     """
-    slab, event, copies = None, None, 0
-    nbytes = table.nbytes
-    if nbytes and host is not None:
-        with target.selected():
-            stream = target.stream
-            slab = target.empty(nbytes, stream) if ring_lease is None else ring_lease.ready(stream)
+    stream, event, copies = target.stream, None, 0
+    with target.selected():
+        if ring_lease is None:
+            blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
+        else:
+            blocks = target.blocks(table, Sharing.ONE, stream, ring_lease.ready(stream))
+        if table.nbytes and host is not None:
             try:
-                target.copy(slab, host, 0, nbytes, stream)
+                copies = target.copy(blocks, host, 0, table.nbytes, stream, pinned=pinned)
             finally:
                 event = target.record(stream)
-        copies = 1
+    sent = Sent(blocks, event, copies, stream)
     others, moved, moved_event = move_others(target, structure, table, others)
-    transfer: Transfer[Any] = Transfer(
-        target, structure, table, slab, event, copies, others, moved, moved_event, ring_lease, target.stream
-    )
+    transfer: Transfer[Any] = Transfer(target, structure, table, sent, others, moved, moved_event, ring_lease)
     transfer._cut()
     return transfer

@@ -1,0 +1,644 @@
+/* Where the leaves of one batch live: tensors made from the offset table, and the copies into them.
+ *
+ * Tensors are made by torch's stable C shim, and made objects of Python's by libtorch_python's `THPVariable_Wrap`; see
+ * `pinstage._torch`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
+ * share one are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
+ * what one copy of all its bytes costs (300 leaves of 1 MiB: 5.80 ms, as one of 300 MiB; a call for each 6.50). */
+#include "core.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ONE, SHARED, EACH }; /* one block; those of the table; one for each leaf */
+
+/* Copies of at most these bytes from pageable memory have read it when the call returns, and do not wait for the device
+ * (CUDA Programming Guide, Asynchronous Concurrent Execution). */
+enum { AT_ONCE_BYTES = 64 * 1024 };
+
+/* Below, handing over the interpreter lock costs as much as the copy. */
+static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
+
+typedef struct {
+    PyObject *tensor;
+    char *address;
+    int64_t start, end;  /* of its leaves in the slab that the table describes */
+    int64_t first, last; /* its leaves in the order of their offsets; the last one excluded */
+    bool is_leaf;        /* whether the tensor is that of its only leaf */
+    void *storage;       /* of a slab that was given: a tensor over all of its storage, else NULL */
+    int64_t skipped;     /* where the slab begins in that, in bytes */
+} Block;
+
+/* Bytes that are neighbours in the host slab, and in one block. */
+typedef struct {
+    int64_t start, end; /* in the host slab */
+    char *to;
+    int64_t block;
+} Run;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer table;
+    const Header *header;
+    int64_t *order, packed;
+    Block *blocks;
+    int64_t count;
+    int64_t *block_of; /* of each row */
+    Run *runs;
+    int64_t run_count;
+    bool is_cuda;
+} Blocks;
+
+/* -- the driver ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int order;
+    int source_hint[2], target_hint[2];
+    unsigned flags;
+} Attributes; /* CUmemcpyAttributes */
+
+enum { IN_STREAM_ORDER = 1 }; /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
+
+static struct {
+    int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
+    int (*batch)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
+                 size_t *attributes_from, size_t kinds, void *stream); /* of CUDA 13 */
+    int (*batch_12)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
+                    size_t *attributes_from, size_t kinds, size_t *failed, void *stream); /* of CUDA 12.8 */
+} driver;
+
+/* find_driver(): look for the functions of CUDA's driver, which is in this process already; whether it can copy. */
+static PyObject *find_driver(PyObject *module, PyObject *nothing) {
+    (void)module, (void)nothing;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (library == NULL) Py_RETURN_FALSE;
+    *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
+    *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
+    *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
+    return PyBool_FromLong(driver.copy != NULL);
+}
+
+/* Send at once what is page-locked; say whether that was done. The driver refuses it on the legacy default stream, and
+ * while a graph is captured. */
+static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from, size_t *nbytes, void *stream) {
+    Attributes attributes = {.order = IN_STREAM_ORDER};
+    size_t attributes_from = 0, failed = 0;
+    if (count < 2 || (uintptr_t)stream <= 1) return false;
+    if (driver.batch != NULL) return driver.batch(to, from, nbytes, count, &attributes, &attributes_from, 1, stream) == 0;
+    if (driver.batch_12 == NULL) return false;
+    return driver.batch_12(to, from, nbytes, count, &attributes, &attributes_from, 1, &failed, stream) == 0;
+}
+
+/* Copies to be sent together. */
+typedef struct {
+    unsigned long long *to, *from;
+    size_t *nbytes, count;
+} Copies;
+
+static bool copies_new(Copies *copies, int64_t room) {
+    size_t size = sizeof(unsigned long long) * (size_t)(room + 1);
+    *copies = (Copies){malloc(size), malloc(size), malloc(sizeof(size_t) * (size_t)(room + 1)), 0};
+    if (copies->to != NULL && copies->from != NULL && copies->nbytes != NULL) return true;
+    PyErr_NoMemory();
+    return false;
+}
+
+static void copies_add(Copies *copies, const char *to, const char *from, int64_t nbytes) {
+    copies->to[copies->count] = (uintptr_t)to;
+    copies->from[copies->count] = (uintptr_t)from;
+    copies->nbytes[copies->count++] = (size_t)nbytes;
+}
+
+static void copies_end(Copies *copies) {
+    free(copies->to);
+    free(copies->from);
+    free(copies->nbytes);
+}
+
+/* Send them; how many copies there were, or CUDA's error as a negative number. Lets go of the interpreter lock. */
+static PyObject *send(const Blocks *self, Copies *copies, void *stream, bool is_page_locked) {
+    int code = 0;
+    size_t total = 0;
+    for (size_t i = 0; i < copies->count; i++) total += copies->nbytes[i];
+    PyThreadState *state = self->is_cuda || (int64_t)total >= RELEASE_FROM_BYTES ? PyEval_SaveThread() : NULL;
+    if (!self->is_cuda) {
+        for (size_t i = 0; i < copies->count; i++) {
+            memcpy((void *)(uintptr_t)copies->to[i], (const void *)(uintptr_t)copies->from[i], copies->nbytes[i]);
+        }
+    } else if (!is_page_locked || !send_batch(copies->count, copies->to, copies->from, copies->nbytes, stream)) {
+        for (size_t i = 0; i < copies->count && code == 0; i++) {
+            code = driver.copy(copies->to[i], (const void *)(uintptr_t)copies->from[i], copies->nbytes[i], stream);
+        }
+    }
+    if (state != NULL) PyEval_RestoreThread(state);
+    return PyLong_FromLongLong(code == 0 ? (long long)copies->count : -(long long)code);
+}
+
+/* Whether torch makes views now: in a mode such as FakeTensorMode it would make something else, and the C shim, which is
+ * below all modes, would not see to that. */
+static bool makes_views(void) {
+    if (torch.wrap == NULL || torch.handle_at == 0 || torch.count_modes == NULL) return false;
+    PyObject *modes = PyObject_CallNoArgs(torch.count_modes);
+    bool is_off = modes != NULL && PyLong_AsLong(modes) == 0;
+    Py_XDECREF(modes);
+    PyErr_Clear();
+    return is_off;
+}
+
+/* -- making blocks --------------------------------------------------------------------------------------------------- */
+
+static void blocks_dealloc(PyObject *object) {
+    Blocks *self = (Blocks *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    for (int64_t i = 0; self->blocks != NULL && i < self->count; i++) {
+        if (self->blocks[i].storage != NULL) torch.delete_handle(self->blocks[i].storage);
+        Py_XDECREF(self->blocks[i].tensor);
+    }
+    free(self->blocks);
+    free(self->order);
+    free(self->block_of);
+    free(self->runs);
+    if (self->header != NULL) PyBuffer_Release(&self->table);
+    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_object(object);
+    Py_DECREF(type);
+}
+
+/* Whether a row begins a block. A table from elsewhere may have any numbers. */
+static bool begins(const Row *row, const Row *before, int sharing) {
+    if (before == NULL || sharing == EACH) return true;
+    return sharing == SHARED && (row->block != before->block || row->dtype != before->dtype);
+}
+
+static void cut_table(Blocks *self, int sharing) {
+    const Row *before = NULL;
+    for (int64_t i = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (begins(row, before, sharing)) {
+            self->blocks[self->count++] = (Block){.start = sharing == ONE ? 0 : row->offset, .end = row->offset, .first = i};
+        }
+        Block *block = &self->blocks[self->count - 1];
+        if (row->offset + row->nbytes > block->end) block->end = row->offset + row->nbytes;
+        block->last = i + 1;
+        self->block_of[self->order[i]] = self->count - 1;
+        before = row;
+    }
+}
+
+/* Make a tensor as `torch.empty_strided` would, on torch's current stream, and say where its memory is; NULL, and no error,
+ * if there is no memory. */
+static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type,
+                            int device_index, char **address) {
+    void *handle = NULL, *data = NULL;
+    if (torch.empty_strided(ndim, shape, stride, torch.scalar[dtype], device_type, device_index, &handle) ||
+        torch.get_data(handle, &data)) {
+        if (handle != NULL) torch.delete_handle(handle);
+        return NULL;
+    }
+    *address = data;
+    PyObject *tensor = torch.wrap(handle); /* which takes the tensor out of the handle */
+    torch.delete_handle(handle);
+    if (tensor == NULL) PyErr_Clear();
+    return tensor;
+}
+
+/* Make the tensor of a block. */
+static bool allocate(Blocks *self, Block *block, int sharing, int device_type, int device_index) {
+    static const int64_t one = 1;
+    const Row *row = row_at(self->header, self->order[block->first]);
+    block->is_leaf = sharing != ONE && block->last - block->first == 1;
+    if (block->is_leaf) {
+        block->tensor = new_tensor(row->ndim, row->sizes, row->sizes + self->header->width, row->dtype, device_type,
+                                   device_index, &block->address);
+    } else {
+        int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
+        int64_t size = sharing == ONE ? self->header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
+        block->tensor = new_tensor(1, &size, &one, dtype, device_type, device_index, &block->address);
+    }
+    return block->tensor != NULL;
+}
+
+/* Take a tensor as the one block. */
+static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
+    static const int64_t none = 0, one = 1;
+    void *handle = handle_of(slab);
+    DLTensor tensor;
+    if (torch.export_tensor(slab, &tensor)) return false;
+    if (tensor.ndim != 1 || tensor.dtype.bits != 8 || tensor.shape[0] < nbytes || (nbytes > 1 && tensor.strides[0] != 1)) {
+        PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or its bytes are not in a row");
+        return false;
+    }
+    if (torch.storage_offset(handle, &block->skipped) ||
+        torch.reinterpret(handle, 1, &none, &one, -block->skipped, &block->storage)) {
+        PyErr_SetString(PyExc_RuntimeError, "torch could not make a view of the slab");
+        return false;
+    }
+    Py_INCREF(slab);
+    block->tensor = slab;
+    block->address = (char *)tensor.data + tensor.byte_offset;
+    return true;
+}
+
+/* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
+static bool find_runs(Blocks *self, const Header *host, const int64_t *order, int64_t packed) {
+    Run *runs = malloc(sizeof(Run) * (size_t)(packed + 1));
+    if (runs == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    int64_t count = 0;
+    for (int64_t i = 0; i < packed; i++) {
+        const Row *there = row_at(host, order[i]), *here = row_at(self->header, order[i]);
+        int64_t number = self->block_of[order[i]];
+        if (there->nbytes == 0) continue;
+        const Block *block = &self->blocks[number];
+        Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
+        Run *run = count == 0 ? NULL : &runs[count - 1];
+        bool is_behind = run != NULL && run->block == number && next.start - run->end < ALIGNMENT && next.start >= run->end;
+        if (is_behind && run->to + (next.start - run->start) == next.to) {
+            run->end = next.end;
+        } else {
+            runs[count++] = next;
+        }
+    }
+    free(self->runs);
+    self->runs = runs;
+    self->run_count = count;
+    return true;
+}
+
+/* Blocks.of(table, sharing, device_type, device_index[, slab]): make the tensors of a batch on torch's current stream.
+ *
+ * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block.
+ * Returns None where torch has to be asked for tensors by its own functions: in a mode, or where there is no memory, which they
+ * say in torch's own words. */
+static PyObject *blocks_of(PyObject *type, PyObject *args) {
+    PyObject *table, *slab = NULL;
+    int sharing, device_type, device_index;
+    if (!PyArg_ParseTuple(args, "Oiii|O!:of", &table, &sharing, &device_type, &device_index, torch.tensor, &slab)) return NULL;
+    int64_t start;
+    if (!makes_views()) Py_RETURN_NONE;
+    if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
+    if (slab != NULL) sharing = ONE;
+    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    if (self == NULL) return NULL;
+    if (!table_of(table, &self->table, &self->header)) {
+        self->header = NULL;
+        goto failed;
+    }
+    self->is_cuda = device_type == 1;
+    self->order = rows_by_offset(self->header, &self->packed);
+    if (self->order == NULL) goto failed;
+    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
+    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
+    if (self->blocks == NULL || self->block_of == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (int64_t i = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || torch.scalar[row->dtype] < 0) {
+            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+            goto failed;
+        }
+    }
+    cut_table(self, sharing);
+    for (int64_t i = 0; i < self->count; i++) {
+        Block *block = &self->blocks[i];
+        if (slab != NULL) {
+            if (!use_slab(block, slab, self->header->nbytes)) goto failed;
+        } else if (!allocate(self, block, sharing, device_type, device_index)) {
+            Py_DECREF(self);
+            Py_RETURN_NONE;
+        }
+    }
+    if (!find_runs(self, self->header, self->order, self->packed)) goto failed;
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* packed_as(table): be told that the host slab has other places, and perhaps not all of the leaves. */
+static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
+    Blocks *self = (Blocks *)object;
+    Py_buffer buffer;
+    const Header *host;
+    if (!table_of(table, &buffer, &host)) return NULL;
+    bool is_done = false;
+    int64_t packed, *order = rows_by_offset(host, &packed);
+    bool is_alike = host->rows == self->header->rows;
+    for (int64_t i = 0; order != NULL && is_alike && i < packed; i++) {
+        const Row *there = row_at(host, order[i]), *here = row_at(self->header, order[i]);
+        is_alike = is_packed(here) && there->nbytes == here->nbytes && lies_in_slab(there, host->width, host->nbytes);
+    }
+    if (!is_alike) PyErr_SetString(PyExc_ValueError, "the offset table is of another batch");
+    if (order != NULL && is_alike) is_done = find_runs(self, host, order, packed);
+    free(order);
+    PyBuffer_Release(&buffer);
+    if (!is_done) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* -- copies ---------------------------------------------------------------------------------------------------------- */
+
+/* Send bytes `start` to `end` of the host slab. */
+static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream, bool is_page_locked) {
+    int64_t first = 0, last = self->run_count; /* the first run that ends behind `start` */
+    while (first < last) {
+        int64_t middle = (first + last) / 2;
+        if (self->runs[middle].end <= start) {
+            first = middle + 1;
+        } else {
+            last = middle;
+        }
+    }
+    for (last = first; last < self->run_count && self->runs[last].start < end;) last++;
+    Copies copies;
+    PyObject *result = NULL;
+    if (copies_new(&copies, last - first)) {
+        for (const Run *run = &self->runs[first]; run < &self->runs[last]; run++) {
+            int64_t from = run->start > start ? run->start : start, to = run->end < end ? run->end : end;
+            copies_add(&copies, run->to + (from - run->start), host + from, to - from);
+        }
+        result = send(self, &copies, stream, is_page_locked);
+    }
+    copies_end(&copies);
+    return result;
+}
+
+/* copy(host, start, end, stream, is_page_locked): send bytes `start` to `end` of the host slab, which begins at address
+ * `host`; how many copies that took, or CUDA's error as a negative number. */
+static PyObject *blocks_copy(PyObject *object, PyObject *args) {
+    unsigned long long host, stream;
+    long long start, end;
+    int is_page_locked;
+    if (!PyArg_ParseTuple(args, "KLLKp:copy", &host, &start, &end, &stream, &is_page_locked)) return NULL;
+    return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end, (void *)(uintptr_t)stream, is_page_locked);
+}
+
+/* pack_and_copy(sources, host, stream, is_page_locked): pack all leaves into the host slab at address `host`, in this thread,
+ * and send them; the result is that of `copy`. */
+static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
+    Blocks *self = (Blocks *)object;
+    PyObject *sources;
+    unsigned long long host, stream;
+    int is_page_locked;
+    if (!PyArg_ParseTuple(args, "OKKp:pack_and_copy", &sources, &host, &stream, &is_page_locked)) return NULL;
+    Work work;
+    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL)) return NULL;
+    char *slab = (char *)(uintptr_t)host;
+    PyThreadState *state = work.nbytes >= RELEASE_FROM_BYTES ? PyEval_SaveThread() : NULL;
+    pack_all(work.leaves, work.count, slab, work.nbytes, work.nbytes >= RELEASE_FROM_BYTES);
+    if (state != NULL) PyEval_RestoreThread(state);
+    work_end(&work);
+    return send_runs(self, slab, 0, self->header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
+}
+
+/* copy_leaves([(row, address)...], stream): send whole leaves from page-locked memory of their own; the result is that of
+ * `copy`. */
+static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
+    Blocks *self = (Blocks *)object;
+    PyObject *leaves, *result = NULL;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "O!K:copy_leaves", &PyList_Type, &leaves, &stream)) return NULL;
+    Copies copies;
+    Py_ssize_t count = PyList_Size(leaves);
+    bool is_good = copies_new(&copies, count);
+    for (Py_ssize_t i = 0; i < count && is_good; i++) {
+        long long index;
+        unsigned long long address;
+        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LK", &index, &address);
+        if (!is_good) break;
+        const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
+        if (row == NULL || !is_packed(row)) {
+            PyErr_SetString(PyExc_ValueError, "there is no such leaf");
+            is_good = false;
+            break;
+        }
+        const Block *block = &self->blocks[self->block_of[index]];
+        if (row->nbytes) copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
+    }
+    if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
+    copies_end(&copies);
+    return result;
+}
+
+/* fill(sources, stream): pack leaves into ordinary memory, and send them from there; what was packed has been read when the
+ * call returns. No block has more than AT_ONCE_BYTES. The result is that of `copy`. */
+static PyObject *blocks_fill(PyObject *object, PyObject *args) {
+    Blocks *self = (Blocks *)object;
+    PyObject *sources;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
+    for (int64_t i = 0; i < self->count; i++) {
+        if (self->blocks[i].end - self->blocks[i].start <= AT_ONCE_BYTES) continue;
+        PyErr_SetString(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
+        return NULL;
+    }
+    Work work;
+    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL)) return NULL;
+    char *memory = malloc(AT_ONCE_BYTES);
+    if (memory == NULL) {
+        work_end(&work);
+        return PyErr_NoMemory();
+    }
+    int code = 0;
+    long long sent = 0;
+    PyThreadState *state = self->is_cuda ? PyEval_SaveThread() : NULL;
+    for (int64_t i = 0; i < self->count && code == 0; i++) {
+        const Block *block = &self->blocks[i];
+        int64_t nbytes = block->end - block->start;
+        if (nbytes == 0) continue;
+        char *packed = self->is_cuda ? memory : block->address;
+        pack_all(work.leaves + block->first, block->last - block->first, packed - block->start, block->end, false);
+        if (self->is_cuda) code = driver.copy((uintptr_t)block->address, packed, (size_t)nbytes, (void *)(uintptr_t)stream);
+        sent++;
+    }
+    if (state != NULL) PyEval_RestoreThread(state);
+    free(memory);
+    work_end(&work);
+    return PyLong_FromLongLong(code == 0 ? sent : -(long long)code);
+}
+
+/* -- leaves ---------------------------------------------------------------------------------------------------------- */
+
+/* Views share the block's storage, so that `record_stream` works, and each has a version counter of its own. */
+static PyObject *view(const Block *block, const Row *row, int64_t width) {
+    void *base = block->storage != NULL ? block->storage : handle_of(block->tensor), *made = NULL;
+    if (torch.alloc_from_pool(base, row->offset - block->start + block->skipped, torch.scalar[row->dtype], row->ndim,
+                              row->sizes, row->sizes + width, &made)) {
+        PyErr_SetString(PyExc_RuntimeError, "torch could not make a view of the slab");
+        return NULL;
+    }
+    PyObject *object = torch.wrap(made); /* which takes the tensor out of the handle */
+    torch.delete_handle(made);
+    return object;
+}
+
+/* leaves(others): all leaves of the batch, in its order. others: what stands for the leaves that are not packed, in order. */
+static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
+    Blocks *self = (Blocks *)object;
+    if (!PyList_Check(others)) {
+        PyErr_SetString(PyExc_TypeError, "the leaves that are not packed are a list");
+        return NULL;
+    }
+    PyObject *leaves = PyList_New((Py_ssize_t)self->header->rows);
+    Py_ssize_t other = 0;
+    for (int64_t i = 0; leaves != NULL && i < self->header->rows; i++) {
+        const Row *row = row_at(self->header, i);
+        PyObject *leaf = NULL;
+        if (is_packed(row)) {
+            const Block *block = &self->blocks[self->block_of[i]];
+            if (block->is_leaf) {
+                leaf = block->tensor;
+                Py_INCREF(leaf);
+            } else {
+                leaf = view(block, row, self->header->width);
+            }
+        } else if (row->kind == ALIAS && row->offset >= 0 && row->offset < i) {
+            leaf = PyList_GetItem(leaves, (Py_ssize_t)row->offset);
+            Py_XINCREF(leaf);
+        } else if (row->kind != ALIAS && other < PyList_Size(others)) {
+            leaf = PyList_GetItem(others, other++);
+            Py_XINCREF(leaf);
+        } else {
+            PyErr_SetString(PyExc_ValueError, "the offset table repeats a leaf that it does not have, or has more others");
+        }
+        if (leaf == NULL || PyList_SetItem(leaves, (Py_ssize_t)i, leaf) != 0) Py_CLEAR(leaves);
+    }
+    if (leaves != NULL && other != PyList_Size(others)) {
+        PyErr_SetString(PyExc_ValueError, "more leaves were passed than the offset table says");
+        Py_CLEAR(leaves);
+    }
+    return leaves;
+}
+
+static PyObject *blocks_tensors(PyObject *object, void *nothing) {
+    (void)nothing;
+    Blocks *self = (Blocks *)object;
+    PyObject *tensors = PyList_New((Py_ssize_t)self->count);
+    for (int64_t i = 0; tensors != NULL && i < self->count; i++) {
+        Py_INCREF(self->blocks[i].tensor);
+        PyList_SetItem(tensors, (Py_ssize_t)i, self->blocks[i].tensor);
+    }
+    return tensors;
+}
+
+static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks *)object)->count; }
+
+/* -- a few leaves ---------------------------------------------------------------------------------------------------- */
+
+/* More of them are moved as quickly from one slab. */
+enum { MOST_FEW = 8 };
+
+/* Describe leaves, and look whether all tensors among them are few, small, dense, and different; how many they are, -1 with
+ * an error, or NOT_PLAIN. */
+static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found *found, Py_ssize_t *indexes) {
+    int count = 0;
+    if (may_be_dual()) return NOT_PLAIN;
+    for (Py_ssize_t i = 0; i < PyList_Size(leaves); i++) {
+        PyObject *leaf = PyList_GetItem(leaves, i);
+        PyTypeObject *type = Py_TYPE(leaf);
+        if (type != torch.tensor && type != torch.array) {
+            int is_atom = PySet_Contains(atoms, (PyObject *)type), is_wrapper = PySet_Contains(wrappers, (PyObject *)type);
+            if (is_atom < 0 || is_wrapper < 0) return -1;
+            if (!is_atom || is_wrapper) return NOT_PLAIN;
+            continue;
+        }
+        for (int j = 0; j < count; j++) {
+            if (PyList_GetItem(leaves, indexes[j]) == leaf) return NOT_PLAIN;
+        }
+        if (count == MOST_FEW) return NOT_PLAIN;
+        int result = type == torch.tensor ? find_tensor(leaf, DL_CPU, 0, &found[count]) : find_array(leaf, &found[count]);
+        if (result != 0) return result;
+        if (found[count].kind != RAW || found[count].nbytes > AT_ONCE_BYTES || torch.scalar[found[count].dtype] < 0) return NOT_PLAIN;
+        indexes[count++] = i;
+    }
+    return count;
+}
+
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream): move leaves as `.to()` would, on torch's current stream, but
+ * by way of memory of our own: a page-locked leaf would be read only when the stream is there.
+ *
+ * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, and their bytes; or None
+ * where these are not few, small and plain, or there is no memory; or CUDA's error as a negative number. */
+static PyObject *move_few(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *leaves, *atoms, *wrappers, *tensors[MOST_FEW];
+    int device_type, device_index;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "O!(OO)iiK:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
+                          &stream))
+        return NULL;
+    Found found[MOST_FEW];
+    Py_ssize_t indexes[MOST_FEW];
+    if (!makes_views() || (device_type == 1 && driver.copy == NULL)) Py_RETURN_NONE;
+    int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
+    if (count == -1) return NULL;
+    if (count <= 0) Py_RETURN_NONE;
+    char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
+    PyObject *result = NULL;
+    for (; memory != NULL && made < count; made++) {
+        const Found *leaf = &found[made];
+        tensors[made] = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
+        if (tensors[made] == NULL) break;
+    }
+    int64_t nbytes = 0;
+    if (made == count) {
+        PyThreadState *state = device_type == 1 ? PyEval_SaveThread() : NULL;
+        for (int i = 0; i < count && code == 0; i++) {
+            if (found[i].nbytes == 0) continue;
+            memcpy(device_type == 1 ? memory : places[i], found[i].data, (size_t)found[i].nbytes);
+            if (device_type == 1) code = driver.copy((uintptr_t)places[i], memory, (size_t)found[i].nbytes, (void *)(uintptr_t)stream);
+            nbytes += found[i].nbytes;
+        }
+        if (state != NULL) PyEval_RestoreThread(state);
+        if (code == 0) result = PyList_GetSlice(leaves, 0, PyList_Size(leaves));
+        for (int i = 0; result != NULL && i < count; i++) {
+            Py_INCREF(tensors[i]);
+            if (PyList_SetItem(result, indexes[i], tensors[i]) != 0) Py_CLEAR(result);
+        }
+    }
+    free(memory);
+    for (int i = 0; i < made; i++) Py_DECREF(tensors[i]);
+    if (code != 0) return PyLong_FromLong(-(long)code);
+    if (made < count) Py_RETURN_NONE;
+    return result == NULL ? NULL : Py_BuildValue("(NiL)", result, count, (long long)nbytes);
+}
+
+static PyMethodDef blocks_type_methods[] = {
+    {"of", blocks_of, METH_VARARGS | METH_CLASS, NULL},
+    {"packed_as", blocks_packed_as, METH_O, NULL},
+    {"copy", blocks_copy, METH_VARARGS, NULL},
+    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, NULL},
+    {"copy_leaves", blocks_copy_leaves, METH_VARARGS, NULL},
+    {"fill", blocks_fill, METH_VARARGS, NULL},
+    {"leaves", blocks_leaves, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef blocks_getters[] = {{"tensors", blocks_tensors, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot blocks_slots[] = {
+    {Py_tp_dealloc, blocks_dealloc},
+    {Py_tp_methods, blocks_type_methods},
+    {Py_tp_getset, blocks_getters},
+    {Py_sq_length, blocks_length},
+    {0, NULL},
+};
+static PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
+
+int add_blocks_type(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&blocks_spec);
+    if (type == NULL) return -1;
+    int status = PyModule_AddObjectRef(module, "Blocks", type);
+    Py_DECREF(type);
+    return status;
+}
+
+PyMethodDef blocks_methods[] = {
+    {"find_driver", find_driver, METH_NOARGS, NULL},
+    {"move_few", move_few, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
