@@ -28,7 +28,7 @@ pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:Use
 
 def both(dataset, *args, **kwargs):
     """Return what torch's loader and ours yield, from the same seeds."""
-    ours = {name: kwargs.pop(name) for name in ("max_bytes", "depth") if name in kwargs}
+    ours = {name: kwargs.pop(name) for name in ("max_bytes", "depth", "own_storage") if name in kwargs}
     generators = {}
     if "generator" in kwargs:
         generators = [{"generator": torch.Generator().manual_seed(kwargs["generator"])} for _ in range(2)]
@@ -63,6 +63,8 @@ SAMPLES = [data.tensors, data.scalar, data.mixed, data.key_order, data.channels_
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_default_collation_yields_what_torch_yields(sample, workers):
     stats = agree(data.Mapped(sample), batch_size=4, num_workers=workers)
+    assert (stats.batches, stats.fallback_batches) == (6, 0)
+    stats = agree(data.Mapped(sample), batch_size=4, num_workers=workers, own_storage=False)
     assert (stats.batches, stats.copies, stats.fallback_batches) == (6, 6, 0)
 
 

@@ -640,7 +640,7 @@ def test_slabs_grow_with_the_batches():
 
 
 def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
-    def fail(*slabs):
+    def fail(*slabs, **_):
         del slabs  # frames that are not pinstage's keep what they have
         raise MemoryError("none on the device")
 

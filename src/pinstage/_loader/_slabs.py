@@ -119,5 +119,6 @@ class Slabs:
                     owner=settings.owner,
                     keep=settings.keep,
                     own_storage=settings.own_storage,
+                    run_ahead=None,  # the iterator sees to that
                 )
             return self._stager
