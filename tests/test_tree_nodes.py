@@ -666,7 +666,7 @@ def test_an_object_that_hides_a_tensor_is_an_error_that_names_its_path_and_the_r
     if isinstance(hiding, set | frozenset | np.ndarray):
         assert "use a list" in said
     else:
-        assert f"pinstage.register_node({type(hiding).__qualname__})" in said
+        assert f"pinstage.register_node({type(hiding).__qualname__}" in said
         assert "flatten, unflatten" in said
         assert "tree_flatten" in said
 

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
+import datetime
 import enum
+import gc
 import pathlib
+import re
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ._attributes import stored_attributes
 from ._keep import Keep
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, pathlib.PurePath,
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Keep,
+    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, torch.UntypedStorage,
+    torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, datetime.date, datetime.time,
+    datetime.timedelta, type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    types.ModuleType, types.TracebackType, types.FrameType, Keep,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
+
+_ATOM_LIBRARIES = ("PIL", "pyarrow")
+"""Libraries whose classes hold no tensor, either: their images and columns would take long to be searched."""
 
 _ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
 """Types whose items are searched by iterating."""
 
 _SEARCH_LIMIT = 100_000
 """Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
+
+_FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
+"""How many items of an object are looked at by its own ``__getitem__``, and how many levels deep."""
 
 
 class Kind(enum.Enum):
@@ -49,7 +63,8 @@ class _Kinds(dict[type, Kind]):
         elif issubclass(cls, np.ndarray):
             kind = Kind.ARRAY
         else:
-            kind = Kind.ATOM if issubclass(cls, _ATOMS) else Kind.OPAQUE
+            is_atom = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+            kind = Kind.ATOM if is_atom else Kind.OPAQUE
         self[cls] = kind
         if kind is Kind.ATOM:
             ATOM_TYPES.add(cls)
@@ -120,7 +135,8 @@ def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def holds_tensor(leaf: Any) -> bool:
     """Say whether an object that is no known container has a tensor or an array somewhere inside.
 
-    Follows attributes, slots and Python's containers. What a C extension hides, or a closure, is not seen.
+    Follows attributes, slots and Python's containers. Of other classes with items it looks at the first ones; of those
+    without, at what the garbage collector knows. Closures, bound methods and iterators are not followed.
 
     Raises:
         OverflowError: there is too much to search.
@@ -135,22 +151,24 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
-    seen: set[int] = set()
-    pending = [thing]
+    seen: dict[int, Any] = {}  # the objects too: an item may be made when it is asked for, and gone afterwards
+    pending = [(thing, 0)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
-        obj = pending.pop()
+        obj, level = pending.pop()
         if isinstance(obj, torch.Tensor):
             yield obj
         elif isinstance(obj, np.ndarray):
             if obj.dtype.kind in "biufc":
                 yield obj
             if obj.dtype.kind == "O":
-                pending.extend(obj.ravel().tolist())
-        elif not isinstance(obj, _ATOMS) and id(obj) not in seen:
-            seen.add(id(obj))
-            pending.extend(_contents(obj))
+                pending.extend((item, level) for item in obj.ravel().tolist())
+        elif KINDS[type(obj)] is not Kind.ATOM and id(obj) not in seen:
+            seen[id(obj)] = obj
+            pending.extend((inner, level) for inner in _contents(obj))
+            if level < _LEVELS_OF_ITEMS:
+                pending.extend((item, level + 1) for item in _first_items(obj))
 
 
 def _contents(obj: Any) -> Iterator[Any]:
@@ -162,4 +180,39 @@ def _contents(obj: Any) -> Iterator[Any]:
         yield from obj.values()
     elif isinstance(obj, partial):
         yield from (obj.args, obj.keywords)
+    elif not callable(obj) and not isinstance(obj, Iterator):
+        # An object with items may keep numbers in arrays and not mean them as such, as a data frame does.
+        found = gc.get_referents(obj)
+        yield from (inner for inner in found if isinstance(inner, torch.Tensor)) if _has_items(type(obj)) else found
     yield from stored_attributes(obj).values()
+
+
+def _has_items(cls: type) -> bool:
+    """Say whether objects of a class that is none of Python's containers can be asked for their items.
+
+    A dataset makes them when it is asked, and so may an ``__iter__`` in Python: one in C is that of a container. Sets
+    compare their items, which tensors don't stand.
+    """
+    if issubclass(cls, (dict, *_ITERABLES, types.MappingProxyType, Dataset, DataLoader)):
+        return False
+    if hasattr(cls, "__getitem__"):
+        return hasattr(cls, "__len__") or hasattr(cls, "keys")
+    is_in_c = isinstance(getattr(cls, "__iter__", None), types.WrapperDescriptorType)
+    return is_in_c and hasattr(cls, "__len__") and not issubclass(cls, Set)
+
+
+def _first_items(obj: Any) -> list[Any]:
+    """Return the first items of an object; those before an error, if it raises one."""
+    cls = type(obj)
+    found: list[Any] = []
+    if not _has_items(cls):
+        return found
+    try:
+        if not hasattr(cls, "__getitem__"):
+            found.extend(islice(obj, _FIRST_ITEMS))
+        else:
+            for key in islice(obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS):
+                found.append(obj[key])  # noqa: PERF401 - those before an error count
+    except Exception:  # noqa: BLE001 - of whatever class: then there is nothing to be seen
+        pass
+    return found
