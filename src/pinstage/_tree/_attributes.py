@@ -49,7 +49,8 @@ def slots_of(cls: type) -> dict[str, Any]:
 def stored_attributes(obj: Any) -> dict[str, Any]:
     """Return what an object stores: its slots that are set, then its ``__dict__``."""
     stored = {}
-    for name, descriptor in slots_of(type(obj)).items():
+    cls: Any = type(obj)
+    for name, descriptor in slots_of(cls).items():
         try:
             stored[name] = descriptor.__get__(obj)
         except AttributeError:  # not set
@@ -59,7 +60,8 @@ def stored_attributes(obj: Any) -> dict[str, Any]:
 
 
 def set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> None:
-    slots = slots_of(type(obj))
+    cls: Any = type(obj)
+    slots = slots_of(cls)
     for name, value in zip(names, values, strict=True):
         if name in slots:
             slots[name].__set__(obj, value)
@@ -84,7 +86,7 @@ def has_attributes_only(cls: type) -> bool:
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)
 
 
-def maker_of(cls: type) -> Callable[[], Any] | None:
+def maker_of(cls: Any) -> Callable[[], Any] | None:
     """Return what makes a new one of a class that is no more than its ``__dict__``; None if it is more."""
     if issubclass(cls, dict | list | tuple) or slots_of(cls) or not cls.__dictoffset__:
         return None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import array
 import ctypes
-import datetime
+import datetime as dt
 import enum
 import gc
 import pathlib
 import re
 import types
 from collections import deque
-from collections.abc import Iterator, Set
-from functools import partial
+from collections.abc import Callable, Iterator, Set
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ._attributes import stored_attributes
+from ._attributes import builtin_base, slots_of, stored_attributes
 from ._keep import Keep
+from ._registry import MOST_CLASSES
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, torch.UntypedStorage,
-    torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, datetime.date, datetime.time,
-    datetime.timedelta, type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, dt.date, dt.time, dt.timedelta,
+    type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     types.ModuleType, types.TracebackType, types.FrameType, Keep,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
@@ -37,6 +38,12 @@ _ATOM_LIBRARIES = ("PIL", "pyarrow")
 
 _ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
 """Types whose items are searched by iterating."""
+
+_PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType)
+"""Types of containers that are searched as such, completely."""
+
+_NO_CONTAINERS: tuple[Any, ...] = (Iterator, Callable)
+"""Objects in C that the garbage collector isn't asked about."""
 
 _SEARCH_LIMIT = 100_000
 """Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
@@ -135,8 +142,9 @@ def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def holds_tensor(leaf: Any) -> bool:
     """Say whether an object that is no known container has a tensor or an array somewhere inside.
 
-    Follows attributes, slots and Python's containers. Of other classes with items it looks at the first ones; of those
-    without, at what the garbage collector knows. Closures, bound methods and iterators are not followed.
+    Follows attributes, slots, Python's containers, the first items of others, and what the garbage collector knows.
+    Behind that only tensors count: a data frame keeps its numbers in arrays. Closures, bound methods and iterators are
+    not followed.
 
     Raises:
         OverflowError: there is too much to search.
@@ -152,23 +160,26 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
     seen: dict[int, Any] = {}  # the objects too: an item may be made when it is asked for, and gone afterwards
-    pending = [(thing, 0)]
+    pending = [(thing, 0, True)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
-        obj, level = pending.pop()
+        obj, level, arrays = pending.pop()
         if isinstance(obj, torch.Tensor):
             yield obj
         elif isinstance(obj, np.ndarray):
-            if obj.dtype.kind in "biufc":
+            if obj.dtype.kind in "biufc" and arrays:
                 yield obj
             if obj.dtype.kind == "O":
-                pending.extend((item, level) for item in obj.ravel().tolist())
+                pending.extend((item, level, arrays) for item in obj.ravel().tolist())
         elif KINDS[type(obj)] is not Kind.ATOM and id(obj) not in seen:
             seen[id(obj)] = obj
-            pending.extend((inner, level) for inner in _contents(obj))
+            cls: Any = type(obj)
+            if _has_more(cls):
+                pending.extend((inner, level, False) for inner in gc.get_referents(obj))
             if level < _LEVELS_OF_ITEMS:
-                pending.extend((item, level + 1) for item in _first_items(obj))
+                pending.extend((item, level + 1, arrays) for item in _first_items(obj))
+            pending.extend((inner, level, arrays) for inner in _contents(obj))
 
 
 def _contents(obj: Any) -> Iterator[Any]:
@@ -180,20 +191,24 @@ def _contents(obj: Any) -> Iterator[Any]:
         yield from obj.values()
     elif isinstance(obj, partial):
         yield from (obj.args, obj.keywords)
-    elif not callable(obj) and not isinstance(obj, Iterator):
-        # An object with items may keep numbers in arrays and not mean them as such, as a data frame does.
-        found = gc.get_referents(obj)
-        yield from (inner for inner in found if isinstance(inner, torch.Tensor)) if _has_items(type(obj)) else found
     yield from stored_attributes(obj).values()
 
 
-def _has_items(cls: type) -> bool:
+@lru_cache(MOST_CLASSES)
+def _has_more(cls: Any) -> bool:
+    """Say whether objects of a class may hold what is neither an attribute nor an item of Python's: it is made in C."""
+    is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (cls.__dictoffset__ or slots_of(cls))
+    return not is_plain and not issubclass(cls, _PYTHONS + _NO_CONTAINERS)
+
+
+@lru_cache(MOST_CLASSES)
+def _has_items(cls: Any) -> bool:
     """Say whether objects of a class that is none of Python's containers can be asked for their items.
 
     A dataset makes them when it is asked, and so may an ``__iter__`` in Python: one in C is that of a container. Sets
     compare their items, which tensors don't stand.
     """
-    if issubclass(cls, (dict, *_ITERABLES, types.MappingProxyType, Dataset, DataLoader)):
+    if issubclass(cls, (*_PYTHONS, Dataset, DataLoader)):
         return False
     if hasattr(cls, "__getitem__"):
         return hasattr(cls, "__len__") or hasattr(cls, "keys")
@@ -203,7 +218,7 @@ def _has_items(cls: type) -> bool:
 
 def _first_items(obj: Any) -> list[Any]:
     """Return the first items of an object; those before an error, if it raises one."""
-    cls = type(obj)
+    cls: Any = type(obj)
     found: list[Any] = []
     if not _has_items(cls):
         return found

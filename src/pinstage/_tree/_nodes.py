@@ -20,6 +20,7 @@ from .._torch import registered_elsewhere, tell_once
 from ..errors import LayoutError
 from ._attributes import attribute_functions, builtin_base, has_attributes_only, maker_of
 from ._checks import WrongFunctionsError, checked
+from ._copies import unshared
 from ._leaves import ATOM_TYPES, KINDS, Kind
 from ._libraries import functions_of_pytree, is_of_library, library_functions
 from ._paths import in_words
@@ -283,11 +284,18 @@ def _learn(cls: type) -> bool:
     functions, how = _functions_of(cls), None
     if functions is None and _goes_by_attributes(cls) and has_attributes_only(cls):
         functions, how = attribute_functions(cls), BY_ATTRIBUTES
+        if issubclass(cls, dict | list) and not issubclass(cls, tuple(_by_attributes)):
+            functions = unshared(cls, functions, _stays_the_same)
     if functions is None:
         functions = functions_of_pytree(cls)
     if functions is not None and register(cls, functions, how, again=True):
         _tell_of_pinning(cls)
     return functions is not None
+
+
+def _stays_the_same(obj: Any) -> bool:
+    """Say whether an object is in a staged batch as it is, although it may change."""
+    return KINDS[type(obj)] is Kind.OPAQUE and handler_of(type(obj)) is None
 
 
 def _functions_of(cls: type) -> Functions | None:

@@ -77,7 +77,7 @@ def register(cls: type, functions: Functions, how: Any, *, again: bool) -> bool:
         REGISTERED[cls] = how
         if again:
             _met.add(cls)
-        HANDLERS.clear()
+        HANDLERS.pop(cls, None)
         return True
 
 
