@@ -62,6 +62,28 @@ def test_an_unknown_class_that_refers_to_itself_is_named_once():
     assert "\n" not in str(caught.value)
 
 
+def linked(count, make):
+    box = None
+    for index in range(count):
+        box = make(index)(torch.ones(1), box)
+    return box
+
+
+@pytest.mark.timeout(60)
+def test_a_linked_structure_is_one_line():
+    cls = fresh()
+    with pytest.raises(LayoutError, match="holds tensors and is no known container") as caught:
+        ps.Layout.of({"a": linked(8000, lambda _: cls)})
+    assert (caught.value.path, str(caught.value).count("\n")) == ("['a']", 0)
+
+
+@pytest.mark.timeout(60)
+def test_an_error_names_a_bounded_number_of_classes():
+    with pytest.raises(LayoutError, match="holds tensors and is no known container") as caught:
+        ps.Layout.of([linked(3000, lambda index: type(f"Link{index}", (fresh(),), {}))])
+    assert str(caught.value).count("pinstage.register_node(") == 32
+
+
 SOURCES = {
     "a generator": lambda: (torch.ones(index) for index in range(3)),
     "an iterator": lambda: iter([torch.ones(1)]),

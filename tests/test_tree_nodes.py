@@ -3,17 +3,23 @@
 import array
 import collections
 import concurrent.futures
+import ctypes
 import dataclasses
 import enum
 import functools
+import gc
 import operator
+import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 import types
 import typing
+import warnings
+import weakref
 
 import attrs
 import numpy as np
@@ -21,11 +27,12 @@ import optree
 import pytest
 import strategies as known
 import torch
+from loader_data import Mapped
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, Stager, register_node
-from pinstage._tree import StagingNode
+from pinstage import DataLoader, Layout, Stager, register_node
+from pinstage._tree import StagingNode, _leaves, _registry
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -666,9 +673,144 @@ def test_an_object_that_hides_a_tensor_is_an_error_that_names_its_path_and_the_r
     if isinstance(hiding, set | frozenset | np.ndarray):
         assert "use a list" in said
     else:
-        assert f"pinstage.register_node({type(hiding).__qualname__})" in said
+        assert f"pinstage.register_node({type(hiding).__qualname__}" in said
         assert "flatten, unflatten" in said
         assert "tree_flatten" in said
+
+
+def scripted(value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated from Python 3.14 on
+        return torch.jit.script(value)
+
+
+class FromC:
+    """Has items, and keeps them where Python cannot look."""
+
+    def __init__(self, *items):
+        self.__class__._kept[id(self)] = items
+
+    _kept: typing.ClassVar[dict] = {}
+
+    def __len__(self):
+        return len(self._kept[id(self)])
+
+    def __getitem__(self, index):
+        item = self._kept[id(self)][index]
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def extra(module, name):
+    return getattr(pytest.importorskip(module), name)
+
+
+WITH_ITEMS = {
+    "scripted dict": lambda t: scripted({"a": t}),
+    "scripted list": lambda t: scripted([t]),
+    "MultiDict": lambda t: extra("multidict", "MultiDict")(a=t),
+    "MultiDict with a key twice": lambda t: extra("multidict", "MultiDict")([("a", 1), ("a", t)]),
+    "CIMultiDict of lists": lambda t: extra("multidict", "CIMultiDict")(a=[t]),
+    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(extra("multidict", "MultiDict")(a=t)),
+    "HashTrieMap": lambda t: extra("rpds", "HashTrieMap")({"a": t}),
+    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")({"a": extra("rpds", "HashTrieMap")({"b": t})}),
+    "rpds.List": lambda t: extra("rpds", "List")([1, t]),
+    "rpds.Queue": lambda t: extra("rpds", "Queue")([t]),
+    "column": lambda t: extra("pandas", "Series")([t, t]),
+    "column by name": lambda t: extra("pandas", "Series")([t], index=["a"]),
+    "column in an attribute": lambda t: Opaque(extra("pandas", "Series")([t])),
+    "frame": lambda t: extra("pandas", "DataFrame")({"a": [1], "b": [t]}),
+    "items before an error": lambda t: FromC(t, ValueError()),
+    "the sixteenth item": lambda t: FromC(*range(15), t),
+    "an item of an item": lambda t: FromC(FromC(t)),
+    "ctypes": ctypes.py_object * 1,
+}
+
+
+@pytest.mark.parametrize("kind", WITH_ITEMS)
+def test_a_container_that_is_not_pythons_is_refused(kind):
+    harmless, hiding = (
+        (WITH_ITEMS[kind](item) for item in (1.0, leaf()))
+        if "scripted" not in kind
+        else (
+            scripted({"a": 1.0} if "dict" in kind else [1.0]),
+            WITH_ITEMS[kind](leaf()),
+        )
+    )
+    assert Layout.of({"a": [harmless]}).others({"a": [harmless]})[0] is harmless
+    with pytest.raises(
+        LayoutError, match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
+    ) as caught:
+        Layout.of({"a": [hiding]})
+    assert caught.value.path == "['a'][0]"
+    if isinstance(hiding, Opaque | FromC):
+        assert "pinstage.register_node(" in str(caught.value)
+    elif "column" not in kind and "frame" not in kind:
+        assert f"pinstage.register_node({type(hiding).__qualname__}, flatten, unflatten)" in str(caught.value)
+
+
+NO_TENSORS = {
+    "an error at once": lambda: FromC(ValueError()),
+    "the seventeenth item": lambda: FromC(*range(16), leaf()),
+    "three levels": lambda: FromC(FromC(FromC(leaf()))),
+    "column of numbers": lambda: extra("pandas", "Series")([1.0, 2.0]),
+    "column of categories": lambda: extra("pandas", "Series")(["a", "b"], dtype="category"),
+    "column of numbers or none": lambda: extra("pandas", "Series")([1, None], dtype="Int64"),
+    "frame of numbers and text": lambda: extra("pandas", "DataFrame")({"a": [1.0], "b": ["x"]}),
+    "a set of rpds": lambda: extra("rpds", "HashTrieSet")([1]),
+    "keys of a dict of tensors": {"a": leaf()}.keys,
+    "an iterator of tensors": lambda: iter([leaf()]),
+    "a bound method of what has tensors": lambda: [leaf()].append,
+    "an error with a traceback": lambda: raised(leaf()),
+}
+
+
+def raised(tensor):
+    try:
+        raise ValueError("text")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_only_what_is_looked_at_is_refused(kind):
+    harmless = NO_TENSORS[kind]()
+    assert Layout.of([harmless]).others([harmless])[0] is harmless
+
+
+class Counting(FromC):
+    asked: typing.ClassVar[int]
+
+    def __getitem__(self, index):
+        type(self).asked += 1
+        return super().__getitem__(index)
+
+
+def test_each_instance_is_looked_at_and_no_more_than_sixteen_items():
+    Counting.asked = 0
+    Layout.of([Counting(*range(100))])
+    assert Counting.asked == 16
+    with pytest.raises(LayoutError, match="Counting"):
+        Layout.of([Counting(1), Counting(leaf())])
+
+
+QUICK = [
+    range(3), array.array("f", [1]), memoryview(b"ab"), bytearray(b"ab"), re.match("a", "a"), np.float32(1),
+    np.datetime64(1, "s"), pathlib.Path("a"), {}.keys(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("quick", QUICK, ids=lambda quick: type(quick).__name__)
+def test_classes_without_tensors_are_not_searched(quick, monkeypatch):
+    monkeypatch.setattr(_leaves, "_contents", None)
+    assert Layout.of([quick]).others([quick])[0] is quick
+
+
+def test_images_are_not_searched(monkeypatch):
+    image = extra("PIL.Image", "new")("RGB", (4, 4))
+    monkeypatch.setattr(_leaves, "_contents", None)
+    assert Layout.of([image]).others([image])[0] is image
 
 
 @pytest.mark.parametrize(
@@ -698,6 +840,189 @@ def test_objects_that_hold_no_tensor_pass_as_they_are(harmless):
     staged = through_slab(batch)
     assert staged["b"][0] is harmless
     assert staged["b"][1][0] is harmless
+
+
+# -- state beside the items --------------------------------------------------------------------------------------------
+
+
+class Logging(dict):
+    """Has an inner container, and a bound method of it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.log = []
+        self.write = self.log.append
+
+
+def whole(batch):
+    return batch
+
+
+class LoggingCopied(Logging):
+    def __copy__(self):
+        made = type(self)(self)
+        made.log += self.log
+        made.note = self.note
+        return made
+
+
+class LoggingReduced(Logging):
+    def __reduce__(self):
+        return type(self), (dict(self),)
+
+
+class Seen(list):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = set()
+
+    def __setitem__(self, index, value):
+        raise AssertionError("__setitem__ was called")
+
+
+class SeenCopied(Seen):
+    def copy(self):
+        return type(self)(self)
+
+
+class SeenMistyped(Seen):
+    def copy(self):
+        return list(self)
+
+
+def test_a_staged_sorted_dict_shares_nothing():
+    cls = extra("sortedcontainers", "SortedDict")
+    original = cls(b=leaf(1), a=leaf(2))
+    staged = through_slab({"x": original})["x"]
+    staged["c"] = 1
+    assert (type(staged), list(staged), list(original)) == (cls, ["a", "b", "c"], ["a", "b"])
+    assert_same(dict(original), {key: staged[key] for key in original}, "cpu")
+
+
+@pytest.mark.parametrize("cls", [LoggingCopied, LoggingReduced])
+def test_a_dict_is_copied_in_its_own_way(cls):
+    original = cls({"b": leaf(1), "a": [leaf(2)]})
+    original.note = leaf(3)
+    staged = through_slab([original])[0]
+    staged.write("staged")
+    assert (type(staged), staged.log, original.log) == (cls, ["staged"], [])
+    assert_same(dict(original), dict(staged), "cpu")
+    if cls is LoggingCopied:
+        assert staged.note is not original.note
+        assert torch.equal(staged.note, original.note)
+
+
+def test_a_list_is_copied_in_its_own_way():
+    original = SeenCopied([leaf(1), 2])
+    staged = through_slab([original])[0]
+    staged.seen.add(1)
+    assert (type(staged), original.seen) == (SeenCopied, set())
+    assert_same(list(original), list(staged), "cpu")
+
+
+def sample(index):
+    made = LoggingCopied({"x": torch.full((3,), index)})
+    made.note = None
+    made.write(index)
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_copied_dicts_come_out_of_a_loader(workers):
+    data = Mapped(sample, 3)
+    loader = DataLoader(data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
+    for index, batch in enumerate(loader):
+        batch.write("staged")
+        assert (type(batch), batch.log, batch["x"].tolist()) == (LoggingCopied, [index, "staged"], [index] * 3)
+
+
+def test_batches_unpacked_from_one_slab_share_nothing():
+    batch = [SeenCopied([leaf(1)])]
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    others = layout.others(batch)
+    one, other = layout.unpack(slab, others), layout.unpack(slab, others)
+    one[0].append(1)
+    one[0].seen.add(1)
+    assert (len(other[0]), other[0].seen) == (1, set())
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (lambda: Logging({"a": leaf()}), "write is a method of a list"),
+        (lambda: Seen([leaf()]), "seen is a set"),
+        (lambda: SeenMistyped([leaf()]), "seen is a set"),
+    ],
+)
+def test_state_that_a_copy_would_share_is_refused(make, attribute):
+    with pytest.raises(LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten") as caught:
+        Layout.of({"a": [1, make()]})
+    assert caught.value.path == "['a'][1]"
+
+
+@dataclasses.dataclass
+class WithSet:
+    value: typing.Any
+    tags: set
+
+
+class SelfDict(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def test_other_classes_keep_the_same_objects():
+    record = WithSet(leaf(), {1})
+    assert through_slab([record])[0].tags is record.tags
+    staged = through_slab([SelfDict(x=leaf(), tags={1})])[0]
+    assert (type(staged), staged["tags"]) == (SelfDict, {1})
+
+
+# -- classes made for one batch ----------------------------------------------------------------------------------------
+
+MADE = {
+    "namedtuple": lambda: collections.namedtuple("Made", "x y"),
+    "dataclass": lambda: dataclasses.make_dataclass("Made", ["x", "y"]),
+    "dataclass with slots": lambda: dataclasses.make_dataclass("Made", ["x", "y"], slots=True),
+    "leaf": lambda: type("Made", (), {"__init__": lambda self, x, y: None}),
+    "dict": lambda: type("Made", (dict,), {"__init__": lambda self, x, y: dict.__init__(self, x=x)}),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_classes_made_for_one_batch_are_collected(kind):
+    made = []
+    for _ in range(3000):
+        cls = MADE[kind]()
+        made.append(weakref.ref(cls))
+        through_slab([cls(leaf(), 2)])
+        del cls
+    gc.collect()
+    assert sum(found() is not None for found in made) <= 1100
+
+
+def test_a_layout_outlasts_the_memory_of_its_classes():
+    local, with_slots, mapping = MADE["dataclass"](), MADE["dataclass with slots"](), MADE["dict"]()
+    batch = [local(leaf(1), 2), with_slots({"b": leaf(2), "a": 1}, 3), mapping(leaf(3), 4)]
+    layout = Layout.of(batch)
+    paths = [slot.path for slot in Layout.of(batch).slots]
+    for _ in range(1100):
+        Layout.of([type("Made", (), {})()])
+    assert not {local, with_slots, mapping} & set(_registry.REGISTERED)
+    assert [slot.path for slot in layout.slots] == paths
+    assert layout == Layout.of(batch)
+    assert layout != Layout.of([*batch[:2], MADE["dict"]()(leaf(3), 4)])
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_one_batch_may_have_more_classes_than_are_remembered():
+    batch = [MADE["dataclass"]()(leaf(), index) for index in range(1100)]
+    for _ in range(2):
+        assert [type(item) for item in through_slab(batch)] == [type(item) for item in batch]
 
 
 def _list_in_itself():

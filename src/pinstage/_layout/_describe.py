@@ -137,8 +137,8 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         if core is None:
             return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
         figures, sources, kept, has_lazy = core.describe(leaves, ATOM_TYPES, plainly, _dlpack_device(device), arrays)
-    except IsUnknown:
-        raise unknown_classes(leaves, structure) from None
+    except IsUnknown as unknown:
+        raise unknown_classes(leaves, structure, unknown.args[0]) from None
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
 
@@ -189,7 +189,7 @@ class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
 
 
 class IsUnknown(Exception):  # noqa: N818 - as well
-    """A leaf holds tensors, and nobody knows its class."""
+    """A leaf, of this index, holds tensors, and nobody knows its class."""
 
 
 def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
@@ -217,7 +217,7 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
             raise IsContainer
         if moves_as_a_whole(type(leaf)):
             return Described(RowKind.MOVED)
-        raise IsUnknown
+        raise IsUnknown(index)
     return Described(RowKind.OTHER)
 
 

@@ -23,6 +23,9 @@ from .._tree import (
 )
 from ..errors import LayoutError
 
+_MOST_NAMED = 32
+"""Classes named in one error: a structure may be linked of any number."""
+
 
 def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
     """Return a tensor over a numpy array; None if it is not numeric.
@@ -63,24 +66,22 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
         ) from error
 
 
-def unknown_classes(leaves: list[Any], structure: Structure) -> LayoutError:
+def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
     """Return an error that names all classes of a batch that hold tensors and are no known containers.
 
-    Those inside of others count, too: their turn would come when these are known.
+    Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
+    if it gives other items when it is asked again.
     """
-    paths = structure.paths()
-    found: dict[type, str] = {}
-    for cls, path in _unknown(leaves, paths, {}):
-        found.setdefault(cls, path)
+    found = _unknown(leaves, structure) or {type(leaves[index]): structure.path(index)}
     (first, path), *more = found.items()
     name = first.__qualname__
     if issubclass(first, np.ndarray | set | frozenset):
         text = f"batch{path} holds tensors in {name}, which cannot be staged; use a list"
     else:
+        by_attributes = f"pinstage.register_node({name}), or " if has_attributes_only(first) else "pinstage."
         text = (
             f"batch{path} holds tensors and is no known container: {first.__module__}.{name}; make it known with "
-            f"pinstage.register_node({name}), or register_node({name}, flatten, unflatten), or give it tree_flatten "
-            "and tree_unflatten"
+            f"{by_attributes}register_node({name}, flatten, unflatten), or give it tree_flatten and tree_unflatten"
         )
     lines = [f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}" for cls, where in more]
     return LayoutError(f"{text}{'; the same for' if lines else ''}{''.join(lines)}", path)
@@ -94,18 +95,27 @@ def _line(cls: type) -> str:
     return f"pinstage.register_node({cls.__qualname__}{functions})"
 
 
-def _unknown(leaves: list[Any], paths: list[str], seen: dict[int, Any]) -> Iterator[tuple[type, str]]:
-    """Yield the class and the path of each object that nobody knows, and of those inside of it."""
-    for leaf, path in zip(leaves, paths, strict=True):
-        if id(leaf) in seen or not _is_unknown(leaf):
+def _unknown(leaves: list[Any], structure: Structure) -> dict[type, str]:
+    """Return the classes that nobody knows, in a batch and inside of its objects, with the path of one object each.
+
+    Depth first, in the order of the batch. One object of each class is looked into.
+    """
+    found: dict[type, str] = {}
+    pending: list[Iterator[tuple[Any, str]]] = [zip(leaves, structure.paths(), strict=True)]
+    while pending and len(found) < _MOST_NAMED:
+        leaf, path = next(pending[-1], (None, None))
+        if path is None:
+            pending.pop()
             continue
-        seen[id(leaf)] = leaf
-        yield type(leaf), path
+        if type(leaf) in found or not _is_unknown(leaf):
+            continue
+        found[type(leaf)] = path
         try:
-            inner, structure = walk(stored_attributes(leaf))
+            inner, below = walk(stored_attributes(leaf))
         except LayoutError:  # it has no end
             continue
-        yield from _unknown(inner, [f"{path}.{_attribute(below)}" for below in structure.paths()], seen)
+        pending.append(zip(inner, [f"{path}.{_attribute(name)}" for name in below.paths()], strict=True))
+    return found
 
 
 def _attribute(path: str) -> str:
@@ -115,8 +125,7 @@ def _attribute(path: str) -> str:
 
 
 def _is_unknown(leaf: Any) -> bool:
-    kind = KINDS[type(leaf)]
-    if kind in (Kind.TENSOR, Kind.ATOM) or moves_as_a_whole(type(leaf)):
+    if KINDS[type(leaf)] in (Kind.TENSOR, Kind.ATOM) or moves_as_a_whole(type(leaf)):
         return False
     try:
         return holds_tensor(leaf)

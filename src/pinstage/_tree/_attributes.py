@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+from ._registry import MOST_CLASSES
+
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
-
-MAKERS: dict[type, Callable[[], Any]] = {}
-"""What makes a new one of a class that is no more than its ``__dict__``."""
-
-_slots: dict[type, dict[str, Any]] = {}
 
 
 class Item:
@@ -35,26 +32,25 @@ class Item:
         return hash((Item, self.key))
 
 
+@lru_cache(MOST_CLASSES)
 def slots_of(cls: type) -> dict[str, Any]:
     """Return the slots of a class and its bases: name to descriptor."""
-    found = _slots.get(cls)
-    if found is None:
-        found = {}
-        for base in cls.__mro__:
-            names = base.__dict__.get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                private = name.startswith("__") and not name.endswith("__")  # the compiler put the class before it
-                stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
-                if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
-                    found.setdefault(stored, base.__dict__[stored])
-        _slots[cls] = found
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")  # the compiler put the class before it
+            stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
+            if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
+                found.setdefault(stored, base.__dict__[stored])
     return found
 
 
 def stored_attributes(obj: Any) -> dict[str, Any]:
     """Return what an object stores: its slots that are set, then its ``__dict__``."""
     stored = {}
-    for name, descriptor in slots_of(type(obj)).items():
+    cls: Any = type(obj)
+    for name, descriptor in slots_of(cls).items():
         try:
             stored[name] = descriptor.__get__(obj)
         except AttributeError:  # not set
@@ -64,7 +60,8 @@ def stored_attributes(obj: Any) -> dict[str, Any]:
 
 
 def set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> None:
-    slots = slots_of(type(obj))
+    cls: Any = type(obj)
+    slots = slots_of(cls)
     for name, value in zip(names, values, strict=True):
         if name in slots:
             slots[name].__set__(obj, value)
@@ -87,6 +84,13 @@ def builtin_base(cls: type) -> Any:
 def has_attributes_only(cls: type) -> bool:
     """Say whether an instance is no more than its stored attributes, and its items if it is a dict, list or tuple."""
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)
+
+
+def maker_of(cls: Any) -> Callable[[], Any] | None:
+    """Return what makes a new one of a class that is no more than its ``__dict__``; None if it is more."""
+    if issubclass(cls, dict | list | tuple) or slots_of(cls) or not cls.__dictoffset__:
+        return None
+    return partial(builtin_base(cls).__new__, cls)
 
 
 def attribute_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
@@ -136,14 +140,12 @@ def attribute_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any,
 
         return flatten_sequence, unflatten_sequence
 
-    if not slots_of(cls) and cls.__dictoffset__:  # the usual case, at half the cost
+    if maker_of(cls) is not None:  # the usual case, at half the cost
 
         def flatten_dict_alone(obj: Any) -> tuple[Any, Any, Any]:
             stored = obj.__dict__
             names = tuple(stored)
             return stored.values(), names, names
-
-        MAKERS[cls] = partial(base.__new__, cls)
 
         def unflatten_dict_alone(names: Any, children: Any) -> Any:
             obj = base.__new__(cls)

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
+import datetime as dt
 import enum
+import gc
 import pathlib
+import re
 import types
 from collections import deque
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Set
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from ._attributes import stored_attributes
+from ._attributes import builtin_base, slots_of, stored_attributes
 from ._keep import Keep
+from ._registry import MOST_CLASSES
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, pathlib.PurePath,
-    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, Keep,
+    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, torch.UntypedStorage,
+    torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, dt.date, dt.time, dt.timedelta,
+    type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    types.ModuleType, types.TracebackType, types.FrameType, Keep,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
+
+_ATOM_LIBRARIES = ("PIL", "pyarrow")
+"""Libraries whose classes hold no tensor, either: their images and columns would take long to be searched."""
 
 _ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
 """Types whose items are searched by iterating."""
 
+_PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType)
+"""Types of containers that are searched as such, completely."""
+
+_NO_CONTAINERS: tuple[Any, ...] = (Iterator, Callable)
+"""Objects in C that the garbage collector isn't asked about."""
+
 _SEARCH_LIMIT = 100_000
 """Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
+
+_FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
+"""How many items of an object are looked at by its own ``__getitem__``, and how many levels deep."""
 
 
 class Kind(enum.Enum):
@@ -49,7 +70,8 @@ class _Kinds(dict[type, Kind]):
         elif issubclass(cls, np.ndarray):
             kind = Kind.ARRAY
         else:
-            kind = Kind.ATOM if issubclass(cls, _ATOMS) else Kind.OPAQUE
+            is_atom = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+            kind = Kind.ATOM if is_atom else Kind.OPAQUE
         self[cls] = kind
         if kind is Kind.ATOM:
             ATOM_TYPES.add(cls)
@@ -120,7 +142,9 @@ def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def holds_tensor(leaf: Any) -> bool:
     """Say whether an object that is no known container has a tensor or an array somewhere inside.
 
-    Follows attributes, slots and Python's containers. What a C extension hides, or a closure, is not seen.
+    Follows attributes, slots, Python's containers, the first items of others, and what the garbage collector knows.
+    Behind that only tensors count: a data frame keeps its numbers in arrays. Closures, bound methods and iterators are
+    not followed.
 
     Raises:
         OverflowError: there is too much to search.
@@ -135,22 +159,27 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
-    seen: set[int] = set()
-    pending = [thing]
+    seen: dict[int, Any] = {}  # the objects too: an item may be made when it is asked for, and gone afterwards
+    pending = [(thing, 0, True)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
-        obj = pending.pop()
+        obj, level, arrays = pending.pop()
         if isinstance(obj, torch.Tensor):
             yield obj
         elif isinstance(obj, np.ndarray):
-            if obj.dtype.kind in "biufc":
+            if obj.dtype.kind in "biufc" and arrays:
                 yield obj
             if obj.dtype.kind == "O":
-                pending.extend(obj.ravel().tolist())
-        elif not isinstance(obj, _ATOMS) and id(obj) not in seen:
-            seen.add(id(obj))
-            pending.extend(_contents(obj))
+                pending.extend((item, level, arrays) for item in obj.ravel().tolist())
+        elif KINDS[type(obj)] is not Kind.ATOM and id(obj) not in seen:
+            seen[id(obj)] = obj
+            cls: Any = type(obj)
+            if _has_more(cls):
+                pending.extend((inner, level, False) for inner in gc.get_referents(obj))
+            if level < _LEVELS_OF_ITEMS:
+                pending.extend((item, level + 1, arrays) for item in _first_items(obj))
+            pending.extend((inner, level, arrays) for inner in _contents(obj))
 
 
 def _contents(obj: Any) -> Iterator[Any]:
@@ -163,3 +192,42 @@ def _contents(obj: Any) -> Iterator[Any]:
     elif isinstance(obj, partial):
         yield from (obj.args, obj.keywords)
     yield from stored_attributes(obj).values()
+
+
+@lru_cache(MOST_CLASSES)
+def _has_more(cls: Any) -> bool:
+    """Say whether objects of a class may hold what is neither an attribute nor an item of Python's: it is made in C."""
+    is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (cls.__dictoffset__ or slots_of(cls))
+    return not is_plain and not issubclass(cls, _PYTHONS + _NO_CONTAINERS)
+
+
+@lru_cache(MOST_CLASSES)
+def _has_items(cls: Any) -> bool:
+    """Say whether objects of a class that is none of Python's containers can be asked for their items.
+
+    A dataset makes them when it is asked, and so may an ``__iter__`` in Python: one in C is that of a container. Sets
+    compare their items, which tensors don't stand.
+    """
+    if issubclass(cls, (*_PYTHONS, Dataset, DataLoader)):
+        return False
+    if hasattr(cls, "__getitem__"):
+        return hasattr(cls, "__len__") or hasattr(cls, "keys")
+    is_in_c = isinstance(getattr(cls, "__iter__", None), types.WrapperDescriptorType)
+    return is_in_c and hasattr(cls, "__len__") and not issubclass(cls, Set)
+
+
+def _first_items(obj: Any) -> list[Any]:
+    """Return the first items of an object; those before an error, if it raises one."""
+    cls: Any = type(obj)
+    found: list[Any] = []
+    if not _has_items(cls):
+        return found
+    try:
+        if not hasattr(cls, "__getitem__"):
+            found.extend(islice(obj, _FIRST_ITEMS))
+        else:
+            for key in islice(obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS):
+                found.append(obj[key])  # noqa: PERF401 - those before an error count
+    except Exception:  # noqa: BLE001 - of whatever class: then there is nothing to be seen
+        pass
+    return found

@@ -18,20 +18,23 @@ import torch.utils.data
 
 from .._torch import registered_elsewhere, tell_once
 from ..errors import LayoutError
-from ._attributes import MAKERS, attribute_functions, builtin_base, has_attributes_only
+from ._attributes import attribute_functions, builtin_base, has_attributes_only, maker_of
 from ._checks import WrongFunctionsError, checked
-from ._leaves import KINDS, Kind
+from ._copies import unshared
+from ._leaves import ATOM_TYPES, KINDS, Kind
 from ._libraries import functions_of_pytree, is_of_library, library_functions
 from ._paths import in_words
 from ._registry import (
     BY_ATTRIBUTES,
     HANDLERS,
+    MOST_CLASSES,
     NAMESPACE,
     REGISTERED,
     Flatten,
     Functions,
     Unflatten,
     register,
+    unregister,
 )
 from ._special import without_sorting
 from ._tensors import REBUILDS, Rebuild, one_walk, registered_base, tensor_functions
@@ -215,6 +218,15 @@ def learn_containers(types: set[type]) -> bool:
     return any(learned)
 
 
+def forget_classes() -> None:
+    """Let go of the classes that were met, if they are too many. Called before a walk: one of it may have as many."""
+    if max(len(HANDLERS), len(KINDS)) > MOST_CLASSES:
+        unregister()
+        HANDLERS.clear()
+        ATOM_TYPES.clear()  # before the kinds: a type that has one isn't added again
+        KINDS.clear()
+
+
 def handler_of(cls: type) -> Any:
     """Find out what the native walk does with a class; see `HANDLERS`.
 
@@ -229,7 +241,7 @@ def handler_of(cls: type) -> Any:
     elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
         handler = True
     else:
-        handler = MAKERS.get(cls, False) if REGISTERED.get(cls) == BY_ATTRIBUTES else False
+        handler = (maker_of(cls) or False) if REGISTERED.get(cls) == BY_ATTRIBUTES else False
     HANDLERS[cls] = handler
     return handler
 
@@ -272,11 +284,18 @@ def _learn(cls: type) -> bool:
     functions, how = _functions_of(cls), None
     if functions is None and _goes_by_attributes(cls) and has_attributes_only(cls):
         functions, how = attribute_functions(cls), BY_ATTRIBUTES
+        if issubclass(cls, dict | list) and not issubclass(cls, tuple(_by_attributes)):
+            functions = unshared(cls, functions, _stays_the_same)
     if functions is None:
         functions = functions_of_pytree(cls)
     if functions is not None and register(cls, functions, how, again=True):
         _tell_of_pinning(cls)
     return functions is not None
+
+
+def _stays_the_same(obj: Any) -> bool:
+    """Say whether an object is in a staged batch as it is, although it may change."""
+    return KINDS[type(obj)] is Kind.OPAQUE and handler_of(type(obj)) is None
 
 
 def _functions_of(cls: type) -> Functions | None:
@@ -319,11 +338,15 @@ def _restore_node_type(cls: type, again: str | None) -> NodeType:
 
 def node_types(treespec: optree.PyTreeSpec) -> tuple[NodeType, ...]:
     """Return those classes in a tree that this room registered."""
-    found: dict[type, None] = {}
+    return tuple(NodeType(cls) for cls in dict.fromkeys(classes_in(treespec)) if cls in REGISTERED)
+
+
+def classes_in(treespec: optree.PyTreeSpec) -> list[Any]:
+    """Return the class of each node of a tree; None for a leaf."""
+    found: list[Any] = []
     pending = [treespec]
     while pending:
         spec = pending.pop()
-        if spec.type in REGISTERED:
-            found[spec.type] = None
+        found.append(spec.type)
         pending.extend(spec.children())
-    return tuple(NodeType(cls) for cls in found)
+    return found

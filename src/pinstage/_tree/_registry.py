@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable
@@ -24,8 +25,14 @@ Functions = tuple[Flatten, Unflatten]
 BY_ATTRIBUTES = "by its attributes"
 """How a class was registered, if not by functions of somebody's."""
 
+MOST_CLASSES = 1000
+"""Classes that are remembered: a program may make some for each batch, and they would never be collected."""
+
 REGISTERED: dict[type, Any] = {}
 """The classes that we have told optree of, and how: `BY_ATTRIBUTES`, the functions that the user gave, or None."""
+
+_met: set[type] = set()
+"""Those of them that were met in a batch: if they are forgotten, they are learnt again."""
 
 HANDLERS: dict[type, Any] = {}
 """What the native walk does with a class that is none of Python's plain containers, no tensor and no array: None for a
@@ -50,7 +57,8 @@ def register(cls: type, functions: Functions, how: Any, *, again: bool) -> bool:
         cls: the class.
         functions: take an instance apart, and put one together.
         how: what the user gave, or None; to give the same again does nothing.
-        again: whether it is all the same if it is known in another way.
+        again: whether it was met in a batch: then it is all the same if it is known in another way, and it may be
+            forgotten.
 
     Raises:
         ValueError: it is known already, and in another way.
@@ -67,5 +75,26 @@ def register(cls: type, functions: Functions, how: Any, *, again: bool) -> bool:
         warnings.filterwarnings("ignore", "PyTree type .* is a subclass of", UserWarning, module=re.escape(__name__))
         optree.register_pytree_node(cls, *functions, namespace=NAMESPACE)
         REGISTERED[cls] = how
-        HANDLERS.clear()
+        if again:
+            _met.add(cls)
+        HANDLERS.pop(cls, None)
         return True
+
+
+def unregister() -> None:
+    """Let go of the classes that were met in batches, but for those that their module keeps anyway.
+
+    Structures that have them go on: they hold what they need.
+    """
+    with _lock:
+        for cls in [cls for cls in _met if not _is_kept(cls)]:
+            optree.unregister_pytree_node(cls, namespace=NAMESPACE)
+            _met.discard(cls)
+            del REGISTERED[cls]
+
+
+def _is_kept(cls: type) -> bool:
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found is cls

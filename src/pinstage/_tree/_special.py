@@ -27,7 +27,7 @@ def _unflatten_packed_sequence(batch_sizes: Any, children: Any) -> Any:
 
 
 # optree would take it for a namedtuple and stage batch_sizes with the rest.
-register(PackedSequence, (_flatten_packed_sequence, _unflatten_packed_sequence), None, again=True)
+register(PackedSequence, (_flatten_packed_sequence, _unflatten_packed_sequence), None, again=False)
 
 
 class _Unsorted:
@@ -68,7 +68,7 @@ def _unflatten_unsorted(metadata: Any, children: Any) -> Any:
     return defaultdict(factory, items) if kind is defaultdict else dict(items)
 
 
-register(_Unsorted, (_flatten_unsorted, _unflatten_unsorted), None, again=True)
+register(_Unsorted, (_flatten_unsorted, _unflatten_unsorted), None, again=False)
 
 
 def _has_tensors_as_keys(obj: Any) -> bool:

@@ -8,9 +8,18 @@ from typing import Any
 import optree
 
 from .. import _native
-from ._nodes import NodeType, flatten, handler_of, learn_containers, node_types, too_deep
+from ._nodes import (
+    NodeType,
+    classes_in,
+    flatten,
+    forget_classes,
+    handler_of,
+    learn_containers,
+    node_types,
+    too_deep,
+)
 from ._paths import path_text, path_texts
-from ._registry import HANDLERS, NAMESPACE
+from ._registry import HANDLERS
 from ._tensors import one_walk
 
 _MOST_REMEMBERED = 32
@@ -42,7 +51,7 @@ class Structure:
     def treespec(self) -> optree.PyTreeSpec:
         """The structure as optree describes it."""
         if self._treespec is None:
-            self._treespec = optree.tree_structure(self._native.skeleton(), namespace=NAMESPACE)
+            self._treespec = _flatten_all(self._native.skeleton())[1]
         return self._treespec
 
     def rebuild(self, leaves: list[Any]) -> Any:
@@ -69,7 +78,7 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):
             return False
-        return self is other or (self.num_leaves == other.num_leaves and self.treespec == other.treespec)
+        return self is other or (self.num_leaves == other.num_leaves and _are_alike(self.treespec, other.treespec))
 
     def __hash__(self) -> int:
         return hash(self.treespec)
@@ -80,6 +89,13 @@ class Structure:
 
     def __str__(self) -> str:
         return str(self.treespec)
+
+
+def _are_alike(one: optree.PyTreeSpec, other: optree.PyTreeSpec) -> bool:
+    """Compare as optree does, to which a class is another one once it was forgotten and learnt again."""
+    if one == other or hash(one) != hash(other):
+        return one == other
+    return str(one) == str(other) and classes_in(one) == classes_in(other)
 
 
 def _restore(_nodes: tuple[NodeType, ...], treespec: optree.PyTreeSpec) -> Structure:
@@ -111,6 +127,7 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
 
 def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]:
     """Take a batch apart whose structure is not that of the last one."""
+    forget_classes()
     if _native.core is not None:
         while isinstance(found := _native.core.Structure.of(batch, HANDLERS), type):
             handler_of(found)
@@ -123,7 +140,13 @@ def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]
                     _last.pop(oldest, None)
             return leaves, structure
     # There is something in it that only optree knows.
+    leaves, treespec = _flatten_all(batch)
+    return leaves, Structure(None, treespec)
+
+
+def _flatten_all(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Take a batch apart by optree, making those containers known that it met as leaves."""
     leaves, treespec = flatten(batch)
     while learn_containers(set(map(type, leaves))):
         leaves, treespec = flatten(batch)
-    return leaves, Structure(None, treespec)
+    return leaves, treespec

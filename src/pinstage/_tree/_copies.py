@@ -1,0 +1,124 @@
+"""Subclasses of dict and list with state beside their items, which the staged object must not share with the original.
+
+A sorted dict has an inner list of its keys, and bound methods of that list. A copy by attributes would have the same
+inner list. So an object whose class defines how it is copied is copied that way. Then its items, and those of its
+attributes that hold tensors, are set to the staged ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._attributes import Item, builtin_base, set_attributes, stored_attributes
+from ._checks import WrongFunctionsError
+from ._keep import Keep
+from ._leaves import holds_tensor
+from ._paths import Itself
+from ._registry import Functions
+
+_MUTABLE = (MutableMapping, MutableSequence, MutableSet)
+
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+class _Stored(NamedTuple):
+    """The keys of an object that is copied, and the names of its attributes that hold tensors or arrays."""
+
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+class _Copy:
+    """A copy of an object, without what is staged of it; in a batch it is kept."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+        self._unused = [obj]
+
+    def take(self) -> Any:
+        """Return the copy; a copy of that, if it was taken before: a layout may unpack one batch twice."""
+        try:
+            return self._unused.pop()
+        except IndexError:
+            return _way_to_copy(type(self.obj))(self.obj)
+
+
+def _way_to_copy(cls: type) -> Any:
+    """Return what copies an instance in the way that its class says itself; None if it does not."""
+    base = builtin_base(cls)
+    for name, way in (("__copy__", None), ("copy", None), ("__reduce__", copy.copy), ("__reduce_ex__", copy.copy)):
+        own = getattr(cls, name, None)
+        if callable(own) and own is not getattr(base, name, None):
+            return way or own
+    return None
+
+
+def unshared(cls: type, functions: Functions, is_leaf: Callable[[Any], bool]) -> Functions:
+    """Return functions of a subclass of dict or list that share no state with the original.
+
+    Args:
+        cls: the class.
+        functions: take it apart by its attributes, and put it together.
+        is_leaf: says whether an attribute comes back as the same object.
+    """
+    flatten, unflatten = functions
+    base, duplicate = builtin_base(cls), _way_to_copy(cls)
+
+    def flatten_copy(obj: Any) -> tuple[Any, ...]:
+        stored = stored_attributes(obj)
+        if not stored or getattr(obj, "__dict__", None) is obj:  # there is nothing but items
+            return flatten(obj)
+        made = None if duplicate is None else duplicate(obj)
+        if type(made) is not cls or made is obj or base.__len__(made) != base.__len__(obj):
+            _check_shares_nothing(cls, stored, is_leaf)
+            return flatten(obj)
+        is_dict = isinstance(obj, dict)
+        keys = tuple(base.keys(obj) if is_dict else range(base.__len__(obj)))
+        values = tuple(base.values(obj) if is_dict else base.__iter__(obj))
+        staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
+        _fill(base, made, keys, [None] * len(keys), staged, [None] * len(staged))
+        children = (*values, *staged.values(), Keep(_Copy(made)))
+        return children, _Stored(keys, tuple(staged)), (*map(Item, keys), *staged, Itself)
+
+    def unflatten_copy(metadata: Any, children: Any) -> Any:
+        if not isinstance(metadata, _Stored):
+            return unflatten(metadata, children)
+        *values, copied = children
+        keys, names = metadata
+        made = copied.take()
+        _fill(base, made, keys, values[: len(keys)], names, values[len(keys) :])
+        return made
+
+    return flatten_copy, unflatten_copy
+
+
+def _fill(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any], names: Iterable[str], values: Any) -> None:
+    set_attributes(obj, names, values)
+    for key, item in zip(keys, items, strict=True):
+        base.__setitem__(obj, key, item)
+
+
+def _is_staged(value: Any) -> bool:
+    try:
+        return isinstance(value, np.ndarray) or holds_tensor(value)
+    except OverflowError:  # it is refused where it is
+        return True
+
+
+def _check_shares_nothing(cls: type, stored: dict[str, Any], is_leaf: Callable[[Any], bool]) -> None:
+    """Refuse an object that its copy by attributes would change, or be changed by."""
+    for name, value in stored.items():
+        owner = value.__self__ if isinstance(value, _METHODS) else value
+        if isinstance(owner, _MUTABLE) and (owner is not value or is_leaf(value)):
+            of = "a method of " if owner is not value else ""
+            raise WrongFunctionsError(
+                cls,
+                f"its attribute {name} is {of}a {type(owner).__qualname__}, which the staged object would share with "
+                f"the original; use pinstage.register_node({cls.__qualname__}, flatten, unflatten), or give the class "
+                "a __copy__",
+            )
