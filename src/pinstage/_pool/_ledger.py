@@ -76,7 +76,7 @@ class Ledger:
         self.accounts = Accounts(max_bytes, self._granularity)
 
         self._slabs: dict[Slab, None] = {}  # all of them; resizes write it, too
-        self._resizes: dict[Resize, None] = {}  # those that are under way, or not settled
+        self._resizes: dict[Resize, Any] = {}  # those that are under way, or not settled
         self._is_torn = False
         self._hits = self._misses = self._trims = self._recovered = 0
         self._total_requested_bytes = 0

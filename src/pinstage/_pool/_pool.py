@@ -232,7 +232,7 @@ class SlabPool:
             self.trim()
 
     def _reserve(self, nbytes: int, count: int) -> tuple[Exception | None, bool]:
-        """Return what is in the way, if anything, and whether other processes were asked to give that back."""
+        """Return what is in the way, if anything, and whether it may be gone in a moment, as what others give back."""
         ledger = self._ledger
         with ledger.lock:
             is_full = self._host.is_full
@@ -246,6 +246,8 @@ class SlabPool:
             self._wait_for(found)
         except HostIsFull:
             return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count), True
+        if len(found.made) < found.count:
+            return RuntimeError("reserve() made nothing: the thread that allocates never began; call it again"), True
         return None, False
 
     def trim(self, to_bytes: int | str = 0) -> int:
@@ -266,7 +268,7 @@ class SlabPool:
         if resize is None:
             return 0
         self._wait_for(resize)
-        return sum(slab.capacity for slab in resize.victims)
+        return sum(slab.capacity for slab in resize.victims[: resize.gone])
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
