@@ -275,9 +275,10 @@ def test_bytes_of_an_interrupted_growth_that_never_began_come_back(pool, lose_a_
         raise KeyboardInterrupt
 
     lose_a_thread()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(_resize.Resize, "wait", interrupted)
-        pool.acquire(600)
+        with pytest.raises(KeyboardInterrupt):
+            pool.acquire(600)
     with pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS):
         pass
 
@@ -287,7 +288,8 @@ def test_a_growth_that_fails_before_its_first_step_gives_its_bytes_back(pool, mo
         def __setitem__(self, key, value):
             raise MemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr(_resize, "running", Full())
-        pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
+        with pytest.raises(MemoryError):
+            pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
     pool.acquire(1000, timeout=0).release()

@@ -20,6 +20,7 @@ from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory
+from ._streams import DeviceEvent, on_device, record_current_streams
 
 REFUSALS = (MemoryError, OSError, CudaError)
 """What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
@@ -27,6 +28,7 @@ REFUSALS = (MemoryError, OSError, CudaError)
 __all__ = [
     "REFUSALS",
     "Block",
+    "DeviceEvent",
     "HostAllocMemory",
     "MemoryResource",
     "PageableMemory",
@@ -36,8 +38,10 @@ __all__ = [
     "as_called_here",
     "cap_bytes",
     "default_memory",
-    "remedy",
     "disregard_captures",
+    "on_device",
+    "record_current_streams",
+    "remedy",
     "start_copy",
     "why_unusable",
 ]

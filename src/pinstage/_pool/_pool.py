@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
+from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import format_bytes, parse_bytes
 from .._steps import step
 from ..errors import UnreleasedLeaseWarning
@@ -83,7 +83,9 @@ class SlabPool:
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
         self._memory: MemoryResource = default_memory() if memory is None else memory
-        self._ledger = Ledger(self._memory, cap, reason, host)
+        # A copy from pageable memory has read it when the call returns.
+        record = record_current_streams if self._memory.is_pinned else tuple[Fence, ...]
+        self._ledger = Ledger(self._memory, cap, reason, host, record)
         self._host = host
         self._has_told = False
         self._line = Line(self._ledger.inbox, self._ledger.accounts)

@@ -4,9 +4,9 @@ No interrupt comes there, since handlers of signals run in the main thread alone
 is never lost between the call and the line that takes note of it, as it would be by a Ctrl-C in the middle of a
 ``cudaHostRegister``. Nor do these threads spoil a CUDA graph that another one captures.
 
-A thread may end before its first line: by a `MemoryError`, or, in CPython 3.11, where a thread that has not begun has its
-creator's number, by a ``PyThreadState_SetAsyncExc`` meant for that one. So the end of the thread is not what it says
-itself, but the death of the function that it was given, which nobody else has: then what it reserved is given back.
+A thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` that was meant for its
+creator, whose number it has in CPython 3.11 until it begins. So the thread itself does not say that it has ended. The
+function that it runs is referenced by nothing else, and the end of that function gives back what was reserved.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ._accounts import Account
 from ._host_budget import Alone, Share
 from ._lease import Lease
 from ._slab import Inbox, Slab
+
 
 @dataclass(eq=False)
 class Resize:
@@ -169,7 +170,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Sha
     errors = []
     for slab in list(slabs):
         try:
-            if slab.event is None or slab.event.query():
+            if all(fence.query() for fence in slab.fences()):
                 del slabs[slab]
                 memory.deallocate(slab.block)
                 host.give(slab.capacity)

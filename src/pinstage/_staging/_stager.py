@@ -15,7 +15,18 @@ import torch
 from .._copy import Borrowed, Run, borrow, most_threads, reuses_places, start_packing, windows
 from .._layout import ALIGNMENT, Layout, Parts, Table, content_of, pack, take_apart
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
-from .._pool import Fence, HostBudget, Lease, PoolStats, SlabPool, check_open, check_owner, check_pool, check_timeout
+from .._pool import (
+    Fence,
+    HostBudget,
+    Lease,
+    PoolStats,
+    SlabPool,
+    check_open,
+    check_owner,
+    check_pool,
+    check_timeout,
+    guard_until_release,
+)
 from .._reaper import reaper
 from .._sizes import count, format_bytes, parse_bytes, table_text
 from .._steps import step
@@ -295,7 +306,7 @@ class Stager:
                 )
             host, ring, target = lease.data_ptr(), self._ring, self._target
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
-            lease.guard(target.stream)  # an interrupt may come before the release
+            guard_until_release(lease, target.stream)  # an interrupt may come before the release
             event = None
             try:
                 transfer = send_packed(target, structure, table, host, list(others), ring_lease)
@@ -442,7 +453,7 @@ class Stager:
             rest = parts if borrowed is None else borrowed.rest
             lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
-                lease.guard(stream)  # an interrupt may come before the release
+                guard_until_release(lease, stream)  # an interrupt may come before the release
             copies = 0
             try:
                 device = target.empty(table.nbytes, stream) if ring_lease is None else ring_lease.ready(stream)
