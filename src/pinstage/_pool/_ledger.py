@@ -21,7 +21,7 @@ from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Accounts, Waiter
 from ._classes import reuse_limit, size_class
-from ._host_budget import Alone, Share
+from ._host_budget import TOLD, Alone, Share
 from ._host_ledger import is_in_transaction
 from ._lease import Lease
 from ._refusals import Figures, Refusal
@@ -491,9 +491,8 @@ class Ledger:
     def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
         """Say how the pool is, for those who watch this host."""
         stats = self.decide(self.snapshot, waits, wait_seconds)
-        told = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}
-        return {name: getattr(stats, name) for name in told} | {"owners": owners}
+        return {name: getattr(stats, name) for name in TOLD} | {"owners": owners}
 
     @property
     def reason(self) -> str:
