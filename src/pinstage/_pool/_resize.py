@@ -5,8 +5,8 @@ is never lost between the call and the line that takes note of it, as it would b
 ``cudaHostRegister``. Nor do these threads spoil a CUDA graph that another one captures.
 
 A thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` that was meant for its
-creator, whose number it has in CPython 3.11 until it begins. So the thread itself does not say that it has ended. The
-function that it runs is referenced by nothing else, and the end of that function gives back what was reserved.
+creator, whose number it has in CPython 3.11 until it begins. Nothing else refers to the function that it runs, so the
+death of that function says it, and what was reserved is given back.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Resize:
         self.error: BaseException | None = None
         """What ended it; None if nothing did. Nothing is made then."""
         self.lease: Lease | None = None
-        self._end: SimpleQueue[object] = SimpleQueue()  # gets something when the thread has ended
+        self._has_run = False
+        self._end: SimpleQueue[object] = SimpleQueue()  # gets something when it is finished
         self._taken = 0  # of the host, and not made yet
         self._surroundings = as_called_here()
 
@@ -85,8 +86,8 @@ class Resize:
 
     @property
     def finished(self) -> bool:
-        """Whether the thread has ended, so that all of this is final."""
-        return self._thread() is None
+        """Whether all of this is final: the thread has done it, or ended before."""
+        return self._has_run or self._thread() is None
 
     def wait(self) -> None:
         """Wait until it is done. Blocks."""
@@ -130,6 +131,10 @@ class Resize:
             self.error = error
         finally:
             self.keeper = None
+            self._has_run = True
+            self.inbox.notices.setdefault(self)
+            self._end.put(None)
+            self.inbox.ring()
             running.pop(self, None)
 
     def _free(self, slab: Slab) -> None:
