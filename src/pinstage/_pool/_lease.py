@@ -30,8 +30,8 @@ class Keeper(Protocol):
     inbox: Inbox
     closed: bool
     is_forked: bool
-    record: Callable[[], tuple[Fence, ...]]
-    """Marks the work that the calling thread has begun so far on the devices."""
+    record: Callable[[], tuple[Fence, ...]] | None
+    """Marks the work that the calling thread has begun so far on the devices; None where it needs no mark."""
     unrecorded: dict[Lease, None]
     """Whose block was left, but not the slab, because that failed: they live until they are released."""
 
@@ -247,9 +247,10 @@ class Lease:
             return
         keeper = self._keeper
         try:
-            events = keeper.record()
-            if slab.holder is self._notice:  # as in `release`
-                slab.guards += events
+            if keeper.record is not None:
+                events = keeper.record()
+                if slab.holder is self._notice:  # as in `release`
+                    slab.guards += events
         except BaseException as failure:
             keeper.unrecorded[self] = None
             if error is None or not isinstance(failure, Exception):

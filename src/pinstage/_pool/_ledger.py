@@ -64,7 +64,7 @@ class Ledger:
         max_bytes: int,
         reason: str,
         host: Share | Alone,
-        record: Callable[[], tuple[Fence, ...]],
+        record: Callable[[], tuple[Fence, ...]] | None,
     ) -> None:
         self.max_bytes = max_bytes
         self._reason = reason

@@ -84,7 +84,7 @@ class SlabPool:
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
         self._memory: MemoryResource = default_memory() if memory is None else memory
         # A copy from pageable memory has read it when the call returns.
-        record = record_current_streams if self._memory.is_pinned else tuple[Fence, ...]
+        record = record_current_streams if self._memory.is_pinned else None
         self._ledger = Ledger(self._memory, cap, reason, host, record)
         self._host = host
         self._has_told = False
