@@ -53,8 +53,10 @@ class FakeCuda:
         if call in self.failing:
             self.failing[call][0] -= 1
             if self.failing[call][0] == 0:
-                self.last_error = self.failing.pop(call)[1]
-                return self.last_error
+                code = self.failing.pop(call)[1]
+                if call.startswith("cuda"):  # the driver keeps none
+                    self.last_error = code
+                return code
         return 0
 
     # the driver's
@@ -68,6 +70,9 @@ class FakeCuda:
     def cuDevicePrimaryCtxRetain(self, device):
         self.contexts.append(device)
         return self._code("cuDevicePrimaryCtxRetain", device), f"context of {device}"
+
+    def cuDevicePrimaryCtxGetState(self, device):
+        return self._code("cuDevicePrimaryCtxGetState", device), 0, int(device in self.contexts)
 
     def cuCtxPushCurrent(self, context):
         code = self._code("cuCtxPushCurrent", context)

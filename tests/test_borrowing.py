@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from doubles import CountingMemory, HeldTarget, wait_until
+from doubles import CountingMemory, HeldTarget, ManualEvent, wait_until
 from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
@@ -114,6 +114,20 @@ def test_a_lease_is_sent_as_it_is_and_released(ring):
         assert_same(batch, transfer.get(), "cpu")
         assert stager.stats().pool.leased_slabs == 0
         assert pool.stats().total_requested_bytes == layout.nbytes  # no other slab was asked for
+
+
+def test_a_sent_lease_keeps_its_guards_and_waits_for_the_copy():
+    batch = torch.zeros(100)
+    layout = Layout.of(batch)
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+        stager._target = target = HeldTarget()
+        lease = pool.acquire(layout.nbytes)
+        lease.guard(event := ManualEvent())
+        stager.send(lease, layout)
+        for done in (target.stream, event):
+            assert pool.stats().in_flight_slabs == 1
+            done.finish()
+        assert pool.stats().free_slabs == 1
 
 
 def test_a_layout_of_nothing_releases_the_lease_too():

@@ -23,9 +23,12 @@ from pinstage._memory import (
     SharedMemory,
     _cuda,
     _resource,
+    _streams,
     default_memory,
+    record_current_streams,
 )
 from pinstage._memory import _pages as pages
+from pinstage.errors import LeaseError
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
 
@@ -364,3 +367,59 @@ def test_another_thread_sets_no_device_that_is_current_there(monkeypatch):
     current[0] = 0
     with surroundings():
         assert entered == [1]
+
+
+class Streams:
+    """Stands for torch with three devices: what is current, and what was recorded where."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.recorded, self.capturing = 1, [], None
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda index: f"stream of {index}")
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: self.current == self.capturing)
+        monkeypatch.setattr(_streams, "on_device", self.on_device)
+        monkeypatch.setattr(_streams.DeviceEvent, "of", lambda index: types.SimpleNamespace(record=self.record))
+
+    @contextlib.contextmanager
+    def on_device(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def record(self, stream):
+        self.recorded.append((self.current, stream))
+
+
+def test_current_streams_are_recorded_where_a_context_is(cuda, monkeypatch):
+    streams = Streams(monkeypatch)
+    assert record_current_streams() == ()
+    for memory in (RegisteredMemory(0), RegisteredMemory(2)):
+        memory.deallocate(memory.allocate(1))
+    assert len(record_current_streams()) == 2
+    assert streams.recorded == [(0, "stream of 0"), (2, "stream of 2")]
+    assert streams.current == 1
+    assert cuda.contexts == ["device 0", "device 2"]
+
+
+def test_nothing_is_recorded_before_torch_uses_cuda(cuda):
+    memory = RegisteredMemory(0)
+    memory.deallocate(memory.allocate(1))
+    assert record_current_streams() == ()
+
+
+def test_a_captured_stream_is_not_recorded(cuda, monkeypatch):
+    streams = Streams(monkeypatch)
+    memory = RegisteredMemory(2)
+    memory.deallocate(memory.allocate(1))
+    streams.capturing = 2
+    with pytest.raises(LeaseError, match=r"stream of cuda:2 captures a graph.*; call lease.release\(after=event\)"):
+        record_current_streams()
+    assert streams.recorded == []
+
+
+def test_a_device_that_does_not_answer_is_an_error(cuda, monkeypatch):
+    Streams(monkeypatch)
+    cuda.fail("cuDevicePrimaryCtxGetState", INVALID_VALUE)
+    with pytest.raises(_cuda.CudaError, match="cuDevicePrimaryCtxGetState failed"):
+        record_current_streams()

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from doubles import PATIENCE_SECONDS, Interrupts, ManualEvent, wait_until
+from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, wait_until
 
 from pinstage import SlabPool
 
@@ -58,3 +58,27 @@ def test_an_interrupted_release_waits_for_its_event_or_was_none(memory):
             pool.acquire(1000, timeout=0).release()
         if not interrupted:
             break  # there may be no such point at all: then nothing but C is called
+
+
+class PinnedMemory(CountingMemory):
+    is_pinned = True
+
+
+def test_an_interrupted_end_of_a_block_waits_for_its_work(monkeypatch):
+    for number in itertools.count(1):
+        event = ManualEvent()
+        monkeypatch.setattr("pinstage._pool._pool.record_current_streams", lambda event=event: (event,))
+        with SlabPool(PinnedMemory(), max_bytes=1000) as pool:
+            leases = [pool.acquire(1000).__enter__()]
+            interrupted = Interrupts(number, *FILES).during(
+                lambda leases=leases: leases.pop().__exit__(None, None, None)
+            )
+            stats = pool.stats()
+            assert (stats.leased_slabs, stats.in_flight_slabs) in [(0, 1), (1, 0)]
+            for lease in list(pool._ledger.unrecorded):
+                lease.release(after=event)
+            event.finish()
+            pool.acquire(1000, timeout=0).release()
+        if not interrupted:
+            break
+    assert number > 2

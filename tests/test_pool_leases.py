@@ -2,16 +2,19 @@
 
 import ctypes
 import gc
+import itertools
 import math
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from doubles import ManualEvent, outcome, wait_until
+from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, wait_until
 
 from pinstage import PageableMemory, SlabPool
+from pinstage._pool import guard_until_release
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 
 VIEWS = {
@@ -249,6 +252,187 @@ def test_what_is_derived_from_a_view_keeps_the_slab_too(full_pool, derive):
     assert states(full_pool) == FREE
 
 
+# -- guards
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_slab_waits_for_all_guards_and_the_release(full_pool, order):
+    events = [ManualEvent() for _ in range(3)]
+    lease = full_pool.acquire(100)
+    lease.guard(events[0])
+    lease.guard(events[1])
+    lease.guard(None)
+    lease.release(after=events[2])
+    for number in order:
+        assert states(full_pool) == IN_FLIGHT
+        events[number].finish()
+    assert states(full_pool) == FREE
+    full_pool.acquire(100, timeout=0).release()
+    assert states(full_pool) == FREE
+
+
+def test_leaving_the_block_keeps_its_guards(full_pool):
+    with full_pool.acquire(100) as lease:
+        lease.guard(event := ManualEvent())
+    assert states(full_pool) == IN_FLIGHT
+    assert full_pool.acquire_in_flight(100, owner="unnamed") is None
+    event.finish()
+    assert states(full_pool) == FREE
+
+
+def test_a_guard_that_is_done_is_dropped_with_the_next(full_pool):
+    with full_pool.acquire(100) as lease:
+        for _ in range(100):
+            lease.guard(event := ManualEvent())
+            lease.guard(event)
+            event.finish()
+        done = weakref.ref(event)
+        lease.guard(last := ManualEvent())
+        del event
+        assert done() is None
+    last.finish()
+
+
+def test_a_guard_is_added_even_if_an_earlier_one_fails(full_pool):
+    broken, good = ManualEvent(), ManualEvent()
+    broken.error = RuntimeError("a kernel failed")
+    lease = full_pool.acquire(100)
+    lease.guard(broken)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        lease.guard(good)
+    broken.error = None
+    broken.finish()
+    lease.release()
+    assert states(full_pool) == IN_FLIGHT
+    good.finish()
+    assert states(full_pool) == FREE
+
+
+def test_a_closing_pool_waits_for_guards(make_pool, background):
+    pool = make_pool()
+    with pool.acquire(100) as lease:
+        lease.guard(event := ManualEvent())
+    closed = background(pool.close)
+    assert event.waited_for.wait(PATIENCE_SECONDS)
+    event.finish()
+    outcome(closed)
+    assert pool.stats().held_slabs == 0
+
+
+def test_a_dropped_pool_frees_no_guarded_slab(memory):
+    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease.guard(event := ManualEvent())
+    lease.release()
+    del lease
+    wait_until(lambda: event.queries)
+    assert memory.live_bytes == 104
+    event.finish()
+    wait_until(lambda: memory.live_bytes == 0)
+
+
+def test_a_released_lease_takes_no_guard(pool):
+    lease = pool.acquire(100)
+    lease.release()
+    with pytest.raises(LeaseError, match="already released: guard"):
+        lease.guard(ManualEvent())
+
+
+# -- leaving the block records the current streams
+
+
+class PinnedMemory(CountingMemory):
+    is_pinned = True
+
+
+class Recorder:
+    """Stands for the streams that are current: an event each time that they are recorded, or an error."""
+
+    def __init__(self):
+        self.events = []
+        self.error = None
+
+    def __call__(self):
+        if self.error is not None:
+            raise self.error
+        self.events.append(ManualEvent())
+        return (self.events[-1],)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr("pinstage._pool._pool.record_current_streams", recorder)
+    return recorder
+
+
+@pytest.fixture
+def pinned_pool(make_pool, recorder):
+    return make_pool(128, memory=PinnedMemory())
+
+
+def test_a_slab_waits_for_what_was_begun_in_its_block(pinned_pool, recorder):
+    with pinned_pool.acquire(100):
+        assert recorder.events == []
+    assert states(pinned_pool) == IN_FLIGHT
+    with pytest.raises(AcquireTimeoutError):
+        pinned_pool.acquire(100, timeout=0)
+    recorder.events[0].finish()
+    assert states(pinned_pool) == FREE
+
+
+def test_a_slab_waits_for_what_a_failed_block_began(pinned_pool, recorder):
+    with pytest.raises(KeyError), pinned_pool.acquire(100):
+        raise KeyError
+    assert states(pinned_pool) == IN_FLIGHT
+    recorder.events[0].finish()
+
+
+def test_nothing_is_recorded_after_a_release_or_of_pageable_memory(pinned_pool, pool, recorder):
+    with pinned_pool.acquire(100) as lease:
+        lease.release()
+    with pool.acquire(100):
+        pass
+    assert recorder.events == []
+    assert states(pinned_pool) == states(pool) == FREE
+
+
+def hold_after_failure(pool, lease):
+    """See that the slab stays out, whoever drops the lease, until it is released."""
+    assert states(pool) == LEASED
+    dead = weakref.ref(lease)
+    del lease
+    gc.collect()
+    assert states(pool) == LEASED
+    dead().release(after=(event := ManualEvent()))
+    assert states(pool) == IN_FLIGHT
+    event.finish()
+    assert states(pool) == FREE
+    gc.collect()
+    assert dead() is None
+
+
+@pytest.mark.parametrize("error", [LeaseError("captures"), RuntimeError("a kernel failed"), KeyboardInterrupt()])
+def test_a_slab_whose_work_cannot_be_recorded_stays_out(pinned_pool, recorder, error):
+    leases = [pinned_pool.acquire(100)]
+    recorder.error = error
+    with pytest.raises(type(error)), leases[0]:
+        pass
+    recorder.error = error.__traceback__ = None
+    hold_after_failure(pinned_pool, leases.pop())
+
+
+def test_a_failed_recording_does_not_mask_the_error_of_the_block(pinned_pool, recorder):
+    leases = [pinned_pool.acquire(100)]
+    recorder.error = RuntimeError("a kernel failed")
+    with pytest.raises(KeyError) as raised, leases[0]:
+        raise KeyError
+    note = "a lease of 100 bytes stays held: RuntimeError('a kernel failed'); call its release(after=event)"
+    assert raised.value.__notes__ == [note]
+    del raised
+    recorder.error = None
+    hold_after_failure(pinned_pool, leases.pop())
+
+
 # -- leases that nobody releases
 
 
@@ -291,13 +475,13 @@ def test_a_forgotten_and_guarded_lease_with_views_waits_for_both(full_pool):
     assert states(full_pool) == FREE
 
 
-def test_a_release_says_by_itself_what_a_guarded_slab_waits_for(full_pool):
+def test_what_is_named_for_interrupts_alone_is_replaced_by_the_release(full_pool):
     lease = full_pool.acquire(100)
-    lease.guard(ManualEvent())
+    guard_until_release(lease, ManualEvent())
     lease.release()
     assert states(full_pool) == FREE
     with pytest.raises(LeaseError, match="already released: guard"):
-        lease.guard(ManualEvent())
+        guard_until_release(lease, ManualEvent())
 
 
 def test_a_released_lease_is_forgotten_without_a_warning(pool):

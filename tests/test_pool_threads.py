@@ -1,6 +1,5 @@
 """Many threads at once: nobody starves, the cap holds, and nobody finds another's bytes in his slab."""
 
-import _thread
 import ctypes
 import itertools
 import random
@@ -235,18 +234,62 @@ def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, backg
     assert memory.peak_live_bytes <= 5_000
 
 
-def test_an_allocation_whose_thread_never_begins_is_done_by_another(make_pool, monkeypatch):
-    start, lost = _thread.start_new_thread, []
+@pytest.fixture
+def lose_a_thread(monkeypatch):
+    """Let the next thread that allocates or frees end at its first line, when it is called."""
+    run, losses = _resize.Resize._run, []
 
-    def lose_the_first(function, arguments):
-        return lost.append(function) if not lost else start(function, arguments)
+    def run_or_end(resize):
+        if not losses:
+            return run(resize)
+        losses.pop()
+        raise MemoryError
 
-    pool = make_pool(max_bytes="64KiB")
-    pool.acquire(1).release()  # the reaper's thread is there
-    pool.trim()
-    monkeypatch.setattr(_resize, "_START_SECONDS", 0.02)
-    monkeypatch.setattr(_thread, "start_new_thread", lose_the_first)
-    with pool.acquire(4096):
-        assert len(lost) == 1
-    lost[0]()  # late: it finds nothing to do
+    monkeypatch.setattr(_resize.Resize, "_run", run_or_end)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    yield lambda: losses.append(True)
+    assert not losses
+
+
+def test_an_allocation_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
+    lose_a_thread()
+    with pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS):
+        pass
     assert pool.stats().held_slabs == 1
+
+
+def test_a_reservation_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
+    lose_a_thread()
+    pool.reserve(400, count=2)
+    assert pool.stats().free_slabs == 2
+
+
+def test_what_a_lost_thread_did_not_free_is_idle_again(pool, lose_a_thread):
+    pool.reserve(1000)
+    lose_a_thread()
+    assert (pool.trim(), pool.trim()) == (0, 1000)
+
+
+def test_bytes_of_an_interrupted_growth_that_never_began_come_back(pool, lose_a_thread, monkeypatch):
+    def interrupted(resize):
+        raise KeyboardInterrupt
+
+    lose_a_thread()
+    with monkeypatch.context() as patch:
+        patch.setattr(_resize.Resize, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.acquire(600)
+    with pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS):
+        pass
+
+
+def test_a_growth_that_fails_before_its_first_step_gives_its_bytes_back(pool, monkeypatch):
+    class Full(dict):
+        def __setitem__(self, key, value):
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_resize, "running", Full())
+        with pytest.raises(MemoryError):
+            pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
+    pool.acquire(1000, timeout=0).release()

@@ -66,7 +66,10 @@ class HostBudgetError(StagingError, RuntimeError):
 
 
 class LeaseError(StagingError, RuntimeError):
-    """A lease was used after its release, or released twice. A `RuntimeError`."""
+    """A lease was used after its release, released twice, or its block left while a graph is captured.
+
+    A `RuntimeError`.
+    """
 
 
 class RingError(StagingError, RuntimeError):

@@ -73,6 +73,16 @@ def pool_of_nobodys_device() -> None:
         in_a_fresh_thread(pool.trim)
 
 
+def leases_by_hand() -> None:
+    with ps.SlabPool(ps.RegisteredMemory(DEVICE), max_bytes="16MiB") as pool:
+        there = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+        with pool.acquire("1MiB") as lease:
+            there.copy_(lease.tensor().fill_(7), non_blocking=True)
+        in_a_fresh_thread(pool.stats)
+        in_a_fresh_thread(lambda: pool.acquire("1MiB").__exit__(None, None, None))
+        assert bool((there == 7).all())
+
+
 def ring() -> None:
     with ps.Stager(DEVICE, max_bytes="16MiB", ring=2) as stager:
         for step in range(6):
@@ -108,6 +118,8 @@ def main() -> None:
     note("close")
     ring()
     note("ring")
+    leases_by_hand()
+    note("leases by hand")
     pool_of_nobodys_device()
     note("SlabPool without a device")
     torch.zeros(1, device="cuda:0")

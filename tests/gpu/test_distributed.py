@@ -132,7 +132,7 @@ def test_a_program_that_uses_the_second_device_alone_has_no_context_on_the_first
     assert seen.pop("nothing yet") == [False, False]
     assert seen.pop("cuda:0 used") == [True, True]
     assert seen == {way: [False, True] for way in seen}
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_devices, tmp_path):

@@ -28,6 +28,7 @@ from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory
+from ._streams import DeviceEvent, on_device, record_current_streams
 
 REFUSALS = (MemoryError, OSError, CudaError)
 """What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
@@ -35,6 +36,7 @@ REFUSALS = (MemoryError, OSError, CudaError)
 __all__ = [
     "REFUSALS",
     "Block",
+    "DeviceEvent",
     "HostAllocMemory",
     "MemoryResource",
     "PageableMemory",
@@ -44,10 +46,12 @@ __all__ = [
     "as_called_here",
     "cap_bytes",
     "default_memory",
-    "remedy",
     "copy_error",
     "disregard_captures",
     "make_current",
+    "on_device",
+    "record_current_streams",
+    "remedy",
     "start_copy",
     "why_unusable",
 ]

@@ -205,6 +205,15 @@ def on_device(index: int) -> Iterator[None]:
         driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
 
 
+def has_context(index: int) -> bool:
+    """Whether this process has a primary context on a device. Makes none."""
+    driver = _loaded().driver
+    code, _, is_active = driver.cuDevicePrimaryCtxGetState(_call(driver, "cuDeviceGet", index))
+    if code:
+        raise _cleared(driver, "cuDevicePrimaryCtxGetState", code, None)
+    return bool(is_active)
+
+
 def _loaded() -> Bindings:
     if _bindings is None:
         require("page-locked memory")

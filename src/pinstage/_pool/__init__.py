@@ -22,15 +22,15 @@ one step of C*: it puts a notice into the inbox, and whoever next has the lock w
 from the slabs themselves*, so it is computed anew after an interrupt. *Slow work is done in threads of ours*, where no
 interrupt comes.
 
-The pool counts bytes and knows nothing of shapes. It touches CUDA through two small protocols only, a memory resource
-(`allocate`, `deallocate`) and a fence (`query`, `synchronize`), such as a CUDA event. So all of it is tested without a
-GPU.
+The pool counts bytes and knows nothing of shapes. It touches CUDA through three small protocols only: a memory resource
+(`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA event, and a function that records the
+current streams when the block of a lease is left. So all of it is tested without a GPU.
 """
 
 from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
-from ._lease import Lease
+from ._lease import Lease, guard_until_release
 from ._pool import SlabPool, check_open, check_pool, keeper_of
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
@@ -48,6 +48,7 @@ __all__ = [
     "check_owner",
     "check_pool",
     "check_timeout",
+    "guard_until_release",
     "keeper_of",
     "size_class",
 ]

@@ -9,7 +9,9 @@ idle, as much as is wanted, and answers. So nobody frees more than it takes.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import json
+import math
 import os
 import select
 import sys
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol, SupportsIndex
 
 from .._sizes import format_bytes, parse_bytes
-from ._host_ledger import Bell, Entries, Row, exists, ring, transaction
+from ._host_ledger import Bell, Entries, Row, damaged, exists, ring, transaction
+from ._stats import OwnerStats
 from ._waiting import Line
 
 _NEWS, _LEND, _TELL = b"!", b"?", b"."
@@ -88,7 +91,7 @@ class HostBudget:
         Each pool is asked how it is, so this takes 0.1 seconds. Costs a pool less than a millisecond.
 
         Raises:
-            HostBudgetError: the host's ledger cannot be used.
+            HostBudgetError: the host's ledger cannot be used, or is damaged.
         """
         if not exists():
             return []
@@ -104,10 +107,18 @@ class HostBudget:
             entries.commit()
         found = []
         for row in sorted(rows, key=lambda row: (row.budget, row.pid, row.key)):
-            told = json.loads(row.told)
-            answered = told.pop("at", 0.0) >= asked - _TELL_SECONDS
+            try:
+                told = json.loads(row.told)
+                answered = float(told.get("at", 0)) >= asked - _TELL_SECONDS
+                numbers = {name: _number(told, name) for name in TOLD}
+                owners = {
+                    name: {field: _number(owner, field) for field in OwnerStats.__slots__}
+                    for name, owner in told.get("owners", {}).items()
+                }
+            except (AttributeError, ArithmeticError, RecursionError, TypeError, ValueError) as error:
+                raise damaged(row, error) from error
             given = (row.budget or None, row.cap, row.pid, row.program, row.key, row.bytes, row.wanted, answered)
-            found.append(HostShare(*given, **told))
+            found.append(HostShare(*given, **numbers, owners=owners))
         return found
 
     def __eq__(self, other: object) -> bool:
@@ -119,6 +130,17 @@ class HostBudget:
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"
         return f"HostBudget({format_bytes(self.max_bytes)!r}{name})"
+
+
+TOLD = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
+"""Fields of `PoolStats` that a pool tells of itself, besides those of its owners. Other versions may tell others."""
+
+
+def _number(told: Any, name: str) -> Any:
+    value = told.get(name, 0)
+    if (value is not None or name != "at_most") and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise TypeError(f"{name} is {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +286,9 @@ class Share:
             self.wake()
 
     def wake(self) -> None:
-        ring(self._pipe, _NEWS)
+        if ring(self._pipe, _NEWS) is None:
+            with contextlib.suppress(ValueError):  # closed
+                self._bell.write(_NEWS)
 
     # -- the thread
 

@@ -12,6 +12,7 @@ comes next, if a process was killed in the middle.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import os
@@ -87,12 +88,17 @@ class Bell(io.FileIO):
     __del__ = io.FileIO.close  # that of a file complains
 
 
-def ring(path: Path, message: bytes) -> bool:
-    """Put a byte into a pool's pipe; say whether the pool is alive. Never waits."""
+def ring(path: Path, message: bytes) -> bool | None:
+    """Put a byte into a pool's pipe. Never waits.
+
+    Returns:
+        Whether the pool is alive: not if its pipe has no reader, or is gone. None if the pipe cannot be opened, for
+        example because this process has too many open files: that says nothing of the pool.
+    """
     try:
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # nobody reads, or it is gone
-        return False
+    except OSError as error:
+        return False if error.errno in (errno.ENXIO, errno.ENOENT) else None
     try:
         os.write(pipe, message)
     except BlockingIOError:  # full: it has enough to wake up for
@@ -115,14 +121,20 @@ class Entries:
         return self.folder / f"{key}.pipe"
 
     def rows(self) -> list[Row]:
-        """Return the rows of all living pools, and remove those of the dead."""
+        """Return the rows of all living pools, and remove those of the dead.
+
+        Raises:
+            HostBudgetError: the row of a living pool is damaged.
+        """
         found = self._db.execute("SELECT key, budget, cap, pid, program, bytes, wanted, since, told FROM pools")
         living = []
         for row in itertools.starmap(Row, found.fetchall()):
-            if ring(self.pipe(row.key), b""):
-                living.append(row)
-            else:
+            if ring(self.pipe(row.key), b"") is False:
                 self.remove(row.key)
+                continue
+            if [type(getattr(row, name)).__name__ for name in Row.__slots__] != list(Row.__annotations__.values()):
+                raise damaged(row, "a field has the wrong type")
+            living.append(row)
         return living
 
     def add(self, budget: str, cap: int, pid: int, program: str, nbytes: int) -> tuple[str, Bell]:
@@ -154,7 +166,7 @@ class Entries:
         """Remove the pipes of pools that were killed while they were added; wake those whose file was removed."""
         known = {key for (key,) in self._db.execute("SELECT key FROM pools")}
         for path in self.folder.glob("*.pipe"):
-            if path.stem not in known and not ring(path, b"."):
+            if path.stem not in known and ring(path, b".") is False:
                 path.unlink(missing_ok=True)
 
 
@@ -205,7 +217,19 @@ def transaction() -> Iterator[Entries]:
 
 
 def exists() -> bool:
-    return _file().exists()
+    """Say whether there is a ledger.
+
+    Raises:
+        HostBudgetError: its folder cannot be read.
+    """
+    file = _file()
+    try:
+        file.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _unsafe(file, error.strerror or str(error)) from error
+    return True
 
 
 def _file() -> Path:
@@ -215,6 +239,11 @@ def _file() -> Path:
     ledgers; and it is removed when the user logs out, while programs go on.
     """
     folder = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
+    if not folder.is_absolute():
+        raise HostBudgetError(
+            f"{VARIABLE} is a relative path: {str(folder)!r}: each working directory would have a ledger of its own; "
+            "name the folder by an absolute path"
+        )
     # After a crash of the machine all are dead, and the file may be broken, since it is never synced.
     boot = _host.text(Path("/proc/sys/kernel/random/boot_id")) or "host"
     return folder / f"ledger-1-{boot}.sqlite"
@@ -256,6 +285,13 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         raise _unsafe(path, f"it is of user {found.st_uid}, and this is user {os.geteuid()}")
     if found.st_mode & 0o077:
         raise _unsafe(path, f"its mode {stat.S_IMODE(found.st_mode):o} lets others in")
+
+
+def damaged(row: Row, why: object) -> HostBudgetError:
+    return HostBudgetError(
+        f"the host's ledger is damaged: {_file()}: row {row.key!r} of process {row.pid} ({row.program}): {why}; if no "
+        f"program uses it, remove that file, or name another folder in {VARIABLE}"
+    )
 
 
 def _unsafe(path: Path, why: str) -> HostBudgetError:

@@ -11,7 +11,9 @@ import builtins
 import ctypes
 import math
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
@@ -28,6 +30,10 @@ class Keeper(Protocol):
     inbox: Inbox
     closed: bool
     is_forked: bool
+    record: Callable[[], tuple[Fence, ...]] | None
+    """Marks the work that the calling thread has begun so far on the devices; None where it needs no mark."""
+    unrecorded: dict[Lease, None]
+    """Whose block was left, but not the slab, because that failed: they live until they are released."""
 
     def tidy_later(self) -> None: ...
 
@@ -39,6 +45,12 @@ def _exporter_type(capacity: int) -> type[Any]:
 
 class Lease:
     """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases at its end.
+
+    If the memory is page-locked, leaving the ``with`` block without a `release` records an event on the calling
+    thread's current stream of each device that this process uses, and the slab is free when these events are done. So a
+    ``copy_(..., non_blocking=True)`` from a view needs nothing else. Pass the event of work on any other stream to
+    `guard`. While one of these streams captures a graph, leaving the block is a `LeaseError`, and the lease stays held:
+    call `release` behind the last replay.
 
     Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy. Its content is whatever
     the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
@@ -142,26 +154,29 @@ class Lease:
         return self.memoryview()
 
     def guard(self, event: Fence | None) -> None:
-        """Name what the slab has to wait for if the lease is never released.
+        """Add an event that the slab has to wait for, however the lease ends.
 
-        An interrupt between a copy and the release may prevent the release. Then the slab comes back behind this event,
-        instead of at once.
+        Does not block. The slab is handed out again when all guards and the `after` of `release` are done. A guard that
+        is done is dropped when another one is added.
 
         Args:
-            event: for example the stream of the copies, which is done when all its work is.
+            event: behind work that reads or writes the slab. A stream will do: it is done when all its work is. None
+                adds nothing.
 
         Raises:
             LeaseError: the lease was released.
         """
-        slab = self._slab
-        if slab is None or slab.holder is not self._notice:
-            self._refuse("guard()")
-        slab.event = event
+        slab = self._held("guard()")
+        if event is not None:
+            before = slab.guards
+            slab.guards = (*before, event)  # first of all: a query may fail
+            slab.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
 
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
 
-        Does not block. The slab is handed out again when `after` is done and the last view of it has died.
+        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it has
+        died.
 
         Args:
             after: the work that still reads or writes the slab, for example the event behind an asynchronous copy. The
@@ -184,6 +199,8 @@ class Lease:
             slab.holder = None
         self._exporter = None
         slab.came_back(None)
+        if keeper.unrecorded:
+            keeper.unrecorded.pop(self, None)
         if keeper.inbox.line:
             keeper.inbox.ring()
         if keeper.closed:
@@ -222,8 +239,24 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        if self._slab is not None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        slab = self._slab
+        if slab is None:
+            return
+        keeper = self._keeper
+        try:
+            if keeper.record is not None:
+                events = keeper.record()
+                if slab.holder is self._notice:  # as in `release`
+                    slab.guards += events
+        except BaseException as failure:
+            keeper.unrecorded[self] = None
+            if error is None or not isinstance(failure, Exception):
+                raise
+            error.add_note(f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its release(after=event)")
+        else:
             self.release()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -235,3 +268,15 @@ class Lease:
     def __repr__(self) -> str:
         state = "released" if self._slab is None else "held"
         return f"<Lease nbytes={self._nbytes} capacity={self._capacity} {state}>"
+
+
+def guard_until_release(lease: Lease, event: Fence | None) -> None:
+    """Name what the slab waits for should an interrupt prevent the release. `Lease.release` replaces it.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    slab = lease._slab
+    if slab is None or slab.holder is not lease._notice:
+        lease._refuse("guard()")
+    slab.event = event

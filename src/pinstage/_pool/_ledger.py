@@ -21,7 +21,7 @@ from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Accounts, Waiter
 from ._classes import reuse_limit, size_class
-from ._host_budget import Alone, Share
+from ._host_budget import TOLD, Alone, Share
 from ._host_ledger import is_in_transaction
 from ._lease import Lease
 from ._refusals import Figures, Refusal
@@ -58,7 +58,14 @@ class Ledger:
     here can be computed from these.
     """
 
-    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, host: Share | Alone) -> None:
+    def __init__(
+        self,
+        memory: MemoryResource,
+        max_bytes: int,
+        reason: str,
+        host: Share | Alone,
+        record: Callable[[], tuple[Fence, ...]] | None,
+    ) -> None:
         self.max_bytes = max_bytes
         self._reason = reason
         self.closed = False  # may be set without the lock
@@ -69,6 +76,8 @@ class Ledger:
         # Says whether this thread has it, or is in a transaction that a pool would have to wait for if it grew.
         self.is_entered = has_lock if isinstance(host, Alone) else lambda: has_lock() or is_in_transaction()
         self.inbox = Inbox()
+        self.record = record
+        self.unrecorded: dict[Lease, None] = {}
         self.forgotten: list[tuple[int, int]] = []  # leases nobody released: bytes asked for, and of the slab
         self._memory = memory
         self._host = host
@@ -76,7 +85,7 @@ class Ledger:
         self.accounts = Accounts(max_bytes, self._granularity)
 
         self._slabs: dict[Slab, None] = {}  # all of them; resizes write it, too
-        self._resizes: dict[Resize, None] = {}  # those that are under way, or not settled
+        self._resizes: dict[Resize, Any] = {}  # those that are under way, or not settled
         self._is_torn = False
         self._hits = self._misses = self._trims = self._recovered = 0
         self._total_requested_bytes = 0
@@ -175,7 +184,7 @@ class Ledger:
         limit = reuse_limit(nbytes, size_class(nbytes, self._granularity))
         for slab in self._pending:  # the one given back first comes first
             event = slab.event
-            if slab.account is account and event is not None and nbytes <= slab.capacity <= limit:
+            if slab.account is account and event is not None and not slab.guards and nbytes <= slab.capacity <= limit:
                 del self._pending[slab]
                 account.busy_bytes -= slab.capacity
                 self._hits += 1
@@ -228,10 +237,15 @@ class Ledger:
     def ask_events(self) -> bool:
         """Make those slabs idle whose event is done; say whether there were any."""
         # All are asked before any is moved: a query that raises, as CUDA's does after a failed kernel, changes nothing.
-        done = [slab for slab in self._pending if slab.event is None or slab.event.query()]
+        done = [
+            slab
+            for slab in self._pending
+            if (slab.event is None or slab.event.query())
+            and (not slab.guards or all(guard.query() for guard in slab.guards))
+        ]
         for slab in done:
             del self._pending[slab]
-            slab.event = None
+            slab.event, slab.guards = None, ()
             self._make_idle(slab)
         if self.inbox.notices:  # an event may have collected garbage
             self._settle_notices()
@@ -307,7 +321,7 @@ class Ledger:
             return  # idle already, or being freed
         if slab.has_view():
             slab.enter(self._in_flight)
-        elif slab.event is not None:
+        elif slab.event is not None or slab.guards:
             slab.enter(self._in_flight)
             self._pending[slab] = None
         else:
@@ -390,7 +404,7 @@ class Ledger:
             elif lost and slab.state is not self._in_flight:
                 self._recovered += 1
             slab.requested = 0
-            if slab.has_view() or slab.event is not None:
+            if slab.has_view() or slab.fences():
                 slab.state = self._in_flight
                 if not slab.has_view():
                     self._pending[slab] = None
@@ -409,7 +423,7 @@ class Ledger:
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs in flight wait for."""
-        return [slab.event for slab in self._pending if slab.event is not None]
+        return [fence for slab in self._pending for fence in slab.fences()]
 
     def snapshot(self, waits: int, wait_seconds: float) -> PoolStats:
         self.ask_events()
@@ -477,9 +491,8 @@ class Ledger:
     def report(self, waits: int, wait_seconds: float) -> dict[str, Any]:
         """Say how the pool is, for those who watch this host."""
         stats = self.decide(self.snapshot, waits, wait_seconds)
-        told = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}
-        return {name: getattr(stats, name) for name in told} | {"owners": owners}
+        return {name: getattr(stats, name) for name in TOLD} | {"owners": owners}
 
     @property
     def reason(self) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
+from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import format_bytes, parse_bytes
 from .._steps import step
 from ..errors import UnreleasedLeaseWarning
@@ -88,7 +88,9 @@ class SlabPool:
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
         self._memory: MemoryResource = default_memory() if memory is None else memory
-        self._ledger = Ledger(self._memory, cap, reason, host)
+        # A copy from pageable memory has read it when the call returns.
+        record = record_current_streams if self._memory.is_pinned else None
+        self._ledger = Ledger(self._memory, cap, reason, host, record)
         self._host = host
         self._has_told = False
         self._line = Line(self._ledger.inbox, self._ledger.accounts)
@@ -237,7 +239,7 @@ class SlabPool:
             self.trim()
 
     def _reserve(self, nbytes: int, count: int) -> tuple[Exception | None, bool]:
-        """Return what is in the way, if anything, and whether other processes were asked to give that back."""
+        """Return what is in the way, if anything, and whether it may be gone in a moment, as what others give back."""
         ledger = self._ledger
         with ledger.lock:
             is_full = self._host.is_full
@@ -251,6 +253,8 @@ class SlabPool:
             self._wait_for(found)
         except HostIsFull:
             return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count), True
+        if len(found.made) < found.count:
+            return RuntimeError("reserve() made nothing: the thread that allocates never began; call it again"), True
         return None, False
 
     def trim(self, to_bytes: int | str = 0) -> int:
@@ -271,7 +275,7 @@ class SlabPool:
         if resize is None:
             return 0
         self._wait_for(resize)
-        return sum(slab.capacity for slab in resize.victims)
+        return sum(slab.capacity for slab in resize.victims[: resize.gone])
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""

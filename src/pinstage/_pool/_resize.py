@@ -3,14 +3,22 @@
 No interrupt comes there, since handlers of signals run in the main thread alone. So what the kernel or CUDA has given
 is never lost between the call and the line that takes note of it, as it would be by a Ctrl-C in the middle of a
 ``cudaHostRegister``. Nor do these threads spoil a CUDA graph that another one captures.
+
+A thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` that was meant for its
+creator, whose number it has in CPython 3.11 until it begins. Nothing else refers to the function that it runs, so the
+death of that function says it, and what was reserved is given back.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 from .._memory import REFUSALS, MemoryResource, as_called_here, remedy
 from .._reaper import reaper, running
@@ -18,9 +26,6 @@ from ._accounts import Account
 from ._host_budget import Alone, Share
 from ._lease import Lease
 from ._slab import Inbox, Slab
-
-_START_SECONDS = 1.0
-"""A thread that has not begun after so long is taken for dead; if it does begin, it finds nothing to do."""
 
 
 @dataclass(eq=False)
@@ -59,45 +64,41 @@ class Resize:
         """What the platform said when it refused memory, and what to do; empty if it did not."""
         self.error: BaseException | None = None
         """What ended it; None if nothing did. Nothing is made then."""
-        self.finished = False
-        """Whether all of this is final."""
         self.lease: Lease | None = None
-        self._claim = _thread.allocate_lock()  # taken by the thread that does it
-        self._end = _thread.allocate_lock()  # free from the end on
-        self._end.acquire()
+        self._has_run = False
+        self._end: SimpleQueue[object] = SimpleQueue()  # gets something when it is finished
         self._taken = 0  # of the host, and not made yet
         self._surroundings = as_called_here()
 
-    def start(self, resizes: dict[Resize, None]) -> None:
+    def start(self, resizes: dict[Resize, Any]) -> None:
         """Begin, and be one of `resizes`, those under way. Where there can be no thread any more, that is the error."""
-        run, nothing = self._run, ()
+        run = partial(self._run)
+        self._thread = weakref.ref(run)
+        # Called in the reverse order, each by C alone. Not kept here: they would be a cycle.
+        resizes[self] = weakref.ref(run, self._end.put), weakref.ref(run, partial(self.inbox.notices.setdefault, self))
         try:
             reaper.start()
-            resizes[self] = None  # no call comes before that of the next line: an interrupt finds both done, or neither
-            _thread.start_new_thread(run, nothing)
+            _thread.start_new_thread(run, ())
         except RuntimeError as error:  # the interpreter is about to end
-            resizes[self] = None
-            self.error, self.finished = error, True
-            self.inbox.notices.setdefault(self)
-            self._end.release()
+            self.error = error
+        finally:
+            del run  # now the thread has the only one, or nobody: who keeps an error has the names of this function
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of this is final: the thread has done it, or ended before."""
+        return self._has_run or self._thread() is None
 
     def wait(self) -> None:
-        """Wait until it is done. Blocks.
-
-        In CPython 3.11 a thread that has not begun has its creator's number, so an interrupt by
-        ``PyThreadState_SetAsyncExc`` may hit it instead, and it never begins. Then another one is started.
-        """
-        while not self._end.acquire(timeout=_START_SECONDS):
-            if not self._claim.locked():
-                _thread.start_new_thread(self._run, ())
-        self._end.release()
+        """Wait until it is done. Blocks."""
+        self._end.get()
 
     def room_needed(self) -> int:
         """Return the bytes of the cap that it needs beyond those of the victims that are still there."""
         return max(0, self.capacity * self.count - sum(slab.capacity for slab in self.victims[self.settled :]))
 
     def outcome(self) -> Lease | None:
-        """Return the lease, if it is there; after the end, when the ledger has taken note of that.
+        """Return the lease, after the end, when the ledger has taken note of that; None if the thread never began.
 
         Raises:
             BaseException: what ended the work.
@@ -112,10 +113,8 @@ class Resize:
         return lease
 
     def _run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        running[self] = None
         try:
+            running[self] = None
             with self._surroundings():
                 for slab in self.victims:
                     self._free(slab)
@@ -130,12 +129,13 @@ class Resize:
         except BaseException as error:  # noqa: BLE001 - raised by `outcome`
             self._undo()
             self.error = error
-        self.finished = True
-        self.inbox.notices.setdefault(self)
-        self._end.release()
-        self.inbox.ring()
-        self.keeper = None
-        del running[self]
+        finally:
+            self.keeper = None
+            self._has_run = True
+            self.inbox.notices.setdefault(self)
+            self._end.put(None)
+            self.inbox.ring()
+            running.pop(self, None)
 
     def _free(self, slab: Slab) -> None:
         try:
@@ -175,7 +175,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Sha
     errors = []
     for slab in list(slabs):
         try:
-            if slab.event is None or slab.event.query():
+            if all(fence.query() for fence in slab.fences()):
                 del slabs[slab]
                 memory.deallocate(slab.block)
                 host.give(slab.capacity)

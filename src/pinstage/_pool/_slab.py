@@ -62,8 +62,8 @@ class Meter:
 class Slab:
     """One contiguous host allocation of the pool.
 
-    What keeps it busy is told by `holder`, `exporter` and `event`, and by nothing else: the state that is counted
-    follows from these, so it can be found out again if an interrupt ends whoever was changing it.
+    What keeps it busy is told by `holder`, `exporter`, `event` and `guards`, and by nothing else: the state that is
+    counted follows from these, so it can be found out again if an interrupt ends whoever was changing it.
 
     Attributes:
         block: its memory.
@@ -74,7 +74,8 @@ class Slab:
         state: where it is counted; None until it is.
         holder: a weak reference to the lease; None if there is none, or it was released.
         exporter: a weak reference to what all views of the last lease keep alive; None if there was no view.
-        event: what the slab has to wait for when it has come back; None for nothing.
+        event: what the last lease was released behind, or is if it is never released; None for nothing.
+        guards: what the slab has to wait for besides.
         came_back: puts the slab into the pool's inbox, whatever it is given.
     """
 
@@ -89,6 +90,7 @@ class Slab:
         self.holder: weakref.ref[Any] | None = None
         self.exporter: weakref.ref[Any] | None = None
         self.event: Fence | None = None
+        self.guards: tuple[Fence, ...] = ()
 
     def enter(self, state: Meter) -> None:
         before, nbytes = self.state, self.capacity
@@ -98,6 +100,10 @@ class Slab:
                 before.slabs -= 1
             self.state = state
             state.enter(nbytes)
+
+    def fences(self) -> tuple[Fence, ...]:
+        """Return all that the slab has to wait for when it has come back."""
+        return self.guards if self.event is None else (*self.guards, self.event)
 
     def has_lease(self) -> bool:
         return self.holder is not None and self.holder() is not None

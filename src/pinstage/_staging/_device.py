@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from .._copy import Gathering
 from .._layout import Blocks, HostSlab, Parts, PlainBlocks, Sharing, Table, make_blocks, pack
-from .._memory import copy_error, disregard_captures, make_current, start_copy, why_unusable
+from .._memory import DeviceEvent, copy_error, disregard_captures, make_current, start_copy, why_unusable
 from .._pool import Fence
 from .._steps import NOTHING
 from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
@@ -37,11 +37,6 @@ _NO_CONTEXT = 201
 
 _EVENTS_KEPT = 32
 """Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
-
-
-def on_device(index: int) -> AbstractContextManager[Any]:
-    """Make a device current in this thread."""
-    return NOTHING if cuda_calls().device() == index else torch.cuda.device(index)
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -77,39 +72,6 @@ def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     with torch.cuda.device(stream.device_index), _OnStream(stream):
         yield
-
-
-_Base: Any = torch.cuda.Event.__base__
-"""An event in C++. What torch puts over it are two calls of Python's around each of its functions. Without CUDA it has
-none."""
-
-
-class DeviceEvent(torch.cuda.Event):
-    """An event of one device, which is asked there in any thread.
-
-    In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
-    (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
-    """
-
-    index: int
-
-    record = getattr(_Base, "record", torch.cuda.Event.record)
-    wait = getattr(_Base, "wait", torch.cuda.Event.wait)
-
-    @classmethod
-    def of(cls, index: int) -> DeviceEvent:
-        """Make an event of a device."""
-        event = cls()
-        event.index = index
-        return event
-
-    def query(self) -> bool:
-        with on_device(self.index):
-            return bool(_Base.query(self))
-
-    def synchronize(self) -> None:
-        with on_device(self.index):
-            _Base.synchronize(self)
 
 
 class EventCache(Generic[E]):

@@ -38,6 +38,7 @@ from .._pool import (
     check_owner,
     check_pool,
     check_timeout,
+    guard_until_release,
     keeper_of,
 )
 from .._reaper import reaper
@@ -339,7 +340,7 @@ class Stager:
                 )
             host, ring, target = lease.data_ptr(), self._ring, self._target
             ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
-            lease.guard(target.stream)  # an interrupt may come before the release
+            guard_until_release(lease, target.stream)  # an interrupt may come before the release
             event = None
             try:
                 transfer = send_packed(
@@ -530,9 +531,8 @@ class Stager:
         target, table = self._target, parts.table
         nbytes = table.nbytes
         with target.selected():
-            is_small = (
-                nbytes <= AT_ONCE_BYTES or (nbytes < SMALL_BYTES and not is_watched)
-            ) and not target.is_capturing()
+            most = AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1
+            is_small = nbytes <= most and not target.is_capturing()
             consumer = target.consumer(None)
             stream = consumer if is_small else target.stream
             if ring_lease is None:
@@ -549,7 +549,7 @@ class Stager:
                 self._bound(consumer)
             lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
-                lease.guard(stream)  # an interrupt may come before the release
+                guard_until_release(lease, stream)  # an interrupt may come before the release
             copies = 0
             try:
                 blocks = target.blocks(table, sharing, stream, slab)
@@ -581,7 +581,7 @@ class Stager:
                 copies = target.fill(blocks, parts, stream)
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
         lease = self._acquire_or_less(nbytes)
-        lease.guard(stream)  # an interrupt may come before the release
+        guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
             if lease.nbytes < nbytes:
                 copies = self._copy_in_parts(parts, lease, blocks, stream)

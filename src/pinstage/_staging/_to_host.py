@@ -20,7 +20,7 @@ import torch
 
 from .._copy import Gathering, arrange, duplicate, flat, gather
 from .._layout import DTYPES, PACKED, IsContainer, RowKind, Table, cut, describe
-from .._pool import Fence, Lease
+from .._pool import Fence, Lease, guard_until_release
 from .._steps import step
 from .._torch import check_is_plain
 from .._tree import WRAPPERS, Structure, walk
@@ -223,7 +223,7 @@ def to_host(
         lease = acquire(nbytes)
         streams = [sources.of(share.device).stream for share in shares]
         after: Fence | None = Events([stream for stream in streams if stream is not None])
-        lease.guard(after)  # an interrupt may come before the release, and in front of a copy's event
+        guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
             events, copies = _fetch(shares, leaves, host, sources, hold)

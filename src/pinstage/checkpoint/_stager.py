@@ -176,8 +176,11 @@ class PoolStager(AsyncStager):
             )
 
         def lease(nbytes: int) -> Bytes:
-            with self._acquire(nbytes, len(snapshot.tensors), self._timeout) as lease:
+            lease = self._acquire(nbytes, len(snapshot.tensors), self._timeout)
+            try:
                 return lease.numpy()
+            finally:
+                lease.release()  # not by `with`: the view alone says when the slab is free
 
         most = max(1, self._pool.max_bytes // 2)
         sources = snapshot.tensors

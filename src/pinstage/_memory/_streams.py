@@ -1,0 +1,75 @@
+"""Events of torch that any thread may ask, and those of the streams that are current here."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .._steps import NOTHING
+from .._torch import cuda_calls
+from ..errors import LeaseError
+from ._cuda import has_context
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """Make a device current in this thread."""
+    return NOTHING if cuda_calls().device() == index else torch.cuda.device(index)
+
+
+_Base: Any = torch.cuda.Event.__base__
+"""An event in C++. What torch puts over it are two calls of Python's around each of its functions. Without CUDA it has
+none."""
+
+
+class DeviceEvent(torch.cuda.Event):
+    """An event of one device, which is asked there in any thread.
+
+    In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
+    (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
+    """
+
+    index: int
+
+    record = getattr(_Base, "record", torch.cuda.Event.record)
+    wait = getattr(_Base, "wait", torch.cuda.Event.wait)
+
+    @classmethod
+    def of(cls, index: int) -> DeviceEvent:
+        """Make an event of a device."""
+        event = cls()
+        event.index = index
+        return event
+
+    def query(self) -> bool:
+        with on_device(self.index):
+            return bool(_Base.query(self))
+
+    def synchronize(self) -> None:
+        with on_device(self.index):
+            _Base.synchronize(self)
+
+
+def record_current_streams() -> tuple[DeviceEvent, ...]:
+    """Mark this point of the calling thread's current stream on each device that has a context in this process.
+
+    Makes no context. Without CUDA, or before torch has initialised it, there is nothing to mark.
+
+    Raises:
+        LeaseError: one of these streams captures a graph. No event can say when its last replay is over.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    events = []
+    for index in filter(has_context, range(torch.cuda.device_count())):
+        with on_device(index):
+            if torch.cuda.is_current_stream_capturing():
+                raise LeaseError(
+                    f"the block of a lease ended while the current stream of cuda:{index} captures a graph, and each "
+                    "replay uses the slab: the lease stays held; call lease.release(after=event) behind the last replay"
+                )
+            event = DeviceEvent.of(index)
+            event.record(torch.cuda.current_stream(index))
+        events.append(event)
+    return tuple(events)
