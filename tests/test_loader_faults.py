@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -26,9 +28,14 @@ from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent,
 
 import pinstage as ps
 from pinstage import _torch
+from pinstage._layout import take_apart
 from pinstage._loader._broker import LEAKED
+from pinstage._loader._collate import SlabCollate
+from pinstage._loader._messages import receive
+from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
+from pinstage.errors import LayoutError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -328,6 +335,61 @@ def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
     for _, loans in LEAKED:  # the thread could not know that no worker writes any more
         for loan in loans.values():
             loan.lease.release()
+    LEAKED.clear()
+
+
+def described(*sizes):
+    parts = take_apart(list(map(torch.zeros, sizes)))
+    return {"structure": pickle.dumps(parts.structure), "table": parts.table.data}
+
+
+FORGED = {
+    "a table beyond the slab": ({"table": described(2**24)["table"]}, "67108864 bytes in"),
+    "a table beyond the bytes": ({"slab": None, "raw": bytearray(16)}, "bytes in 16"),
+    "a table of bytes that are not there": ({"slab": None}, "bytes in 0"),
+    "a slab of nobody": ({"slab": 999}, "isn't lent to worker 0: 999"),
+    "a slab of another worker": ({"worker": 1, **described(10)}, "isn't lent to worker 1: 0"),
+    "a structure without a table": ({"structure": b"", "table": None}, "not an offset table"),
+    "an unknown structure": ({"number": 77}, "unknown structure: 77"),
+    "something else for a structure": ({"structure": 5, "table": described(10)["table"]}, "not a layout: int"),
+    "fewer leaves than rows": ({"table": described(1, 1)["table"]}, "has 1 leaves and the offset table 2"),
+    "more leaves than described": ({"pickled": pickle.dumps([1, 2])}, "2 of 0 leaves"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_message_that_cannot_be_right_is_an_error(monkeypatch, kind):
+    changes, text = FORGED[kind]
+    collate, names, calls = SlabCollate.__call__, inspect.signature(receive).parameters, itertools.count()
+
+    def forge(self, samples):
+        message = collate(self, samples)
+        if next(calls) == 1:
+            message.contents = tuple((dict(zip(names, message.contents, strict=True)) | changes).values())
+        return message
+
+    monkeypatch.setattr(SlabCollate, "__call__", forge)
+    loader = make(num_workers=1)
+    iterator = iter(loader)
+    assert next(iterator)[0, 0] == 0
+    with pytest.raises(LayoutError, match=f"{text}.*; (begin another pass|compute)"):
+        next(iterator)
+    del iterator
+    assert_all_back(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    "message", [("ask", 16, 16, [999]), ("ask", "many", 16, []), ("unmapped", 999, "no"), ("starved",), ("hello",), 5]
+)
+def test_a_request_that_cannot_be_right_is_an_error(monkeypatch, message):
+    take = WorkerSlabs.take
+    monkeypatch.setattr(WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes))
+    iterator = iter(make(num_workers=1))
+    with pytest.raises((RuntimeError, LayoutError), match=r"worker.*; begin another pass"):
+        list(iterator)
+    iterator._close()
     LEAKED.clear()
 
 

@@ -8,7 +8,7 @@ any pool, touches no device.
 
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
-from ._layout import Layout, Slot, content_of
+from ._layout import Layout, Slot, check_content, content_of
 from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
 from ._views import cut, view_of
@@ -26,6 +26,7 @@ __all__ = [
     "RowKind",
     "Slot",
     "Table",
+    "check_content",
     "compute_lazy_leaves",
     "content_of",
     "contiguous_stride",

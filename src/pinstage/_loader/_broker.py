@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from .._pool import Fence, Lease, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
 from ._descriptors import send_descriptor
-from ._messages import BROKERS, Known, PackedBatch
+from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -136,11 +136,28 @@ class SlabBroker:
 
     def address_of(self, number: int) -> int:
         """Return the address of a slab's first byte in this process."""
-        return self._loans[number].address
+        return self.loan_of(None, number).address
+
+    def loan_of(self, worker: int | None, number: Any) -> Loan:
+        """Return the loan of a slab, by what a worker sent.
+
+        Args:
+            worker: which has to have it; None for any.
+            number: of the slab.
+
+        Raises:
+            LayoutError: no such slab is lent, or to another worker.
+        """
+        loan = self._loans.get(number)
+        if loan is None or worker not in (None, loan.worker):
+            whose = "any worker" if worker is None else f"worker {worker}"
+            raise LayoutError(f"a worker's message names a slab that isn't lent to {whose}: {number!r}; {BEGIN_AGAIN}")
+        return loan
 
     def sent(self, number: int, event: Fence | None) -> None:
         """Give a slab back to its worker when `event` is done. None: the copy is done already."""
-        self._loans[number].batch = None
+        if number in self._loans:
+            self._loans[number].batch = None
         self._copying.append((number, event))
         if event is None or self._starved:
             self.wake()
@@ -252,27 +269,28 @@ class SlabBroker:
         """Read a worker's request, and do it. Says whether the worker may send another one."""
         channel = self._channels[worker]
         try:
-            kind, *details = channel.recv()
+            message = channel.recv()
         except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
             del self._open[channel.fileno()]
             self._starved.pop(worker, None)
             return False
-        if kind == "ask":
-            nbytes, wanted, given_up = details
-            self._take_back(given_up)
-            self._asked.put(Ask(worker, nbytes, wanted))
-            if self._lender is None:
-                until_the_end = threading.Lock()
-                until_the_end.acquire()
-                _thread.start_new_thread(self._lend, (until_the_end,))
-                self._lender = until_the_end
-        elif kind == "starved":
-            if any(loan.worker == worker for loan in self._loans.values()):
-                self._starved[worker] = details[0]
-        else:
-            number, why = details
-            self._warn(self._loans[number].lease.nbytes, why)
-            self._take_back([number])
+        match message:
+            case ("ask", int(nbytes), int(wanted), [*given_up]):
+                self._take_back(worker, given_up)
+                self._asked.put(Ask(worker, nbytes, wanted))
+                if self._lender is None:
+                    until_the_end = threading.Lock()
+                    until_the_end.acquire()
+                    _thread.start_new_thread(self._lend, (until_the_end,))
+                    self._lender = until_the_end
+            case ("starved", int(nbytes)):
+                if any(loan.worker == worker for loan in self._loans.values()):
+                    self._starved[worker] = nbytes
+            case ("unmapped", number, why):
+                self._warn(self.loan_of(worker, number).lease.nbytes, why)
+                self._take_back(worker, [number])
+            case _:
+                raise RuntimeError(f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}")
         return True
 
     def _grant(self) -> None:
@@ -299,10 +317,10 @@ class SlabBroker:
                     stacklevel=1,
                 )
 
-    def _take_back(self, numbers: Sequence[int]) -> None:
+    def _take_back(self, worker: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            loan = self._loans.pop(number)
-            loan.lease.release()
+            self.loan_of(worker, number).lease.release()
+            del self._loans[number]
 
     def _sweep(self) -> None:
         """Tell the workers which of their slabs are free again."""

@@ -18,7 +18,7 @@ from .._steps import step
 from .._torch import Workers, next_batch
 from ..errors import BudgetExceededError
 from ._broker import SlabBroker
-from ._messages import Failed, PackedBatch
+from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
 
@@ -189,7 +189,8 @@ class WorkersIterator(LoaderIterator):
                 transfer.reraise()
             if isinstance(transfer, PackedBatch):  # torchdata's iterator read it while it was being made
                 transfer = send(self._slabs, transfer)
-            assert isinstance(transfer, Transfer)
+            if not isinstance(transfer, Transfer):
+                raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
             return transfer.get()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
