@@ -1,5 +1,6 @@
 """Whatever goes wrong in a `DataLoader`: all comes back, nothing is left, and the error is the original one."""
 
+import _thread
 import contextlib
 import gc
 import inspect
@@ -31,7 +32,7 @@ from pinstage import _torch
 from pinstage._layout import take_apart
 from pinstage._loader._broker import LEAKED
 from pinstage._loader._collate import SlabCollate
-from pinstage._loader._messages import receive
+from pinstage._loader._messages import BROKERS, receive
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
@@ -499,6 +500,24 @@ def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything
         assert numbers(loader) == list(range(40))
 
 
+def test_a_handler_that_raises_while_a_pass_begins_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # of torch's iterator, where it is half made
+    loader = make(size=2, num_workers=1)
+    assert numbers(loader) == [0, 1]
+    wait_until(lambda: not resources()["threads"])
+    files = ("_loader/_loader.py", "_broker.py", "_iterator.py", "_collate.py", "_starting.py", "_slabs.py")
+    before = resources()
+    for number in itertools.count(1):
+        interrupted = Interrupts(number, *files).during(lambda: iter(loader))
+        wait_until(lambda: all(count <= before[name] for name, count in resources().items()) and not BROKERS)
+        assert all_back(loader)
+        if not interrupted:
+            break
+    assert number > 50
+    assert not LEAKED
+    assert numbers(loader) == [0, 1]
+
+
 # -- ahead
 
 
@@ -611,6 +630,28 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
     assert interrupts.during(iterator._close)
     del iterator
     assert_all_back(loader)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:RuntimeWarning")
+def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
+    def refuse(*given):
+        raise RuntimeError("can't start new thread")
+
+    loader = make()
+    iterator = iter(loader)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+    if is_left:
+        next(iterator)
+        iterator._close()
+    else:
+        assert [int(number) for batch in iterator for number in batch[:, 0]] == list(range(40))
+    assert next(iterator, None) is None
+    assert all_back(loader)
+    with pytest.raises(RuntimeError, match="new thread"):
+        iter(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

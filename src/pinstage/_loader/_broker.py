@@ -6,6 +6,7 @@ import _thread
 import atexit
 import contextlib
 import itertools
+import multiprocessing
 import os
 import queue
 import select
@@ -101,11 +102,11 @@ class SlabBroker:
         self._asked: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
         self._lender: threading.Lock | None = None  # held until the second thread ends
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # which close themselves
+        os.set_blocking(self._wake_write.fileno(), False)
         self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
         self._closing = self._told = self._finished = self._ended = self._leak = self._has_warned = False
-        self._has_thread = False
+        self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
         self._gone = threading.Lock()
         self._gone.acquire()
         self._incoming: SendingQueue | None = None
@@ -115,9 +116,8 @@ class SlabBroker:
 
     def start(self) -> None:
         """Start to answer workers; a second call does nothing."""
-        if not self._has_thread:
+        if not self._claimed.locked():
             _thread.start_new_thread(self._serve, ())
-            self._has_thread = True
 
     def serve(self, incoming: SendingQueue) -> None:
         """Read this queue from now on, and send the batches in it."""
@@ -166,7 +166,7 @@ class SlabBroker:
         """Wake the thread. Does not block."""
         with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
             if not self._ended:  # else the descriptor may be another file's by now
-                os.write(self._wake_write, b"w")
+                os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
         """Say which workers wait for slabs, and who holds those. An empty text if none waits."""
@@ -198,7 +198,7 @@ class SlabBroker:
         """
         self._leak = self._leak or leak
         self._finished = True
-        if not self._has_thread:
+        if self._claimed.acquire(blocking=False):
             self._tell_workers()  # that have asked for slabs already
             self._end()
             return
@@ -211,6 +211,8 @@ class SlabBroker:
     # -- the thread
 
     def _serve(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
         running[self] = None
         incoming = None
         try:
@@ -236,7 +238,8 @@ class SlabBroker:
         incoming: SendingQueue | None = None
         source = -1
         waits = False
-        for file in (*self._open, self._wake_read):
+        wake = self._wake_read.fileno()
+        for file in (*self._open, wake):
             poll.register(file, select.POLLIN)
         while not self._finished:
             if incoming is None and (incoming := self._incoming) is not None:
@@ -246,7 +249,7 @@ class SlabBroker:
             for file, _ in poll.poll(pause):
                 if incoming is not None and file == source:
                     incoming.receive()
-                elif file == self._wake_read:
+                elif file == wake:
                     os.read(file, 4096)
                 elif not self._receive(self._open[file]):
                     poll.unregister(file)
@@ -281,8 +284,12 @@ class SlabBroker:
                 if self._lender is None:
                     until_the_end = threading.Lock()
                     until_the_end.acquire()
-                    _thread.start_new_thread(self._lend, (until_the_end,))
-                    self._lender = until_the_end
+                    try:
+                        _thread.start_new_thread(self._lend, (until_the_end,))
+                        self._lender = until_the_end
+                    except RuntimeError as error:  # no thread can be had: the worker does without
+                        self._warn(wanted, repr(error))
+                        self._leased.append((worker, None))
             case ("starved", int(nbytes)):
                 if any(loan.worker == worker for loan in self._loans.values()):
                     self._starved[worker] = nbytes
@@ -393,8 +400,8 @@ class SlabBroker:
             if self._ended:
                 return
             self._ended = True
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._wake_read.close()
+            self._wake_write.close()
         BROKERS.pop(self.token, None)
         self._incoming = None
         for _, loan in self._leased:

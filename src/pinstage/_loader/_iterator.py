@@ -103,7 +103,7 @@ class InlineIterator(LoaderIterator):
 
 
 class Ending:
-    """Ends the workers of an iterator once, in a thread of its own, and then gives all slabs back.
+    """Ends the workers of an iterator once, in a thread of its own if there can be one, and then gives all slabs back.
 
     It does not refer to the iterator, which may be gone. A collate function may refer to the loader, so a reference to
     the iterator would keep all of these forever.
@@ -118,15 +118,20 @@ class Ending:
         self._broker = broker
         self.begun = False
         """Whether the workers were told to end."""
+        self._claimed = threading.Lock()  # by the thread that ends them; never let go
         self._done = threading.Lock()
         self._done.acquire()
-        self.workers = Workers(batches, partial(reaper.tasks.put, self))
+        self.workers = Workers(batches)
+        self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
         """Begin. The reaper calls this when the iterator has died."""
-        if not self.begun and os.getpid() == self._pid:  # not in a forked child
+        if not self._claimed.locked() and os.getpid() == self._pid:  # not in a forked child
             self.begun = True
-            _thread.start_new_thread(self._run, ())
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError:  # no thread can be had
+                self._run()
         return True
 
     def wait(self) -> None:
@@ -137,6 +142,8 @@ class Ending:
                 pass
 
     def _run(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
         running[self] = None
         ended = False
         try:

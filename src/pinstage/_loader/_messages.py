@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from ..errors import LayoutError
 BEGIN_AGAIN = "begin another pass, with new workers"
 """The remedy for messages that can't be right."""
 
-BROKERS: dict[int, Any] = {}
+BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
 
 
