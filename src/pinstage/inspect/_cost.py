@@ -59,11 +59,12 @@ def cost_from(found: Any) -> Cost:
     """Return a cost that was written down, or the reference if it's none, of another version, or impossible."""
     try:
         cost = Cost(**found)
-        figures = (cost.fixed_seconds, cost.leaf_seconds, cost.bytes_per_second)
-        is_possible = isinstance(cost.source, str) and all(0 < figure <= sys.float_info.max for figure in figures)
-    except TypeError:
-        return REFERENCE
-    return dataclasses.replace(cost, source=clean(cost.source)) if is_possible else REFERENCE
+        figures: list[Any] = [cost.fixed_seconds, cost.leaf_seconds, cost.bytes_per_second]
+        if all(0 < figure <= sys.float_info.max for figure in figures):
+            return dataclasses.replace(cost, source=clean(cost.source))
+    except (AttributeError, TypeError):
+        pass
+    return REFERENCE
 
 
 def keep(device_name: str, cost: Cost) -> Path:
