@@ -364,18 +364,31 @@ def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
     parts = take_apart(leaves)
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     for _ in range(5):
-        job = start_packing(parts, slab, 4)
+        job = start_packing(parts, slab, 4).__enter__()
         if wait_for is not None:
             job.wait(wait_for)
         if end == "exit":
             job.__exit__()
         elif end == "error":
-            with pytest.raises(ZeroDivisionError), job:
+            with pytest.raises(ZeroDivisionError), job:  # entered twice
                 raise ZeroDivisionError
         del job
         slab.zero_()
         packed(bytes_of(4 * MIB), 4)  # the threads are there for others
         assert not slab.any(), "written after its end"
+
+
+@in_chunks
+def test_a_job_writes_nothing_before_its_block():
+    parts = take_apart(bytes_of(32 * MIB))
+    slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+    packed(bytes_of(4 * MIB), 4)  # the threads are there
+    jobs = [start_packing(parts, slab, 4) for _ in range(5)]
+    packed(bytes_of(32 * MIB), 4)  # long enough for those that wait in line before it
+    assert not slab.any()
+    with jobs[0] as job:
+        job.wait(len(job.ends) - 1)
+    assert slab.any()
 
 
 @in_chunks

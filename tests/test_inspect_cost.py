@@ -1,5 +1,6 @@
 """What staging costs is measured, kept for traces of such a GPU, and otherwise the reference machine's."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from trace_maker import naive_loop
 
 from pinstage.inspect import _commands
-from pinstage.inspect._cost import KEPT, REFERENCE, Cost, cost_of, keep, measure_cost
+from pinstage.inspect._cost import KEPT, REFERENCE, Cost, cost_from, cost_of, keep, measure_cost
 from pinstage.inspect._doctor import Diagnosis, Measured
 from pinstage.inspect._gpus import Gpu
 from pinstage.inspect._trace import trace_report
@@ -38,6 +39,13 @@ def test_a_file_that_is_not_ours_is_no_reason_to_fail(cache, text):
     assert cost_of("NVIDIA H200") is REFERENCE
     assert keep("NVIDIA H200", HERE).exists()
     assert cost_of("NVIDIA H200") == HERE
+
+
+@pytest.mark.parametrize("name", ["fixed_seconds", "leaf_seconds", "bytes_per_second", "source"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0, 10**400, None, [1.0]])
+def test_a_kept_cost_that_cannot_be_right_is_ignored(name, value):
+    assert cost_from(dataclasses.asdict(HERE) | {name: value}) is REFERENCE
+    assert cost_from(dataclasses.asdict(HERE) | {"source": "x\x1b[2J"}).source == "x\ufffd[2J"
 
 
 def test_the_cost_is_measured():

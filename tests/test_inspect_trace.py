@@ -666,6 +666,10 @@ def test_progress_is_told_in_bytes_of_the_file(tmp_path):
         (b"\x1f\x8b\x08\x00garbage", "is no trace"),
         (gzip.compress(b'{"traceEvents": [' + b'{"ph": "M"},' * 5000)[:-40], "broken or cut off|is no trace"),
         (b"\x89PNG\r\n\x1a\n\x00\x00", "is no trace: it is not JSON"),
+        (b"[" * 100_000, "is no trace: maximum recursion depth exceeded"),
+        (b'{"traceEvents": [{"ph": "M"}, ' + b'{"a":' * 100_000, "broken or cut off after 1 events: maximum recursion"),
+        (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "is no trace: Exceeds the limit"),
+        (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (it has \ufffd]0;title\ufffd)"),
     ],
 )
 def test_files_that_are_no_traces_get_a_clear_error(tmp_path, content, message):
@@ -673,6 +677,51 @@ def test_files_that_are_no_traces_get_a_clear_error(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)):
         trace_report(path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *(("ts", value) for value in ("x", None, [], float("nan"), float("inf"), 1e300, 10**400)),
+        *(("dur", value) for value in ("x", None, -1, float("nan"), float("inf"), 1e300)),
+        *(("name", value) for value in (5, None, ["a"])),
+        *(("args", value) for value in (5, "x", [1])),
+        *(("device", value) for value in ("x", [], -1, 2**40, float("nan"), float("inf"), 10**400)),
+        *(("bytes", value) for value in ("x", -1, 2**70, float("inf"))),
+        *(("correlation", value) for value in ("x", {}, 2**70, float("-inf"))),
+    ],
+)
+def test_values_that_cannot_be_right_are_an_error(tmp_path, where, value):
+    event = {"device": 0, "bytes": 8, "correlation": 1} | {where: value}
+    event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 1, "args": event} | {where: value}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{**event, "ts": 1, "dur": 1, "name": "x", "args": {}}, event]}))
+    with pytest.raises(TraceError, match=r"t.json is no trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"):
+        trace_report(path)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000])
+def test_a_step_of_an_impossible_number_is_an_error(report, number):
+    with pytest.raises(TraceError, match="has no usable"):
+        report(naive_loop().step(number, 0, 1))
+
+
+@pytest.mark.parametrize("header", [5, "x", {"name": "a"}, [5], [{"name": 5}], None])
+def test_a_header_of_another_kind_is_left_out(report, header):
+    found = report(TraceMaker(deviceProperties=header, distributedInfo={"rank": 10**400}).kernel(0, 1)).worst
+    assert (found.analysis.device_name, found.rank) == (None, 0)
+
+
+def test_names_reach_no_terminal_as_control_sequences(report):
+    names = "\x1b]52;c;ZXZpbA==\x07", "\ud800", "\x9b2J", "\u202e"
+    trace = TraceMaker(deviceProperties=[{"name": "".join(names)}])
+    for name in names:
+        trace.call(f"cudaMemcpy{name}", 0, 1).copy(0, 1, 8, kind=name)
+    found = report(trace, name="t\x1b[2J.json")
+    for text in (as_text(sections(found)), html(found)):
+        assert text.replace("\n", "").isprintable()
+        assert "cudaMemcpy\ufffd]52;c;ZXZpbA==\ufffd" in text
+        text.encode()
 
 
 def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_path, monkeypatch):

@@ -201,7 +201,7 @@ def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
 @pytest.mark.parametrize(
     "tensors",
     [
-        [torch.zeros(1).byte().expand(2**60), torch.zeros(1).byte().expand(2**63 - 2**10)],
+        [torch.zeros(1).byte().expand(2**60) for _ in range(3)],
         [torch.zeros(0).as_strided((0, 2**40, 2**40), (0, 0, 0))],
     ],
     ids=["bytes", "steps of nothing"],
@@ -209,6 +209,25 @@ def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
 def test_a_batch_with_more_than_can_be_counted_is_an_error(tensors):
     with pytest.raises(OverflowError):
         Layout.of(tensors)
+
+
+@pytest.mark.parametrize("size", [2**59, 2**60, 2**61, 2**62, 2**63 - 1])
+def test_a_tensor_that_repeats_too_often_is_an_error(size):
+    with pytest.raises(LayoutError, match=rf"batch\['a'\] is too large: {4 * size} bytes of"):
+        Layout.of({"a": torch.ones(1).expand(size)})
+
+
+def test_a_layout_from_a_damaged_pickle_is_an_error():
+    batch = {"a": torch.ones(3), "b": torch.ones(2)}
+    restore, (structure, table) = Layout.of(batch).__reduce__()
+    for contents in ((table, structure), (structure, table.data), (structure, tuple(table))):
+        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout anew"):
+            restore(*contents)
+    rows = table.rows.copy()
+    rows["offset"][1] = 0  # where the other one is
+    moved = restore(structure, table.moved_to(rows, table.nbytes))
+    with pytest.raises(LayoutError, match="have other places in the slab; make a layout with"):
+        moved.others(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

@@ -1,12 +1,15 @@
 """Whatever goes wrong in a `DataLoader`: all comes back, nothing is left, and the error is the original one."""
 
+import _thread
 import contextlib
 import gc
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -26,9 +29,14 @@ from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent,
 
 import pinstage as ps
 from pinstage import _torch
+from pinstage._layout import take_apart
 from pinstage._loader._broker import LEAKED
+from pinstage._loader._collate import SlabCollate
+from pinstage._loader._messages import BROKERS, receive
+from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
+from pinstage.errors import LayoutError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -331,6 +339,61 @@ def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
     LEAKED.clear()
 
 
+def described(*sizes):
+    parts = take_apart(list(map(torch.zeros, sizes)))
+    return {"structure": pickle.dumps(parts.structure), "table": parts.table.data}
+
+
+FORGED = {
+    "a table beyond the slab": ({"table": described(2**24)["table"]}, "67108864 bytes in"),
+    "a table beyond the bytes": ({"slab": None, "raw": bytearray(16)}, "bytes in 16"),
+    "a table of bytes that are not there": ({"slab": None}, "bytes in 0"),
+    "a slab of nobody": ({"slab": 999}, "isn't lent to worker 0: 999"),
+    "a slab of another worker": ({"worker": 1, **described(10)}, "isn't lent to worker 1: 0"),
+    "a structure without a table": ({"structure": b"", "table": None}, "not an offset table"),
+    "an unknown structure": ({"number": 77}, "unknown structure: 77"),
+    "something else for a structure": ({"structure": 5, "table": described(10)["table"]}, "not a layout: int"),
+    "fewer leaves than rows": ({"table": described(1, 1)["table"]}, "has 1 leaves and the offset table 2"),
+    "more leaves than described": ({"pickled": pickle.dumps([1, 2])}, "2 of 0 leaves"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_message_that_cannot_be_right_is_an_error(monkeypatch, kind):
+    changes, text = FORGED[kind]
+    collate, names, calls = SlabCollate.__call__, inspect.signature(receive).parameters, itertools.count()
+
+    def forge(self, samples):
+        message = collate(self, samples)
+        if next(calls) == 1:
+            message.contents = tuple((dict(zip(names, message.contents, strict=True)) | changes).values())
+        return message
+
+    monkeypatch.setattr(SlabCollate, "__call__", forge)
+    loader = make(num_workers=1)
+    iterator = iter(loader)
+    assert next(iterator)[0, 0] == 0
+    with pytest.raises(LayoutError, match=f"{text}.*; (begin another pass|compute)"):
+        next(iterator)
+    del iterator
+    assert_all_back(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    "message", [("ask", 16, 16, [999]), ("ask", "many", 16, []), ("unmapped", 999, "no"), ("starved",), ("hello",), 5]
+)
+def test_a_request_that_cannot_be_right_is_an_error(monkeypatch, message):
+    take = WorkerSlabs.take
+    monkeypatch.setattr(WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes))
+    iterator = iter(make(num_workers=1))
+    with pytest.raises((RuntimeError, LayoutError), match=r"worker.*; begin another pass"):
+        list(iterator)
+    iterator._close()
+    LEAKED.clear()
+
+
 class Garbage:
     """An object that only a garbage collector ends, which it notes in a file."""
 
@@ -435,6 +498,24 @@ def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything
     assert_all_back(loader)
     for _ in range(2):
         assert numbers(loader) == list(range(40))
+
+
+def test_a_handler_that_raises_while_a_pass_begins_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # of torch's iterator, where it is half made
+    loader = make(size=2, num_workers=1)
+    assert numbers(loader) == [0, 1]
+    wait_until(lambda: not resources()["threads"])
+    files = ("_loader/_loader.py", "_broker.py", "_iterator.py", "_collate.py", "_starting.py", "_slabs.py")
+    before = resources()
+    for number in itertools.count(1):
+        interrupted = Interrupts(number, *files).during(lambda: iter(loader))
+        wait_until(lambda: all(count <= before[name] for name, count in resources().items()) and not BROKERS)
+        assert all_back(loader)
+        if not interrupted:
+            break
+    assert number > 50
+    assert not LEAKED
+    assert numbers(loader) == [0, 1]
 
 
 # -- ahead
@@ -549,6 +630,28 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
     assert interrupts.during(iterator._close)
     del iterator
     assert_all_back(loader)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:RuntimeWarning")
+def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
+    def refuse(*given):
+        raise RuntimeError("can't start new thread")
+
+    loader = make()
+    iterator = iter(loader)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+    if is_left:
+        next(iterator)
+        iterator._close()
+    else:
+        assert [int(number) for batch in iterator for number in batch[:, 0]] == list(range(40))
+    assert next(iterator, None) is None
+    assert all_back(loader)
+    with pytest.raises(RuntimeError, match="new thread"):
+        iter(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,7 +1,9 @@
 """From the device to the host, on the CPU: what arrives, what keeps a slab, and what a failure leaves behind."""
 
+import concurrent.futures
 import gc
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -171,6 +173,23 @@ def test_the_counters_say_what_travelled(stager):
     stats = stager.stats()
     assert (stats.fetches, stats.fetch_copies, stats.fetched_bytes) == (2, 2, 2 * 608)
     assert stats.batches == 0
+
+
+def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
+    stager = make_stager("16MiB")
+
+    def fetch_all(start):
+        for size in (*range(start, 400), *range(start)):
+            assert stager.to_host([torch.ones(size), torch.ones(3)]).get()[0].numel() == size
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as executor:
+            list(executor.map(fetch_all, range(0, 400, 100)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(stager._sources.gatherings) < 40
 
 
 # -- no way to see half-copied data ------------------------------------------------------------------------------------

@@ -887,20 +887,20 @@ def is_resumption(mark: Any) -> bool:
 class Workers:
     """The workers of torch's iterator, apart from it: they can be ended when it is gone, and in another thread.
 
-    From then on the iterator does not end them by itself, which its finaliser would do, for up to five seconds each.
-
     Args:
         batches: torch's iterator.
-        instead: is called where the iterator would end them.
     """
 
-    def __init__(self, batches: Any, instead: Callable[[], object]) -> None:
+    def __init__(self, batches: Any) -> None:
         self.processes: list[Any] = list(batches._workers)
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
         self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
         self._forget_pids = _of_utils("signal_handling", "_remove_worker_pids")
+
+    def take_over(self, batches: Any, instead: Callable[[], object]) -> None:
+        """Have `instead` called where the iterator would end them: its finaliser would wait up to five seconds each."""
         # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
         # which another one may have when the workers have ended.
         if batches._worker_pids_set:
@@ -938,7 +938,10 @@ class Workers:
             self._done.set()
             is_set.release()
 
-        _thread.start_new_thread(set_it, ())
+        try:
+            _thread.start_new_thread(set_it, ())
+        except RuntimeError:  # no thread can be had
+            return False
         return is_set.acquire(timeout=_END_SECONDS)
 
     def _wait(self, workers: list[Any]) -> list[Any]:

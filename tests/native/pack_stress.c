@@ -149,6 +149,7 @@ static void batch_free(Batch *batch) {
 static Job *start(const Batch *batch, int threads) {
     Job *job = job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads, batch->is_reused);
     CHECK(job != NULL);
+    job_begin(job);
     return job;
 }
 
@@ -175,6 +176,8 @@ static void one_round(Random *random) {
     if (batch->count > 0 && below(random, 8) == 0) {
         pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes, below(random, 2) == 0);
         CHECK(memcmp(batch->slab, batch->expected, (size_t)batch->nbytes) == 0);
+    } else if (below(random, 8) == 0) { /* it never begins */
+        job_free(job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, 4, batch->is_reused));
     } else {
         Job *job = start(batch, 1 + (int)below(random, 6));
         int64_t chunks = below(random, 3) ? job_chunks(job) : below(random, job_chunks(job) + 1);

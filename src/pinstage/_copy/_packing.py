@@ -61,11 +61,11 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, 
         reuses: whether places are reused; see `reuses_places`.
 
     Returns:
-        None if all bytes are in the slab. Else a job, a context manager: the leaves have to stay as they are, and the
-        slab to be there, until its end. ``ends`` says where each chunk ends, in bytes of the batch, rising, and
-        ``wait(chunk)`` returns when a chunk is complete; the calling thread helps, and answers Ctrl-C meanwhile. Then
-        ``place(chunk)`` says where in the slab it begins: where it does in the batch, or where an earlier one did, for
-        which ``reuse(chunk)`` was called.
+        None if all bytes are in the slab. Else a job, a context manager: its threads begin when the block is entered,
+        and the leaves have to stay as they are, and the slab to be there, until its end. ``ends`` says where each chunk
+        ends, in bytes of the batch, rising, and ``wait(chunk)`` returns when a chunk is complete; the calling thread
+        helps, and answers Ctrl-C meanwhile. Then ``place(chunk)`` says where in the slab it begins: where it does in
+        the batch, or where an earlier one did, for which ``reuse(chunk)`` was called.
     """
     if parts.table.nbytes < PARALLEL_FROM_BYTES or not isinstance(parts.sources, bytes):
         pack(parts, slab)

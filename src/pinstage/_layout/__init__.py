@@ -9,7 +9,7 @@ any pool, touches no device.
 from ._blocks import Blocks, OwnStorage, PlainBlocks, Sharing, check_own_storage, make_blocks, sharing_of
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
-from ._layout import Layout, Slot, content_of
+from ._layout import Layout, Slot, check_content, content_of
 from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._table import PACKED, RowKind, Table
 from ._views import cut, view_of
@@ -31,6 +31,7 @@ __all__ = [
     "Sharing",
     "Slot",
     "Table",
+    "check_content",
     "check_own_storage",
     "compute_lazy_leaves",
     "content_of",

@@ -6,6 +6,7 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from .._tree import (
     walk,
 )
 from ._dtypes import ALIGNMENT, CODES
-from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, unknown_classes, without_memory
+from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
 from ._table import GROUPS_FROM, MOST_DIMS, MOST_IN_BLOCK, PACKED, RowKind, Table, table_of_rows
 
 _DLPACK = {"cpu": 1, "cuda": 2}
@@ -208,7 +209,7 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
     if kind is Kind.ARRAY and arrays:
         tensor = tensor_over(structure, leaf, index)
         if tensor is not None:
-            return _describe_plain(tensor)
+            return _describe_plain(structure, tensor, index)
     if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
         raise IsContainer
     check_yields_no_batches(structure, leaf, index)
@@ -245,12 +246,14 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         needed = int(tensor.storage_offset() + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise without_memory(structure, tensor, needed, index)
-    return _describe_plain(tensor)
+    return _describe_plain(structure, tensor, index)
 
 
-def _describe_plain(tensor: torch.Tensor) -> Described:
+def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> Described:
     """Describe a tensor that is packed."""
     shape, stride = tuple(tensor.shape), tensor.stride()
+    if math.prod(shape) * tensor.itemsize >= _MOST_BYTES:
+        raise too_large(structure, tensor, index)
     kind, slab_stride = RowKind.RAW, stride
     if not tensor.numel() or (tensor.is_contiguous() and len(shape) < _AMBIGUOUS_FROM):
         slab_stride = contiguous_stride(shape)

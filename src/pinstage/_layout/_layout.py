@@ -200,7 +200,10 @@ class Layout:
                     "a layout with Layout.of(batch)",
                     path,
                 )
-        raise AssertionError("a batch that does not match differs in some leaf")
+        return LayoutError(
+            "batch does not match the layout: its leaves have other places in the slab; make a layout with "
+            "Layout.of(batch)"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._table == other._table and self._structure == other._structure
@@ -240,12 +243,26 @@ def content_of(layout: Layout) -> tuple[Structure, Table]:
     return layout._structure, layout._table
 
 
-def _restore(structure: Structure, table: Table) -> Layout:
+def check_content(structure: Any, table: Any) -> None:
+    """Refuse a structure and an offset table from elsewhere that don't belong together.
+
+    Raises:
+        LayoutError: they don't, or one of them is something else.
+    """
+    if not isinstance(structure, Structure) or not isinstance(table, Table):
+        raise LayoutError(
+            f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a structure and an "
+            "offset table; compute the layout anew with Layout.of(batch)"
+        )
     if len(table.rows) != structure.num_leaves:
         raise LayoutError(
             f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
             "layout anew with Layout.of(batch)"
         )
+
+
+def _restore(structure: Structure, table: Table) -> Layout:
+    check_content(structure, table)
     return Layout(structure, table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,6 +142,16 @@ def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None
             "stager.prefetch(loader)",
             "",
         )
+
+
+def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutError:
+    """Return the error of a tensor that no memory has room for, since it repeats its elements."""
+    path = structure.path(index)
+    return LayoutError(
+        f"batch{path} is too large: {math.prod(tensor.shape) * tensor.itemsize} bytes of {list(tensor.shape)}; stage "
+        "it before you expand it",
+        path,
+    )
 
 
 def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:

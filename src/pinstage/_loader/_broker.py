@@ -6,6 +6,7 @@ import _thread
 import atexit
 import contextlib
 import itertools
+import multiprocessing
 import os
 import queue
 import select
@@ -21,9 +22,9 @@ from typing import Any, NamedTuple
 from .._pool import Fence, Lease, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
 from ._descriptors import send_descriptor
-from ._messages import BROKERS, Known, PackedBatch
+from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -101,11 +102,11 @@ class SlabBroker:
         self._asked: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
         self._lender: threading.Lock | None = None  # held until the second thread ends
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # which close themselves
+        os.set_blocking(self._wake_write.fileno(), False)
         self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
         self._closing = self._told = self._finished = self._ended = self._leak = self._has_warned = False
-        self._has_thread = False
+        self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
         self._gone = threading.Lock()
         self._gone.acquire()
         self._incoming: SendingQueue | None = None
@@ -115,9 +116,8 @@ class SlabBroker:
 
     def start(self) -> None:
         """Start to answer workers; a second call does nothing."""
-        if not self._has_thread:
+        if not self._claimed.locked():
             _thread.start_new_thread(self._serve, ())
-            self._has_thread = True
 
     def serve(self, incoming: SendingQueue) -> None:
         """Read this queue from now on, and send the batches in it."""
@@ -136,11 +136,28 @@ class SlabBroker:
 
     def address_of(self, number: int) -> int:
         """Return the address of a slab's first byte in this process."""
-        return self._loans[number].address
+        return self.loan_of(None, number).address
+
+    def loan_of(self, worker: int | None, number: Any) -> Loan:
+        """Return the loan of a slab, by what a worker sent.
+
+        Args:
+            worker: which has to have it; None for any.
+            number: of the slab.
+
+        Raises:
+            LayoutError: no such slab is lent, or to another worker.
+        """
+        loan = self._loans.get(number)
+        if loan is None or worker not in (None, loan.worker):
+            whose = "any worker" if worker is None else f"worker {worker}"
+            raise LayoutError(f"a worker's message names a slab that isn't lent to {whose}: {number!r}; {BEGIN_AGAIN}")
+        return loan
 
     def sent(self, number: int, event: Fence | None) -> None:
         """Give a slab back to its worker when `event` is done. None: the copy is done already."""
-        self._loans[number].batch = None
+        if number in self._loans:
+            self._loans[number].batch = None
         self._copying.append((number, event))
         if event is None or self._starved:
             self.wake()
@@ -149,7 +166,7 @@ class SlabBroker:
         """Wake the thread. Does not block."""
         with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
             if not self._ended:  # else the descriptor may be another file's by now
-                os.write(self._wake_write, b"w")
+                os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
         """Say which workers wait for slabs, and who holds those. An empty text if none waits."""
@@ -181,7 +198,7 @@ class SlabBroker:
         """
         self._leak = self._leak or leak
         self._finished = True
-        if not self._has_thread:
+        if self._claimed.acquire(blocking=False):
             self._tell_workers()  # that have asked for slabs already
             self._end()
             return
@@ -194,6 +211,8 @@ class SlabBroker:
     # -- the thread
 
     def _serve(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
         running[self] = None
         incoming = None
         try:
@@ -219,7 +238,8 @@ class SlabBroker:
         incoming: SendingQueue | None = None
         source = -1
         waits = False
-        for file in (*self._open, self._wake_read):
+        wake = self._wake_read.fileno()
+        for file in (*self._open, wake):
             poll.register(file, select.POLLIN)
         while not self._finished:
             if incoming is None and (incoming := self._incoming) is not None:
@@ -229,7 +249,7 @@ class SlabBroker:
             for file, _ in poll.poll(pause):
                 if incoming is not None and file == source:
                     incoming.receive()
-                elif file == self._wake_read:
+                elif file == wake:
                     os.read(file, 4096)
                 elif not self._receive(self._open[file]):
                     poll.unregister(file)
@@ -252,27 +272,32 @@ class SlabBroker:
         """Read a worker's request, and do it. Says whether the worker may send another one."""
         channel = self._channels[worker]
         try:
-            kind, *details = channel.recv()
+            message = channel.recv()
         except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
             del self._open[channel.fileno()]
             self._starved.pop(worker, None)
             return False
-        if kind == "ask":
-            nbytes, wanted, given_up = details
-            self._take_back(given_up)
-            self._asked.put(Ask(worker, nbytes, wanted))
-            if self._lender is None:
-                until_the_end = threading.Lock()
-                until_the_end.acquire()
-                _thread.start_new_thread(self._lend, (until_the_end,))
-                self._lender = until_the_end
-        elif kind == "starved":
-            if any(loan.worker == worker for loan in self._loans.values()):
-                self._starved[worker] = details[0]
-        else:
-            number, why = details
-            self._warn(self._loans[number].lease.nbytes, why)
-            self._take_back([number])
+        match message:
+            case ("ask", int(nbytes), int(wanted), [*given_up]):
+                self._take_back(worker, given_up)
+                self._asked.put(Ask(worker, nbytes, wanted))
+                if self._lender is None:
+                    until_the_end = threading.Lock()
+                    until_the_end.acquire()
+                    try:
+                        _thread.start_new_thread(self._lend, (until_the_end,))
+                        self._lender = until_the_end
+                    except RuntimeError as error:  # no thread can be had: the worker does without
+                        self._warn(wanted, repr(error))
+                        self._leased.append((worker, None))
+            case ("starved", int(nbytes)):
+                if any(loan.worker == worker for loan in self._loans.values()):
+                    self._starved[worker] = nbytes
+            case ("unmapped", number, why):
+                self._warn(self.loan_of(worker, number).lease.nbytes, why)
+                self._take_back(worker, [number])
+            case _:
+                raise RuntimeError(f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}")
         return True
 
     def _grant(self) -> None:
@@ -299,10 +324,10 @@ class SlabBroker:
                     stacklevel=1,
                 )
 
-    def _take_back(self, numbers: Sequence[int]) -> None:
+    def _take_back(self, worker: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            loan = self._loans.pop(number)
-            loan.lease.release()
+            self.loan_of(worker, number).lease.release()
+            del self._loans[number]
 
     def _sweep(self) -> None:
         """Tell the workers which of their slabs are free again."""
@@ -375,8 +400,8 @@ class SlabBroker:
             if self._ended:
                 return
             self._ended = True
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._wake_read.close()
+            self._wake_write.close()
         BROKERS.pop(self.token, None)
         self._incoming = None
         for _, loan in self._leased:

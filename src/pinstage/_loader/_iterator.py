@@ -18,7 +18,7 @@ from .._steps import step
 from .._torch import Workers, next_batch
 from ..errors import BudgetExceededError
 from ._broker import SlabBroker
-from ._messages import Failed, PackedBatch
+from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
 
@@ -106,7 +106,7 @@ class InlineIterator(LoaderIterator):
 
 
 class Ending:
-    """Ends the workers of an iterator once, in a thread of its own, and then gives all slabs back.
+    """Ends the workers of an iterator once, in a thread of its own if there can be one, and then gives all slabs back.
 
     It does not refer to the iterator, which may be gone. A collate function may refer to the loader, so a reference to
     the iterator would keep all of these forever.
@@ -121,15 +121,20 @@ class Ending:
         self._broker = broker
         self.begun = False
         """Whether the workers were told to end."""
+        self._claimed = threading.Lock()  # by the thread that ends them; never let go
         self._done = threading.Lock()
         self._done.acquire()
-        self.workers = Workers(batches, partial(reaper.tasks.put, self))
+        self.workers = Workers(batches)
+        self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
         """Begin. The reaper calls this when the iterator has died."""
-        if not self.begun and os.getpid() == self._pid:  # not in a forked child
+        if not self._claimed.locked() and os.getpid() == self._pid:  # not in a forked child
             self.begun = True
-            _thread.start_new_thread(self._run, ())
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError:  # no thread can be had
+                self._run()
         return True
 
     def wait(self) -> None:
@@ -140,6 +145,8 @@ class Ending:
                 pass
 
     def _run(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
         running[self] = None
         ended = False
         try:
@@ -192,7 +199,8 @@ class WorkersIterator(LoaderIterator):
                 transfer.reraise()
             if isinstance(transfer, PackedBatch):  # torchdata's iterator read it while it was being made
                 transfer = send(self._slabs, transfer)
-            assert isinstance(transfer, Transfer)
+            if not isinstance(transfer, Transfer):
+                raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
             return transfer.get()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too

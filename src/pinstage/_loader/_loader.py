@@ -128,37 +128,36 @@ class Staging:
         drawn = [generator.get_state() for generator in draws]
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
         broker = SlabBroker(slabs, [here for here, _ in pairs], self._settings.owner)
-        try:
+        ending: Ending | None = None
+        try:  # a signal's handler may raise anywhere
             theirs, limit = [there for _, there in pairs], (loader.prefetch_factor or 0) + 1
             keeping = self._settings.keeping()
             collate = SlabCollate(loader.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
             if hasattr(self, "load_state_dict"):  # torchdata's may read batches while its iterator is being made
                 broker.start()
             batches = self._torchs_iterator(collate)
+            unknown = why_loader_cannot_be_taken_over(batches)
+            if unknown is None:
+                reason = why_collation_is_unknown()
+                if reason is not None:
+                    tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
+                ending = Ending(batches, broker)
+                broker.start()
+                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth)
         except BaseException:
+            if ending is not None:
+                ending.wait()
             broker.finish(leak=False)
             raise
         finally:
             for _, there in pairs:
                 there.close()
-        reason = why_loader_cannot_be_taken_over(batches)
-        if reason is not None:
-            broker.finish(leak=False)
-            getattr(batches, "_shutdown_workers", lambda: None)()  # else they end when it has died
-            tell_once(f"ps.DataLoader stages in the main process, which is slower: {reason}")
-            for generator, state in zip(draws, drawn, strict=True):
-                generator.set_state(state)  # or samples would come in another order
-            return self._inline_iterator()
-        reason = why_collation_is_unknown()
-        if reason is not None:
-            tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
-        ending = Ending(batches, broker)
-        try:
-            broker.start()
-            return WorkersIterator(batches, broker, ending, slabs, self._settings.depth)
-        except BaseException:
-            ending.wait()
-            raise
+        broker.finish(leak=False)
+        getattr(batches, "_shutdown_workers", lambda: None)()  # else they end when it has died
+        tell_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
+        for generator, state in zip(draws, drawn, strict=True):
+            generator.set_state(state)  # or samples would come in another order
+        return self._inline_iterator()
 
     def _torchs_iterator(self, collate: Any) -> Any:
         """Return torch's own iterator, but with this collate function."""

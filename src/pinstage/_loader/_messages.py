@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .._layout import Table
+from .._layout import Table, check_content
 from .._tree import Structure
+from ..errors import LayoutError
 
-BROKERS: dict[int, Any] = {}
+BEGIN_AGAIN = "begin another pass, with new workers"
+"""The remedy for messages that can't be right."""
+
+BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
 
 
@@ -83,8 +88,8 @@ def receive(
     worker: int,
     slab: int | None,
     number: int,
-    structure: bytes | None,
-    table: bytes | None,
+    structure: bytes | Structure | None,
+    table: Any,
     pickled: bytes | None,
     raw: bytearray | None,
     waited: float,
@@ -111,15 +116,28 @@ def receive(
         return None
     known = broker.known
     try:
-        if structure is not None:
-            assert table is not None
-            known[worker, number] = Known(structure, Table.of_bytes(table))  # even if it cannot be unpickled now
-        found = known[worker, number]
-        if structure is None and table is not None:
-            found.table = Table.of_bytes(table)
+        if structure is not None or table is not None:
+            before = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
+            if structure is None and before is not None:
+                structure = before.structure
+            if structure is not None:
+                known[worker, number] = Known(structure, Table.of_bytes(table))  # even if it cannot be unpickled now
+        found = known.get((worker, number))
+        if found is None:
+            raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
         if isinstance(found.structure, bytes):
             found.structure = pickle.loads(found.structure)
+        check_content(found.structure, found.table)
         others = pickle.loads(pickled) if pickled is not None else []
+        room = 0 if raw is None else len(raw)
+        if slab is not None:
+            room = broker.loan_of(worker, slab).lease.nbytes
+        described = found.table.others + found.table.moved
+        if found.table.nbytes > room or len(others) != described:
+            raise LayoutError(
+                f"worker {worker} sent another batch than its offset table describes: {found.table.nbytes} bytes in "
+                f"{room}, and {len(others)} of {described} leaves that are not packed; {BEGIN_AGAIN}"
+            )
     except BaseException as error:
         if slab is not None:
             broker.lost(slab)

@@ -43,7 +43,7 @@ def start_workers(start: Callable[[], T]) -> T:
 
     def remember(number: int, frame: FrameType | None) -> Any:
         came.append(time.monotonic())
-        if came[-1] - came[0] > INSISTED_SECONDS:
+        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:  # or an exception has left this handler there
             return handler(number, frame)
         return None
 

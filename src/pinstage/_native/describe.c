@@ -49,6 +49,7 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
         count *= shape[d];
     }
     if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
+    if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* which is refused there */
     leaf->kind = RAW;
     /* From four dimensions on a shape may have two memory formats: then the stride says which. */
     if (count == 0 || (is_contiguous(leaf->ndim, shape, stride) && leaf->ndim < 4)) {

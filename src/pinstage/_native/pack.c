@@ -206,6 +206,7 @@ struct Job {
     int64_t reused;       /* chunks before this one were begun, or have a place already */
     _Atomic int64_t next; /* piece that nobody has taken */
     int64_t forks;        /* as many as there were when it was made */
+    int helpers;          /* as many are asked for when it begins; 0 from then on */
     int wanted;           /* helpers that may still come; under the lock of the helpers */
     atomic_int helping;   /* helpers that are at it */
     Job *behind;          /* in the line of jobs; under the same lock */
@@ -428,23 +429,27 @@ Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int 
     }
     cut_pieces(leaves, count, job->pieces);
     cut_chunks(job);
-    int helpers = most_threads - 1;
-    if (helpers > job->piece_count - 1) helpers = (int)job->piece_count - 1;
-    if (helpers > 0) {
-        pthread_mutex_lock(&lock);
-        job->wanted = helpers;
-        if (last_job != NULL) {
-            last_job->behind = job;
-        } else {
-            first_job = job;
-        }
-        last_job = job;
-        start_threads(helpers);
-        atomic_fetch_add(&bell, 1);
-        pthread_mutex_unlock(&lock); /* before they wake, since the lock is what they ask for first */
-        wake(&bell, helpers);
-    }
+    job->helpers = most_threads - 1;
+    if (job->helpers > job->piece_count - 1) job->helpers = (int)job->piece_count - 1;
     return job;
+}
+
+void job_begin(Job *job) {
+    int helpers = job->helpers;
+    job->helpers = 0;
+    if (helpers <= 0 || job_is_lost(job)) return;
+    pthread_mutex_lock(&lock);
+    job->wanted = helpers;
+    if (last_job != NULL) {
+        last_job->behind = job;
+    } else {
+        first_job = job;
+    }
+    last_job = job;
+    start_threads(helpers);
+    atomic_fetch_add(&bell, 1);
+    pthread_mutex_unlock(&lock); /* before they wake, since the lock is what they ask for first */
+    wake(&bell, helpers);
 }
 
 int64_t job_chunks(const Job *job) { return job->chunk_count; }

@@ -30,6 +30,9 @@ typedef struct Job Job;
  * where there is no memory. */
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int threads, bool reuses);
 
+/* Set threads to work at it; until then nothing touches slab or leaves but `job_work`. Once; a second call does nothing. */
+void job_begin(Job *job);
+
 /* How many chunks there are, and where in the batch each ends. The last one ends at `nbytes`. */
 int64_t job_chunks(const Job *job);
 int64_t job_chunk_end(const Job *job, int64_t chunk);

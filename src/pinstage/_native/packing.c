@@ -139,8 +139,8 @@ static void job_close(JobObject *self) {
     work_end(&self->work);
 }
 
-/* Job(table, sources, address, nbytes, threads[, reuses]): begin. A context manager; the caller keeps leaves and slab until
- * its end. */
+/* Job(table, sources, address, nbytes, threads[, reuses]): a context manager; the caller keeps leaves and slab until its
+ * end. Threads begin in `__enter__`: an exception before it leaves nothing behind that writes to the slab. */
 static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *table, *sources;
     unsigned long long address;
@@ -254,6 +254,8 @@ static PyObject *job_exit(PyObject *object, PyObject *raised) {
 
 static PyObject *job_enter(PyObject *object, PyObject *nothing) {
     (void)nothing;
+    Job *job = ((JobObject *)object)->job;
+    if (job != NULL) job_begin(job);
     Py_INCREF(object);
     return object;
 }

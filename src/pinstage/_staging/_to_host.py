@@ -279,9 +279,9 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
     known = sources.gatherings
     found = known.get(table)
     if found is None:
+        if len(known) >= _MOST_GATHERINGS:
+            known.clear()  # all at once: other threads add some
         found = known[table] = arrange(table)
-        while len(known) > _MOST_GATHERINGS:
-            known.pop(next(iter(known)), None)
     return found
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 import pinstage as ps
+
+from ._report import clean
 
 KEPT = "pinstage/costs.json"
 _BATCHES, _ROUNDS = 8, 5
@@ -53,11 +56,15 @@ def cost_of(device_name: str | None) -> Cost:
 
 
 def cost_from(found: Any) -> Cost:
-    """Return a cost that was written down, or the reference if there is none, or one of another version."""
+    """Return a cost that was written down, or the reference if it's none, of another version, or impossible."""
     try:
-        return Cost(**found)
-    except TypeError:
-        return REFERENCE
+        cost = Cost(**found)
+        figures: list[Any] = [cost.fixed_seconds, cost.leaf_seconds, cost.bytes_per_second]
+        if all(0 < figure <= sys.float_info.max for figure in figures):
+            return dataclasses.replace(cost, source=clean(cost.source))
+    except (AttributeError, TypeError):
+        pass
+    return REFERENCE
 
 
 def keep(device_name: str, cost: Cost) -> Path:
@@ -95,7 +102,7 @@ def measure_cost(device: torch.device) -> Cost:
     """
     with ps.Stager(device) as stager:
         small, many, large = (_stage_seconds(stager, device, *shape) for shape in (_SMALL, _MANY, _LARGE))
-    leaf = max(many - small, 0.0) / (_MANY[0] - _SMALL[0])
+    leaf = max(many - small, 1e-9) / (_MANY[0] - _SMALL[0])
     fixed = max(small - _SMALL[0] * leaf, 1e-6)
     rate = _LARGE[0] * _LARGE[1] * 4 / max(large - fixed - _LARGE[0] * leaf, 1e-6)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

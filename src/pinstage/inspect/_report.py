@@ -35,6 +35,11 @@ class TextTable:
 Section = Line | TextTable
 
 
+def clean(text: str) -> str:
+    """Return a text of somebody else's that is safe to print: without control sequences and lone surrogates."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
 def table_of(
     items: Iterable[T],
     columns: Mapping[str, Callable[[T], str]],

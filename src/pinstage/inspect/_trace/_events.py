@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._errors import TraceError
+from .._report import clean
 from ._intervals import Intervals
 from ._stream import Event, TraceFile
 
@@ -47,6 +48,12 @@ _CATEGORIES = {
     "hip_runtime": "call", "cpu_op": "op", "user_annotation": "op", "python_function": "python",
 }  # fmt: skip
 """Kineto's names of categories."""
+
+
+_LONGEST_US = 1e15
+"""Of a trace, in microseconds: 30 years."""
+_MOST, _MOST_DEVICES = 1 << 53, 1 << 16
+"""Bytes and correlations are kept as floats, which hold larger numbers no longer exactly."""
 
 
 class Columns:
@@ -102,9 +109,10 @@ class Trace:
     @property
     def device_name(self) -> str | None:
         """The name of the GPU, if the trace tells it."""
-        for properties in self.header.get("deviceProperties") or ():
-            if isinstance(properties, dict) and properties.get("name"):
-                return str(properties["name"])
+        found = self.header.get("deviceProperties")
+        for properties in found if isinstance(found, list) else ():
+            if isinstance(properties, dict) and isinstance(properties.get("name"), str):
+                return clean(properties["name"]) or None
         return None
 
     @property
@@ -112,7 +120,7 @@ class Trace:
         """The rank of the process, if the trace tells it."""
         info = self.header.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
-        return rank if isinstance(rank, int) else None
+        return rank if type(rank) is int and 0 <= rank < _MOST_DEVICES else None
 
     def texts(self, columns: Columns, name: str) -> npt.NDArray[np.object_]:
         """Return a column of labels as texts."""
@@ -136,22 +144,27 @@ class Trace:
                 continue
             try:
                 start, end = self._times(event)
-                getattr(self, f"_take_{kind}")(event, str(event["name"]), start, end)
-            except (KeyError, TypeError, ValueError) as error:
+                name, args = event["name"], event.get("args") or {}
+                if not (isinstance(name, str) and isinstance(args, dict)):
+                    raise TypeError("name or args")
+                getattr(self, f"_take_{kind}")(event, clean(name), start, end)
+            except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(
                     f"{self.path} is no trace of the PyTorch profiler: event {self.events:,} ({category}) has no "
-                    f"usable {error}"
+                    f"usable {error!s:.100}"
                 ) from error
 
     def _times(self, event: Event) -> tuple[float, float]:
         start, lasts = float(event["ts"]), float(event.get("dur", 0))
         if self._zero is None:
             self._zero = start
-        start = (start - self._zero) * 1e-6
-        return start, start + lasts * 1e-6
+        start -= self._zero
+        if not (abs(start) < _LONGEST_US and 0 <= lasts < _LONGEST_US):  # so that sums of them are finite, too
+            raise ValueError(f"times: it begins after {start:g} us and lasts {lasts:g} us")
+        return start * 1e-6, (start + lasts) * 1e-6
 
     def _take_kernel(self, event: Event, _name: str, start: float, end: float) -> None:
-        self.kernels.add(start, end, int((event.get("args") or {}).get("device", 0)))
+        self.kernels.add(start, end, _argument(event, "device", 0, _MOST_DEVICES))
 
     _take_memset = _take_kernel  # the device is at work
 
@@ -159,17 +172,16 @@ class Trace:
         self.host.add(start, end, self._thread(event), 0)
 
     def _take_memcpy(self, event: Event, name: str, start: float, end: float) -> None:
-        args = event.get("args") or {}
         direction, kind = map(self._label, _direction_and_kind(name))
-        nbytes, correlation = int(args.get("bytes", 0)), int(args.get("correlation", -1))
-        self.copies.add(start, end, int(args.get("device", 0)), direction, kind, nbytes, correlation)
+        device, nbytes = _argument(event, "device", 0, _MOST_DEVICES), _argument(event, "bytes", 0)
+        self.copies.add(start, end, device, direction, kind, nbytes, _argument(event, "correlation", -1))
 
     def _take_call(self, event: Event, name: str, start: float, end: float) -> None:
         thread = self._thread(event)
         self.host.add(start, end, thread, 1)
         group = _group_of_call(name)
         if group is not None:
-            correlation = int((event.get("args") or {}).get("correlation", -1))
+            correlation = _argument(event, "correlation", -1)
             self.calls.add(start, end, thread, self._label(name), self._label(group), correlation)
 
     def _take_op(self, event: Event, name: str, start: float, end: float) -> None:
@@ -180,13 +192,25 @@ class Trace:
             self.waits.add(start, end)
             self.has_workers |= _WORKERS in name or name.startswith(_OURS)
         elif kind == _STEP_RANGE:
-            self.steps.add(start, end, thread, int(name.rpartition("#")[2]))
+            self.steps.add(start, end, thread, _whole("step", name.rpartition("#")[2], 0))
         elif kind != _NO_COPY:
             self.ops.add(start, end, thread, kind)
 
     def _thread(self, event: Event) -> int:
         key = event.get("pid"), event.get("tid")
         return self._thread_of.setdefault(key, len(self._thread_of))
+
+
+def _argument(event: Event, name: str, default: int, limit: int = _MOST) -> int:
+    """Return a whole number from an event's arguments: `default`, or from 0 to `limit`."""
+    return _whole(name, (event.get("args") or {}).get(name, default), default, limit)
+
+
+def _whole(name: str, value: Any, default: int, limit: int = _MOST) -> int:
+    number = int(value)
+    if number != default and not 0 <= number < limit:
+        raise ValueError(f"{name}: {number}")
+    return number
 
 
 # A trace has millions of events and few names: each name is read once.
@@ -224,14 +248,14 @@ def read(file: TraceFile) -> Trace:
     Raises:
         TraceError: the file cannot be read, is broken, or is no trace of the PyTorch profiler.
     """
-    trace = Trace(file.path.name)
+    trace = Trace(clean(file.path.name))
     trace.take(file)
     trace.header = file.header
     if not trace.events:
-        raise TraceError(f"{file.path} holds no events; was the profiler's active step reached?")
+        raise TraceError(f"{file.shown} holds no events; was the profiler's active step reached?")
     if not (len(trace.copies) or len(trace.kernels) or len(trace.host)):
         raise TraceError(
-            f"{file.path} holds {trace.events:,} events and none of a host or a GPU; record with "
+            f"{file.shown} holds {trace.events:,} events and none of a host or a GPU; record with "
             "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
         )
     return trace

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._errors import TraceError
+from .._report import clean
 
 _WINDOW = 4 << 20
 """Characters read at a time."""
@@ -34,12 +35,14 @@ class TraceFile:
 
     Attributes:
         path: the file.
+        shown: its path, to be printed.
         header: what stands beside the events: ``deviceProperties``, ``distributedInfo`` and the like.
     """
 
     def __init__(self, path: Path, *, advance: Callable[[int], None] | None = None) -> None:
         """Take a file to be read; `advance` is called with the bytes of it that were read since the last call."""
         self.path = path
+        self.shown = clean(str(path))
         self.header: dict[str, Any] = {}
         self._advance = advance or (lambda _: None)
 
@@ -51,16 +54,17 @@ class TraceFile:
                     yielded += 1
                     yield event
         # BadGzipFile is an OSError, too: it comes before those.
-        except (json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        # A number of too many digits is a ValueError, nesting that is too deep a RecursionError.
+        except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             if not yielded:
                 raise self._no_trace(f"{reason}, before any event") from None
             raise TraceError(
-                f"{self.path} is broken or cut off after {yielded:,} events: {reason}; was the program stopped while "
+                f"{self.shown} is broken or cut off after {yielded:,} events: {reason}; was the program stopped while "
                 "it wrote the trace? Record it again"
             ) from None
         except OSError as error:
-            raise TraceError(f"cannot read {self.path}: {error.strerror or error}") from error
+            raise TraceError(f"cannot read {self.shown}: {error.strerror or error}") from error
 
     def _events(self, window: _Window) -> Iterator[Event]:
         first = window.peek()
@@ -83,11 +87,11 @@ class TraceFile:
                 window.peek()
                 self.header[str(key)] = window.value()
         if not seen:
-            keys = ", ".join(list(self.header)[:5]) or "nothing"
+            keys = clean(", ".join(list(self.header)[:5])) or "nothing"
             raise self._no_trace(f"it is JSON without traceEvents (it has {keys})")
 
     def _no_trace(self, reason: str) -> TraceError:
-        return TraceError(f"{self.path} is no trace: {reason}; {_EXPECTED}")
+        return TraceError(f"{self.shown} is no trace: {reason}; {_EXPECTED}")
 
 
 class _Window:
