@@ -94,6 +94,28 @@ def test_other_attributes_are_the_sources(stager):
         batches.epoch  # noqa: B018
 
 
+def test_an_attribute_that_is_set_is_the_sources(stager):
+    source = Prepared(torch.ones(1))
+    batches = stager.prefetch(source)
+    batches.mixup_enabled = False
+    batches.epoch = 3
+    assert (source.mixup_enabled, source.epoch) == (False, 3)
+    del batches.epoch
+    assert not hasattr(source, "epoch")
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'epoch'"):
+        stager.prefetch([]).epoch = 3
+
+
+def test_a_source_learns_only_what_is_not_the_prefetchers(stager):
+    source = StatefulDataLoader(Counting(), 4)
+    before = vars(source).copy()
+    batches = stager.prefetch(source)
+    next(iter(batches))
+    batches.state_dict = dict
+    assert batches.state_dict() == {}
+    assert vars(source).keys() == before.keys()
+
+
 def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(stager):
     class Source(list):
         def __copy__(self):

@@ -51,7 +51,7 @@ class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``.
+    ``prefetcher.dataset``. Setting or deleting one does so on the source. Batches that were read ahead don't see it.
 
     If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
     so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
@@ -60,6 +60,8 @@ class Prefetcher(Generic[T]):
     Accelerate's prepared loaders tell by ``end_of_dataloader`` and ``remainder`` which batch the loop has. These are
     kept with each batch too, and set again when it is yielded.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "_depth", "_place", "_source", "_stage", "_target")
 
     def __init__(self, stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int) -> None:
         self._stage = stage
@@ -136,9 +138,24 @@ class Prefetcher(Generic[T]):
         return bool(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_source" or (name.startswith("__") and name.endswith("__")):  # for copies, and for Python
+        if self._is_own(name):  # for copies, and for Python
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._source, name)
+
+    def _is_own(self, name: str) -> bool:
+        return hasattr(type(self), name) or (name.startswith("__") and name.endswith("__"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} depth={self._depth} to {self._target.device} of {self._source!r}>"
