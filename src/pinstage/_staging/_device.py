@@ -172,6 +172,10 @@ class Target(Protocol):
         """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
         ...
 
+    def use_own_stream(self) -> None:
+        """Let all further work of this thread on the device go to `stream`."""
+        ...
+
     def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
         """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
         ...
@@ -238,6 +242,11 @@ class CudaTarget:
         """See `Target`."""
         disregard_captures()
         return self.selected()
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
+        with self.selected():
+            self._cuda.set_stream(*ids_of(self.stream))
 
     def takes_at_once(self, nbytes: int) -> bool:
         """See `Target`. While a graph is captured it would be read again at each replay."""
@@ -320,6 +329,9 @@ class CpuTarget:
     def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
         return NOTHING
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
 
     def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:  # noqa: ARG002
         """See `Target`."""

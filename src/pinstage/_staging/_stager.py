@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -23,7 +24,7 @@ from .._torch import tell_once
 from .._tree import Keeping
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import CpuTarget, Sources, target_for
-from ._prefetch import Prefetcher, T, prefetcher_of
+from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._ring import Overflow, Ring, RingLease
 from ._run_ahead import check_depth
 from ._to_host import HostTransfer, to_host
@@ -238,11 +239,12 @@ class Stager:
         """
         return self._stage(batch, is_watched=True)
 
-    def _stage(self, batch: Any, *, is_watched: bool) -> Transfer[Any]:
+    def _stage(self, batch: Any, *, is_watched: bool, borrows: bool = False) -> Transfer[Any]:
         """Do what `stage` does.
 
         Args:
             batch: what is staged.
+            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
             is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what
                 travels on the current stream needs no event, which takes some microseconds of about thirty.
         """
@@ -254,7 +256,7 @@ class Stager:
             copies = 0
             try:
                 if table.nbytes:
-                    slab, event, copies, writer = self._send(parts, ring_lease, is_watched)
+                    slab, event, copies, writer = self._send(parts, ring_lease, is_watched, borrows)
                 others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
                 self._count(table, copies)
                 return Transfer(
@@ -361,26 +363,38 @@ class Stager:
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def prefetch(self, iterable: Iterable[T], *, depth: int = 2) -> Prefetcher[T]:
-        """Iterate over the batches of an iterable on the device, staged ahead.
+    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]:
+        """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling. Waits for the device only if it still has
-        the work of more than three batches to do.
+        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
+        the device only if it still has the work of more than three batches to do.
 
-        The iterable is read in the calling thread, `depth` batches ahead of the loop. If its samples are made there too
+        A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
+        ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
+        grad and inference mode, autocast, default device and context variables, as they were when the pass began.
+
+        Without a thread the source is read in the loop's, `depth` batches ahead. If its samples are made there too
         (``num_workers=0``), it draws random numbers that the loop would have drawn first.
 
+        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``) are not packed.
+
         Args:
-            iterable: yields batches, for example a DataLoader.
+            source: yields batches, for example a DataLoader.
             depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
+                that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
+                for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
+                random generators (``random``, ``numpy.random``, ``torch``) if the loop does: its numbers and the loop's
+                would differ from run to run.
 
         Returns:
-            The prefetcher. Each pass over it is a pass over the iterable. Batches are as `to_device` returns them, for
-            the stream that is current when each is requested. An error of the iterable or of staging is raised after
+            The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device` returns them, for
+            the stream that is current when each is requested. An error of the source or of staging is raised after
             the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows.
+            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows; or
+                ``background=True`` with a depth of 0, or over a loader that Accelerate prepared.
         """
         check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
@@ -388,7 +402,9 @@ class Stager:
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
             )
-        return prefetcher_of(self.stage, self._target, iterable, depth)
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        stage = partial(self._stage, is_watched=True, borrows=True) if pinned else self.stage
+        return prefetcher_of(stage, self._target, source, depth, background)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -426,7 +442,7 @@ class Stager:
             self._passthrough_leaves += table.moved
 
     def _send(
-        self, parts: Parts, ring_lease: RingLease | None, is_watched: bool
+        self, parts: Parts, ring_lease: RingLease | None, is_watched: bool, borrows: bool
     ) -> tuple[torch.Tensor, Fence | None, int, Any]:
         """Send what can be packed.
 
@@ -438,7 +454,7 @@ class Stager:
         with target.selected():
             if target.takes_at_once(table.nbytes):
                 return self._send_at_once(parts, ring_lease, is_watched)
-            borrowed = borrow(parts) if self._borrow_pinned else None
+            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
             lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
             if lease is not None:
