@@ -22,16 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["here", "in a thread"])
-def prefetch(request, stager):
-    """Prefetch with a thread and without one. Where there can be none, at a depth of 0, without one."""
-
-    def prefetch(source, *, depth=2):
-        return stager.prefetch(source, depth=depth, background=request.param and depth > 0)
-
-    return prefetch
-
-
 def loader(size=12, batch_size=2, **options):
     return torch.utils.data.DataLoader(data.Mapped(data.scalar, size), batch_size, **options)
 

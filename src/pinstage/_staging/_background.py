@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextvars
+import ctypes
 import os
 import sys
 import time
@@ -30,9 +31,10 @@ from ._hand_over import HandOver
 _WAIT_SECONDS = 60.0
 """How long a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
 
-_GRACE_SECONDS = 0.1
-"""How long the end of the program waits for a thread in the source: most sources return within that. A thread that
-wants the interpreter lock during finalisation is ended where it is (before Python 3.14), which can abort in C++."""
+_GRACE_SECONDS = 0.2
+"""How long the end of the program waits for a thread in the source to return, and then to end by an exception. Before
+Python 3.14 a thread that wants the interpreter lock during finalisation is ended where it is, and the C++ of a call of
+torch aborts the process then. One that sleeps, or waits for workers, is in C and can be left behind."""
 
 _threads: dict[Any, weakref.ref[Background]] = {}
 """The threads that are there: their `Background`, by the lock that each holds until its end."""
@@ -72,8 +74,8 @@ class Surroundings:
             function(*args)
 
 
-class _StoppedError(Exception):
-    """The thread has ended before the source has."""
+_STOPPED = object()
+"""Behind the last batch of a thread that ended before the source did."""
 
 
 class Background:
@@ -129,11 +131,12 @@ class Background:
                 f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads the "
                 f"{type(self.source).__name__} is not in a forked child; begin a pass with a stager of this process"
             )
-        try:
-            return self._ready.get()
-        except _StoppedError:
-            assert self._read is not None
-            return read_here(self.source, self._read, self._stage)
+        item = self._ready.get()
+        if item is not _STOPPED:
+            return item
+        self._ready.put(item)
+        assert self._read is not None
+        return read_here(self.source, self._read, self._stage)
 
     def advance(self) -> None:
         """Note that the loop has a batch, so that another one may be staged."""
@@ -180,7 +183,7 @@ class Background:
 
     def _end(self) -> None:
         if not self._is_left:
-            self._ready.end(_StoppedError())
+            self._ready.put(_STOPPED)
             return
         running[self] = None
         self._ready = HandOver()
@@ -189,7 +192,7 @@ class Background:
 
     def fail(self, error: BaseException) -> None:
         """Let the loop have an error of the thread itself."""
-        self._ready.end(error)
+        self._ready.put(error)
 
 
 def _serve(surroundings: Surroundings, me: weakref.ref[Background], room: SimpleQueue[Any], until_the_end: Any) -> None:
@@ -264,10 +267,22 @@ def _end() -> None:
         background = me()
         if background is not None:
             background.stop()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for until_the_end in list(_threads):
-        until_the_end.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    if _are_left() and sys.version_info < (3, 14):
+        for me in list(_threads.values()):
+            background = me()
+            if background is not None and background not in running:  # a loop over calls of torch ends between them
+                thread, error = ctypes.c_ulong(background.thread), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        _are_left()
     _ended.append(True)
+
+
+def _are_left() -> bool:
+    """Wait a moment for the threads; say whether any is still there."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _threads and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(_threads)
 
 
 os.register_at_fork(after_in_child=_threads.clear)  # they are the parent's
