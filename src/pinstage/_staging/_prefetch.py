@@ -280,7 +280,7 @@ def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
     return (
         isinstance(source, DataLoader)
         and source.num_workers > 0
-        and all(_is_of_torch(getattr(type(source), name)) for name in ("__iter__", "_get_iterator"))
+        and all(_is_of_torch(getattr(type(source), name, None)) for name in ("__iter__", "_get_iterator"))
     )
 
 
