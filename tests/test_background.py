@@ -552,7 +552,7 @@ PROGRAMS = {
         def read():
             yield torch.ones(2)
             reading.set()
-            time.sleep(5)
+            time.sleep(3600)
             yield torch.ones(2)
     """,
     "a source that blocks for ever": """
@@ -623,7 +623,7 @@ print("end", flush=True)
         _, errors = process.communicate(timeout=PATIENCE_SECONDS)
         seconds = time.monotonic() - began
     assert (process.returncode, errors) == (0, "")
-    assert seconds < 3 or "Slow" in source  # torch waits for its workers
+    assert seconds < 10  # with the time that a busy machine takes to end any program
 
 
 def test_a_program_waits_at_its_end_for_what_is_being_staged():
