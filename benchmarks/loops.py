@@ -18,10 +18,12 @@ work on. The first batch is compared with what collation makes of the same sampl
 from __future__ import annotations
 
 import argparse
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,12 +132,40 @@ def _torch(dataset: Any, case: Case, workers: int, device: torch.device, pin: bo
 
 
 @contextmanager
-def _stager(dataset: Any, case: Case, workers: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _stager(
+    dataset: Any, case: Case, workers: int, device: torch.device, background: bool, pin: bool = False
+) -> Iterator[Iterable[Any]]:
+    import pinstage as ps
+
+    batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin)
+    with ps.Stager(device, max_bytes="4GiB") as stager:
+        yield stager.prefetch(batches, background=background)
+
+
+@contextmanager
+def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
     batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate)
+    ready: queue.Queue[Any] = queue.Queue(2)
+    left = threading.Event()
+    copies = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     with ps.Stager(device, max_bytes="4GiB") as stager:
-        yield stager.prefetch(batches)
+
+        def read() -> None:
+            with copies:
+                for batch in batches:
+                    if left.is_set():
+                        return
+                    ready.put(stager.stage(batch))
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        yield (transfer.get() for transfer in iter(ready.get, None))
+        left.set()
+        while thread.is_alive():
+            with suppress(queue.Empty):
+                ready.get(timeout=0.01)
 
 
 @contextmanager
@@ -155,7 +185,34 @@ VARIANTS = (
         "torch's DataLoader with pin_memory=True, then `.to(device, non_blocking=True)` for each tensor",
         needs_cuda=True,
     ),
-    Variant("stager", _stager, "torch's DataLoader, then `Stager.prefetch`", package="pinstage", ours=True),
+    Variant(
+        "stager",
+        partial(_stager, background=False),
+        "torch's DataLoader, then `Stager.prefetch(background=False)`",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "thread_by_hand",
+        _thread,
+        "torch's DataLoader, then `Stager.stage` in a thread of ten lines",
+        package="pinstage",
+    ),
+    Variant(
+        "stager_background",
+        partial(_stager, background=True),
+        "torch's DataLoader, then `Stager.prefetch(background=True)`",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "stager_background_pin",
+        partial(_stager, background=True, pin=True),
+        "torch's DataLoader with pin_memory=True, then `Stager.prefetch(background=True)`",
+        package="pinstage",
+        needs_cuda=True,
+        ours=True,
+    ),
     Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
 )
 

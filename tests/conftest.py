@@ -146,6 +146,16 @@ def stager():
         yield stager
 
 
+@pytest.fixture(params=[False, True], ids=["here", "in a thread"])
+def prefetch(request, stager):
+    """Prefetch with a thread and without one. Where there can be none, at a depth of 0, without one."""
+
+    def prefetch(source, *, depth=2, stager=stager):
+        return stager.prefetch(source, depth=depth, background=request.param and depth > 0)
+
+    return prefetch
+
+
 @pytest.fixture
 def slabs_for_all(monkeypatch):
     """Let small batches take a slab too, rather than travel from ordinary memory."""

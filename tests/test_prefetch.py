@@ -9,6 +9,7 @@ import loader_data as data
 import pytest
 import torch
 import torchdata.nodes
+from doubles import wait_until
 from loader_data import same
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -29,64 +30,64 @@ def numbers(batches):
     return [int(batch[0]) for batch in batches]
 
 
-def test_a_second_pass_yields_every_batch_again(stager):
-    batches = stager.prefetch(loader(), depth=3)
+def test_a_second_pass_yields_every_batch_again(prefetch, stager):
+    batches = prefetch(loader(), depth=3)
     for _ in range(3):
         assert numbers(batches) == [0, 2, 4, 6, 8, 10]
     assert stager.stats().batches == 18
 
 
-def test_a_pass_after_one_that_was_left_begins_at_the_start(stager):
-    batches = stager.prefetch(loader())
+def test_a_pass_after_one_that_was_left_begins_at_the_start(prefetch):
+    batches = prefetch(loader())
     assert numbers(itertools.islice(batches, 2)) == [0, 2]
     assert numbers(batches) == [0, 2, 4, 6, 8, 10]
 
 
-def test_two_passes_at_once_do_not_meet(stager):
-    batches = stager.prefetch(loader())
+def test_two_passes_at_once_do_not_meet(prefetch):
+    batches = prefetch(loader())
     assert numbers(map(torch.add, batches, batches)) == [0, 4, 8, 12, 16, 20]
 
 
-def test_an_iterator_is_read_once(stager):
-    batches = stager.prefetch(iter(loader()))
+def test_an_iterator_is_read_once(prefetch):
+    batches = prefetch(iter(loader()))
     assert numbers(batches) == [0, 2, 4, 6, 8, 10]
     assert numbers(batches) == []
 
 
-def test_the_source_is_not_read_before_the_first_batch_is_asked_for(stager):
+def test_the_source_is_not_read_before_the_first_batch_is_asked_for(prefetch):
     read = []
-    iterator = iter(stager.prefetch(map(read.append, [1, 2, 3])))
+    iterator = iter(prefetch(map(read.append, [1, 2, 3])))
     assert read == []
     next(iterator)
-    assert read == [1, 2, 3]
+    wait_until(lambda: read == [1, 2, 3])
 
 
-def test_a_pass_begins_when_it_is_asked_for(stager):
+def test_a_pass_begins_when_it_is_asked_for(prefetch):
     with pytest.raises(TypeError, match="not iterable"):
-        iter(stager.prefetch(3))
+        iter(prefetch(3))
 
 
-def test_the_length_is_the_sources(stager):
-    batches = stager.prefetch(loader(11))
+def test_the_length_is_the_sources(prefetch):
+    batches = prefetch(loader(11))
     assert len(batches) == len(list(batches)) == 6
     assert batches
-    assert not stager.prefetch([])
+    assert not prefetch([])
 
 
 @pytest.mark.parametrize("source", [map(abs, [1]), loader(batch_size=None, sampler=map(abs, [1]))])
-def test_without_a_length_the_error_names_the_source(stager, source):
-    batches = stager.prefetch(source)
+def test_without_a_length_the_error_names_the_source(prefetch, source):
+    batches = prefetch(source)
     with pytest.raises(TypeError, match=f"the source of the prefetcher has no length: {type(source).__name__}"):
         len(batches)
 
 
-def test_a_source_without_a_length_counts_as_something(stager):
-    assert stager.prefetch(map(abs, [1]))
+def test_a_source_without_a_length_counts_as_something(prefetch):
+    assert prefetch(map(abs, [1]))
 
 
-def test_other_attributes_are_the_sources(stager):
+def test_other_attributes_are_the_sources(prefetch):
     source = loader()
-    batches = stager.prefetch(source)
+    batches = prefetch(source)
     assert batches.dataset is source.dataset
     assert batches.batch_size == 2
     assert not hasattr(batches, "state_dict")
@@ -94,20 +95,42 @@ def test_other_attributes_are_the_sources(stager):
         batches.epoch  # noqa: B018
 
 
-def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(stager):
+def test_an_attribute_that_is_set_is_the_sources(stager):
+    source = Prepared(torch.ones(1))
+    batches = stager.prefetch(source)
+    batches.mixup_enabled = False
+    batches.epoch = 3
+    assert (source.mixup_enabled, source.epoch) == (False, 3)
+    del batches.epoch
+    assert not hasattr(source, "epoch")
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'epoch'"):
+        stager.prefetch([]).epoch = 3
+
+
+def test_a_source_learns_only_what_is_not_the_prefetchers(prefetch):
+    source = StatefulDataLoader(Counting(), 4)
+    before = vars(source).copy()
+    batches = prefetch(source)
+    next(iter(batches))
+    batches.state_dict = dict
+    assert batches.state_dict() == {}
+    assert vars(source).keys() == before.keys()
+
+
+def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(prefetch):
     class Source(list):
         def __copy__(self):
             raise AssertionError
 
-    batches = copy.copy(stager.prefetch(Source([torch.ones(1)])))
+    batches = copy.copy(prefetch(Source([torch.ones(1)])))
     assert isinstance(batches, ps.Prefetcher)
     assert len(list(batches)) == 1
     with pytest.raises(TypeError, match="a stager cannot be copied"):
         copy.deepcopy(batches)
 
 
-def test_a_batch_that_the_loop_dropped_is_kept_by_nobody(stager):
-    iterator = iter(stager.prefetch(loader()))
+def test_a_batch_that_the_loop_dropped_is_kept_by_nobody(prefetch, stager):
+    iterator = iter(prefetch(loader()))
     batch = next(iterator)
     gone = weakref.ref(batch)
     del batch
@@ -171,8 +194,8 @@ def source(request):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 10])
-def test_a_state_is_that_of_the_batches_that_were_yielded(stager, source, depth):
-    plain, ahead = source(), stager.prefetch(source(), depth=depth)
+def test_a_state_is_that_of_the_batches_that_were_yielded(prefetch, source, depth):
+    plain, ahead = source(), prefetch(source(), depth=depth)
     for _ in range(2):
         assert same(ahead.state_dict(), plain.state_dict())
         for ours, theirs in zip(ahead, plain, strict=True):
@@ -182,20 +205,20 @@ def test_a_state_is_that_of_the_batches_that_were_yielded(stager, source, depth)
 
 
 @pytest.mark.parametrize("taken", [1, 3, 5])
-def test_a_state_of_a_loop_that_was_left_goes_on_with_the_next_batch(stager, source, taken):
+def test_a_state_of_a_loop_that_was_left_goes_on_with_the_next_batch(prefetch, source, taken):
     expected = list(source())
-    batches = stager.prefetch(source(), depth=2)
+    batches = prefetch(source(), depth=2)
     for number, _ in enumerate(batches, 1):
         if number == taken:
             break
     state = batches.state_dict()
-    for again in (source(), stager.prefetch(source(), depth=2)):
+    for again in (source(), prefetch(source(), depth=2)):
         again.load_state_dict(copy.deepcopy(state))
         assert same(list(again), expected[taken:])
 
 
-def test_a_state_may_be_loaded_into_a_prefetcher_that_was_used(stager, source):
-    batches = stager.prefetch(source(), depth=2)
+def test_a_state_may_be_loaded_into_a_prefetcher_that_was_used(prefetch, source):
+    batches = prefetch(source(), depth=2)
     expected = []
     for number, batch in enumerate(batches):
         expected.append(batch)
@@ -205,8 +228,8 @@ def test_a_state_may_be_loaded_into_a_prefetcher_that_was_used(stager, source):
     assert same(list(batches), expected[2:])
 
 
-def test_an_older_pass_does_not_change_the_state(stager):
-    batches = stager.prefetch(in_workers())
+def test_an_older_pass_does_not_change_the_state(prefetch):
+    batches = prefetch(in_workers())
     older, newer = iter(batches), iter(batches)
     next(newer)
     state = batches.state_dict()
@@ -214,8 +237,8 @@ def test_an_older_pass_does_not_change_the_state(stager):
     assert batches.state_dict() == state
 
 
-def test_a_state_that_was_given_is_the_callers(stager):
-    batches = stager.prefetch(StatefulDataLoader(Counting(), 4))
+def test_a_state_that_was_given_is_the_callers(prefetch):
+    batches = prefetch(StatefulDataLoader(Counting(), 4))
     next(iter(batches))
     state = batches.state_dict()
     expected = copy.deepcopy(state)
@@ -231,14 +254,14 @@ class Stateless(list):
         raise AssertionError
 
 
-def test_a_state_that_cannot_be_told_is_an_error_when_it_is_asked_for(stager):
-    batches = stager.prefetch(Stateless([torch.ones(1)] * 3))
+def test_a_state_that_cannot_be_told_is_an_error_when_it_is_asked_for(prefetch):
+    batches = prefetch(Stateless([torch.ones(1)] * 3))
     for _ in batches:
         with pytest.raises(RuntimeError, match="no state today"):
             batches.state_dict()
 
 
-def test_a_state_that_needs_arguments_is_the_sources_own(stager):
+def test_a_state_that_needs_arguments_is_the_sources_own(prefetch):
     class Source(list):
         def state_dict(self, samples, from_beginning):
             return {"samples": samples, "from_beginning": from_beginning}
@@ -246,7 +269,7 @@ def test_a_state_that_needs_arguments_is_the_sources_own(stager):
         def load_state_dict(self, state):
             self.clear()
 
-    batches = stager.prefetch(Source([torch.ones(1)] * 3))
+    batches = prefetch(Source([torch.ones(1)] * 3))
     next(iter(batches))
     assert batches.state_dict(4, from_beginning=True) == {"samples": 4, "from_beginning": True}
 

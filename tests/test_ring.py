@@ -357,10 +357,10 @@ def test_prefetch_says_how_large_a_ring_it_needs(make_stager):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_prefetch_through_a_ring_yields_every_batch_intact(make_stager, depth):
+def test_prefetch_through_a_ring_yields_every_batch_intact(prefetch, make_stager, depth):
     stager = make_stager(ring=depth + 2)
     seed = -1
-    for seed, staged in enumerate(stager.prefetch(map(batch, range(20)), depth=depth)):
+    for seed, staged in enumerate(prefetch(map(batch, range(20)), depth=depth, stager=stager)):
         assert_same(batch(seed), staged, "cpu")
     assert seed == 19
 

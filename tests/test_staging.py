@@ -19,6 +19,7 @@ from doubles import (
     outcome,
     record_work,
     stays_blocked,
+    wait_until,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -623,28 +624,29 @@ class Reading:
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
-def test_prefetch_yields_every_batch_in_order(stager, count, depth):
-    staged = list(stager.prefetch(Reading(count), depth=depth))
+def test_prefetch_yields_every_batch_in_order(prefetch, count, depth):
+    staged = list(prefetch(Reading(count), depth=depth))
     assert len(staged) == count
     for seed, batch in enumerate(staged, 1):
         assert_same(some_batch(seed), batch, "cpu")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
-def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(stager, depth):
+def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(prefetch, stager, depth):
     reading = Reading(10)
-    prefetching = iter(stager.prefetch(reading, depth=depth))
+    prefetching = iter(prefetch(reading, depth=depth))
     assert reading.read == 0
     for yielded in range(1, 11):
         next(prefetching)
-        assert reading.read == min(yielded + depth, 10)
-        assert stager.stats().batches == reading.read
+        expected = min(yielded + depth, 10)
+        wait_until(lambda expected=expected: stager.stats().batches == expected)
+        assert reading.read == expected
     assert next(prefetching, "exhausted") == "exhausted"
 
 
-def test_prefetch_does_not_let_the_loop_run_away_from_the_device(stager, monkeypatch):
+def test_prefetch_does_not_let_the_loop_run_away_from_the_device(prefetch, monkeypatch):
     made, waited = record_work(monkeypatch)
-    for number, _ in enumerate(itertools.islice(stager.prefetch(Reading(20)), 15)):
+    for number, _ in enumerate(itertools.islice(prefetch(Reading(20)), 15)):
         assert len(made) == number
         assert waited == made[: max(0, number - RUN_AHEAD)]
     assert number == 14
@@ -679,25 +681,25 @@ def leave_by_close(batches):
 
 
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_an_exception, leave_by_close])
-def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(make_stager, leave):
+def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(prefetch, make_stager, leave):
     stager = make_stager(ring=5)
     reading = Reading(10)
-    leave(stager.prefetch(reading, depth=3))
-    assert reading.closed
+    leave(prefetch(reading, depth=3, stager=stager))
+    wait_until(lambda: reading.closed)
     kept = [stager.to_device(some_batch(seed)) for seed in range(5)]  # or the ring has no slab for each
     assert len(kept) == 5
 
 
-def test_an_exception_of_the_iterable_comes_after_the_batches_before_it(stager):
+def test_an_exception_of_the_iterable_comes_after_the_batches_before_it(prefetch):
     seen = []
     with pytest.raises(ZeroDivisionError):
-        seen.extend(stager.prefetch(Reading(10, fail_at=4), depth=5))
+        seen.extend(prefetch(Reading(10, fail_at=4), depth=5))
     assert len(seen) == 3
 
 
-def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(stager):
+def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(prefetch):
     with pytest.raises(LayoutError):
-        list(stager.prefetch([some_batch(), refused(), some_batch()]))
+        list(prefetch([some_batch(), refused(), some_batch()]))
 
 
 # -- making and closing ------------------------------------------------------------------------------------------------
@@ -830,9 +832,9 @@ class Ended:
         return cls()
 
 
-def test_a_stop_iteration_of_a_batch_is_not_taken_for_the_end(stager):
+def test_a_stop_iteration_of_a_batch_is_not_taken_for_the_end(prefetch):
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(stager.prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
+        list(prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Sparse")

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main() -> None:
         )
         stager = ps.Stager(device, max_bytes=arguments.max_bytes)
         if arguments.way == "pinstage":
-            loader = loader.compose(stager.prefetch)
+            loader = loader.compose(partial(stager.prefetch, background=True))
 
         losses, samples = [], []
         for _ in range(arguments.epochs):

@@ -79,12 +79,22 @@ def test_validation_in_the_middle_of_an_epoch_does_not_end_it(stager):
     assert seen == [False, False, False, True]
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("wrap", [tqdm, enumerate, lambda loader: (batch for batch in loader), iter])
-def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(stager, wrap):
+def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(stager, wrap, background):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples(), 4))
     with pytest.raises(ps.errors.StagingError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
-        list(stager.prefetch(wrap(loader)))
+        list(stager.prefetch(wrap(loader), background=background))
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
+def test_a_prepared_loader_is_not_read_in_a_thread(stager, options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(samples(), 4, num_workers=1))
+    assert stager.prefetch(loader)._background is False
+    with pytest.raises(ValueError, match=r"use pinstage\.integrations\.accelerate\.prepare"):
+        stager.prefetch(loader, background=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -116,9 +126,10 @@ def nodes():
     return torchdata.nodes.Loader(torchdata.nodes.Prefetcher(batches, 3))
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("make", [stateful, nodes])
-def test_a_state_after_three_batches_says_twelve_samples(stager, make):
-    batches = stager.prefetch(make())
+def test_a_state_after_three_batches_says_twelve_samples(stager, make, background):
+    batches = stager.prefetch(make(), background=background)
     for number, _ in enumerate(batches, 1):
         if number == 3:
             break

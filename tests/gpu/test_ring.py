@@ -114,10 +114,11 @@ def test_a_batch_that_autograd_still_needs_is_reported(cuda_device):
         stager.to_device([torch.zeros(1024)])
 
 
-def test_prefetch_through_a_ring_yields_every_batch_intact(cuda_device):
+@pytest.mark.parametrize("background", [False, True])
+def test_prefetch_through_a_ring_yields_every_batch_intact(cuda_device, background):
     with ps.Stager(cuda_device, max_bytes="64MiB", ring=4) as stager:
         total = torch.zeros((), dtype=torch.int64, device=cuda_device)
-        for value, staged in enumerate(stager.prefetch(map(numbered, range(100)), depth=2)):
+        for value, staged in enumerate(stager.prefetch(map(numbered, range(100)), depth=2, background=background)):
             total += sum((leaf == value).sum() for leaf in staged)
         assert total.item() == 100 * 8 * LARGE
 

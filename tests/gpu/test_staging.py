@@ -358,18 +358,22 @@ def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_devi
         assert stager.stats().copies == transfer.copies
 
 
-def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device):
+@pytest.mark.parametrize("background", [False, True])
+def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device, background):
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
         batches = [nested_batch(leaves=40, seed=seed) for seed in range(20)]
         for depth in (1, 2, 5):
-            for batch, staged in zip(batches, stager.prefetch(batches, depth=depth), strict=True):
+            for batch, staged in zip(
+                batches, stager.prefetch(batches, depth=depth, background=background), strict=True
+            ):
                 assert_equal(batch, staged)
         assert stager.pool.stats().leased_bytes == 0
 
 
-def test_a_prefetcher_begins_again_on_the_device(cuda_device):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_prefetcher_begins_again_on_the_device(cuda_device, background):
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(6)])
+        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(6)], background=background)
         for _ in range(3):
             assert [float(batch["x"].sum()) for batch in batches] == [8.0 * i for i in range(6)]
             assert all(batch["x"].device == cuda_device for batch in batches)

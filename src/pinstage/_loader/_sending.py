@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._staging import Transfer, copy_event_of, send_packed
+from .._staging import HandOver, Transfer, copy_event_of, send_packed
 from .._torch import close_writing_end, is_resumption, queue_file
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
@@ -66,13 +65,12 @@ class SendingQueue:
         self._send = send
         self._depth = depth
         self._wake = wake
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ready = HandOver()
         self._held: dict[Any, Any] = {}
         # The loop's thread writes `_last`, then looks at `_waits_for`. The broker's thread writes `_waits_for`, then
         # looks at `_last`. So one of them notices that a batch may be sent.
         self._waits_for: int | None = None
         self._sent = self._resuming = 0
-        self._end: BaseException | None = None
         self.begin()
 
     # -- the loop's thread
@@ -89,11 +87,7 @@ class SendingQueue:
             BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
-        item = self._ready.get(timeout=timeout)
-        if isinstance(item, BaseException):
-            if item is self._end:
-                self._ready.put(item)  # nothing else will ever come
-            raise item
+        item = self._ready.get(timeout)
         self._taken += isinstance(_batch_in(item[1]), Transfer)
         return item
 
@@ -165,8 +159,7 @@ class SendingQueue:
 
     def fail(self, error: BaseException) -> None:
         """Note that the thread has ended by an error, which the loop gets from now on."""
-        self._end = error
-        self._ready.put(error)
+        self._ready.end(error)
 
     def _on_its_way(self, payload: Any) -> Any:
         batch = _batch_in(payload)

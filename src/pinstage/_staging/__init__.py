@@ -13,6 +13,7 @@ Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 
 from ._device import Events, Sources, Target, target_for, wait_here
 from ._frames import clear_own_frames
+from ._hand_over import HandOver
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
@@ -23,6 +24,7 @@ from ._transfer import Transfer, copy_event_of, send_packed
 __all__ = [
     "Arrival",
     "Events",
+    "HandOver",
     "HostTransfer",
     "Kept",
     "Landing",

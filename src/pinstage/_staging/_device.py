@@ -135,6 +135,10 @@ class Target(Protocol):
         """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
         ...
 
+    def use_own_stream(self) -> None:
+        """Let all further work of this thread on the device go to `stream`."""
+        ...
+
     def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
         """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
         ...
@@ -239,6 +243,11 @@ class CudaTarget:
         """See `Target`."""
         disregard_captures()
         return self.selected()
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
+        with self.selected():
+            self._cuda.set_stream(*ids_of(self.stream))
 
     def is_capturing(self) -> bool:
         """See `Target`."""
@@ -387,6 +396,9 @@ class CpuTarget:
     def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
         return NOTHING
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
 
     def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:  # noqa: ARG002
         """See `Target`."""

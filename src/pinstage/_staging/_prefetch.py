@@ -7,14 +7,20 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+
+from torch.utils.data import DataLoader
 
 from ..errors import StagingError
+from ._background import Background, Surroundings, read_here, stop_reading
 from ._device import Target
 from ._run_ahead import RunAhead
 from ._transfer import Transfer
 
 T = TypeVar("T")
+
+InBackground: TypeAlias = bool | Literal["auto"]
 
 _NO_MORE: Any = object()
 
@@ -30,6 +36,11 @@ class _Said(NamedTuple):
     flags: dict[str, Any]
     """Those of `_FLAGS`, if it has them."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it said that this batch is the last one."""
+        return bool(self.flags.get("end_of_dataloader"))
+
 
 class _Failed(NamedTuple):
     error: Exception
@@ -38,10 +49,11 @@ class _Failed(NamedTuple):
 class _Place:
     """Where one pass is."""
 
-    said: _Said | None = None
-    """Of the batch that was yielded last; None before the first one and after the last one."""
+    said: _Said | None
+    """Of the batch that was yielded last, or of the beginning; None after the last one."""
 
-    def __init__(self, consumer: Any = None) -> None:
+    def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
+        self.said = said
         self.consumer = consumer
         """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another one of theirs,
         and use them on this one: a ring has to know both."""
@@ -51,7 +63,7 @@ class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``.
+    ``prefetcher.dataset``. Setting or deleting one does so on the source. Batches that were read ahead don't see it.
 
     If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
     so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
@@ -61,46 +73,72 @@ class Prefetcher(Generic[T]):
     kept with each batch too, and set again when it is yielded.
     """
 
-    def __init__(self, stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int) -> None:
+    __slots__ = ("__dict__", "__weakref__", "_background", "_depth", "_place", "_source", "_stage", "_target")
+
+    def __init__(
+        self, stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int, background: bool
+    ) -> None:
         self._stage = stage
         self._target = target
         self._source = source
         self._depth = depth
+        self._background = background
         self._place = _Place()
 
     def __iter__(self) -> Iterator[T]:
         """Begin a pass. What was staged ahead is given back when the iterator dies.
 
         A batch is safe to use on the stream that is current when it is asked for, and on that which is current now.
+        Waits for the thread of an earlier pass over the same source, if that still reads.
+
+        Raises:
+            StagingError: it still reads after the loader's ``timeout``, or after a minute.
         """
+        stop_reading(self._source)
         active = _active_loader()
         batches = iter(self._source)
-        self._place = place = _Place(self._target.consumer(None))
-        return self._pass(batches, place, active)
+        self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
+        return self._pass(batches, place, active, Surroundings(self._target) if self._background else None)
 
-    def _pass(self, batches: Iterator[T], place: _Place, active: object) -> Iterator[T]:
+    def _pass(
+        self, batches: Iterator[T], place: _Place, active: object, surroundings: Surroundings | None
+    ) -> Iterator[T]:
         ahead: deque[tuple[Transfer, _Said]] = deque()
         run_ahead = RunAhead(self._target)
+        read = partial(self._read, batches)
+        fetch: Callable[[], Any] = partial(read_here, self._source, read, self._send)
+        depth = self._depth
+        background: Background | None = None
         failure: Exception | None = None
-        is_first, is_last, is_over = True, False, False
-        while ahead or not is_over:
-            if not (is_over or (is_last and ahead)):
+        is_over = False
+        try:
+            first = read_here(self._source, read, partial(self._send_first, active))
+            if first is None:
+                is_over = True
+            else:
+                ahead.append(first)
+            del first
+            if surroundings is not None and not is_over:
+                background = Background(self._source, read, self._send, depth)
+                if background.start(surroundings):
+                    fetch, depth = background.get, 0
+            while ahead or not is_over:
+                if len(ahead) > depth or (ahead and (is_over or ahead[-1][1].is_last)):
+                    yield self._hand_out(place, background, *ahead.popleft())
+                    run_ahead.bound()
+                    continue
                 try:
-                    batch = next(batches, _NO_MORE)
-                    if is_first:
-                        _refuse_hidden_loader(self._source, active)
-                        is_first = False
-                    is_over = batch is _NO_MORE
-                    if not is_over:
-                        said = self._ask()
-                        is_last = bool(said.flags.get("end_of_dataloader"))
-                        ahead.append((self._stage(batch), said))
-                    del batch  # the next one may take its memory
+                    item = fetch()
+                    if item is None:
+                        is_over = True
+                    else:
+                        ahead.append(item)
+                    del item
                 except Exception as error:  # noqa: BLE001 - raised when its turn comes
                     failure, is_over = error, True
-            if len(ahead) > self._depth or (ahead and (is_last or is_over)):
-                yield self._hand_out(place, *ahead.popleft())
-                run_ahead.bound()
+        finally:
+            if background is not None:
+                background.leave()
         if failure is not None:
             try:
                 raise failure
@@ -108,22 +146,36 @@ class Prefetcher(Generic[T]):
                 del failure  # or its traceback and this frame would keep one another
         place.said = None  # the source is at its end, too
 
+    def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
+        batch = next(batches, _NO_MORE)
+        return None if batch is _NO_MORE else (batch, self._ask())
+
+    def _send(self, read: tuple[T, _Said]) -> tuple[Transfer, _Said]:
+        batch, said = read
+        return self._stage(batch), said
+
+    def _send_first(self, active: object, read: tuple[T, _Said]) -> tuple[Transfer, _Said]:
+        _refuse_hidden_loader(self._source, active)
+        return self._send(read)
+
     def _ask(self) -> _Said:
         """Return what the source says of itself now."""
         source = self._source
-        flags = _FLAGS if hasattr(source, "gradient_state") else ()
+        flags = _FLAGS if _is_prepared(source) else ()
         return _Said(self._state(), {name: getattr(source, name) for name in flags})
 
     def _state(self) -> Any:
         return None
 
-    def _hand_out(self, place: _Place, transfer: Transfer, said: _Said) -> T:
+    def _hand_out(self, place: _Place, background: Background | None, transfer: Transfer, said: _Said) -> T:
         batch: T = transfer.get()
         if self._target.consumer(None) != place.consumer:
             transfer.get(place.consumer)
         for name, value in said.flags.items():
             setattr(self._source, name, value)
         place.said = said
+        if background is not None:
+            background.advance()  # last, since the thread that it wakes wants the interpreter lock, too
         return batch
 
     def __len__(self) -> int:
@@ -136,9 +188,24 @@ class Prefetcher(Generic[T]):
         return bool(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_source" or (name.startswith("__") and name.endswith("__")):  # for copies, and for Python
+        if self._is_own(name):  # for copies, and for Python
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._source, name)
+
+    def _is_own(self, name: str) -> bool:
+        return hasattr(type(self), name) or (name.startswith("__") and name.endswith("__"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} depth={self._depth} to {self._target.device} of {self._source!r}>"
@@ -159,6 +226,7 @@ class StatefulPrefetcher(Prefetcher[T]):
         """Return the source's state as it was when it had yielded what the loop has. A copy."""
         said = self._place.said
         if said is None:
+            stop_reading(self._source)
             return self._source.state_dict()
         if isinstance(said.state, _Failed):
             raise said.state.error
@@ -166,14 +234,72 @@ class StatefulPrefetcher(Prefetcher[T]):
 
     def load_state_dict(self, state: Any) -> None:
         """Load a state into the source, for the next pass."""
+        stop_reading(self._source)
         self._source.load_state_dict(state)
         self._place = _Place()
 
 
-def prefetcher_of(stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int) -> Prefetcher[T]:
+def prefetcher_of(
+    stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int, background: InBackground
+) -> Prefetcher[T]:
     """Return a prefetcher of the kind that the source needs."""
     kind = StatefulPrefetcher if _has_state(source) else Prefetcher
-    return kind(stage, target, source, depth)
+    return kind(stage, target, source, depth, _in_background(source, depth, background))
+
+
+def _in_background(source: object, depth: int, background: InBackground) -> bool:
+    """Say whether a source is read in a thread.
+
+    =========================================================  =====================  ======
+    source                                                     ``"auto"``             True
+    =========================================================  =====================  ======
+    any, with a depth of 0                                     no                     error
+    prepared by Accelerate, which works inside ``next()``      no                     error
+    torch's loader with workers, all samplers torch's          yes                    yes
+    any other: its samplers, or the source itself, may draw    no                     yes
+    from the global random generators between the loop's own
+    draws
+    =========================================================  =====================  ======
+    """
+    if background != "auto" and not isinstance(background, bool):
+        raise ValueError(f"background must be 'auto', True or False: {background!r}")
+    if background is True and depth == 0:
+        raise ValueError("background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2")
+    if background is True and _is_prepared(source):
+        raise ValueError(
+            f"background=True cannot read Accelerate's {type(source).__name__}: gradient accumulation would see its "
+            "end too early; leave background out, or use pinstage.integrations.accelerate.prepare, whose workers stage"
+        )
+    if background != "auto":
+        return background
+    return depth > 0 and not _is_prepared(source) and is_read_as_torch_does(source) and _samplers_are_of_torch(source)
+
+
+def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
+    """Say whether a source is torch's loader, with workers, or of a subclass that gets its batches as torch's does."""
+    return (
+        isinstance(source, DataLoader)
+        and source.num_workers > 0
+        and all(_is_of_torch(getattr(type(source), name, None)) for name in ("__iter__", "_get_iterator"))
+    )
+
+
+def _samplers_are_of_torch(loader: DataLoader[Any]) -> bool:
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while sampler is not None:
+        if not _is_of_torch(type(sampler)):
+            return False
+        sampler = getattr(sampler, "sampler", None)  # a BatchSampler's
+    return True
+
+
+def _is_of_torch(thing: Any) -> bool:
+    return getattr(thing, "__module__", "").partition(".")[0] in ("torch", "torchdata")
+
+
+def _is_prepared(source: object) -> bool:
+    """Say whether a source is a loader that Accelerate prepared."""
+    return hasattr(source, "gradient_state")
 
 
 def _has_state(source: object) -> bool:

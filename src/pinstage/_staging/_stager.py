@@ -48,7 +48,7 @@ from .._torch import tell_once
 from .._tree import Keeping, walk
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import AT_ONCE_BYTES, Sources, target_for
-from ._prefetch import Prefetcher, T, prefetcher_of
+from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._ring import Overflow, Ring, RingLease
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, to_host
@@ -280,29 +280,33 @@ class Stager:
         """
         return self._stage(batch)
 
-    def _stage(self, batch: Any, *, is_bounded: bool = True) -> Transfer[Any]:
+    def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
         """Do what `stage` does.
 
         Args:
             batch: what is staged.
             is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
+            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
-            return self._transfer(parts, is_watched=True, is_bounded=is_bounded)
+            return self._transfer(parts, is_watched=True, is_bounded=is_bounded, borrows=borrows)
 
-    def _transfer(self, parts: Parts, *, is_watched: bool, is_bounded: bool = True) -> Transfer[Any]:
+    def _transfer(
+        self, parts: Parts, *, is_watched: bool, is_bounded: bool = True, borrows: bool = False
+    ) -> Transfer[Any]:
         """Send a batch.
 
         Args:
             parts: of the batch.
             is_watched: whether anybody can ask when the bytes are there, or get them on another stream.
             is_bounded: see `_stage`.
+            borrows: see `_stage`.
         """
         table, ring = parts.table, self._ring
         ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
         try:
-            sent = self._send(parts, ring_lease, is_watched, is_bounded)
+            sent = self._send(parts, ring_lease, is_watched, is_bounded, borrows)
             others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
             self._count_table(table, sent)
             return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event, ring_lease)
@@ -431,26 +435,38 @@ class Stager:
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def prefetch(self, iterable: Iterable[T], *, depth: int = 2) -> Prefetcher[T]:
-        """Iterate over the batches of an iterable on the device, staged ahead.
+    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]:
+        """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling. Waits for the device only if it still has
-        the work of more than three batches to do.
+        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
+        the device only if it still has the work of more than three batches to do.
 
-        The iterable is read in the calling thread, `depth` batches ahead of the loop. If its samples are made there too
+        A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
+        ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
+        grad and inference mode, autocast, default device and context variables, as they were when the pass began.
+
+        Without a thread the source is read in the loop's, `depth` batches ahead. If its samples are made there too
         (``num_workers=0``), it draws random numbers that the loop would have drawn first.
 
+        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``) are not packed.
+
         Args:
-            iterable: yields batches, for example a DataLoader.
+            source: yields batches, for example a DataLoader.
             depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
+                that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
+                for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
+                random generators (``random``, ``numpy.random``, ``torch``) if the loop does: its numbers and the loop's
+                would differ from run to run.
 
         Returns:
-            The prefetcher. Each pass over it is a pass over the iterable. Batches are as `to_device` returns them, for
-            the stream that is current when each is requested. An error of the iterable or of staging is raised after
+            The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device` returns them, for
+            the stream that is current when each is requested. An error of the source or of staging is raised after
             the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows.
+            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows; or
+                ``background=True`` with a depth of 0, or over a loader that Accelerate prepared.
         """
         check_depth(depth)
         if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
@@ -458,7 +474,9 @@ class Stager:
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
             )
-        return prefetcher_of(partial(self._stage, is_bounded=False), self._target, iterable, depth)
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        stage = partial(self._stage, is_bounded=False, borrows=pinned)
+        return prefetcher_of(stage, self._target, source, depth, background)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -512,7 +530,14 @@ class Stager:
             run_ahead = self._run_ahead.setdefault(consumer, RunAhead(self._target, self._most_ahead))
         run_ahead.bound(event)
 
-    def _send(self, parts: Parts, ring_lease: RingLease | None, is_watched: bool, is_bounded: bool = True) -> Sent:
+    def _send(
+        self,
+        parts: Parts,
+        ring_lease: RingLease | None,
+        is_watched: bool,
+        is_bounded: bool = True,
+        borrows: bool = False,
+    ) -> Sent:
         """Send what can be packed.
 
         The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
@@ -527,6 +552,7 @@ class Stager:
             is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
                 sent on the current stream needs no event, which takes some microseconds.
             is_bounded: see `_stage`.
+            borrows: see `_stage`.
         """
         target, table = self._target, parts.table
         nbytes = table.nbytes
@@ -543,7 +569,7 @@ class Stager:
                     target.hand_over(None, ring_lease.hand_out(stream), stream)
             if is_small:
                 return self._send_small(parts, sharing, slab, stream, is_watched)
-            borrowed = borrow(parts) if self._borrow_pinned else None
+            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)

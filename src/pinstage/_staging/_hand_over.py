@@ -1,0 +1,37 @@
+"""From a thread that stages batches to the loop that wants them."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Any
+
+
+class HandOver:
+    """A queue of batches. An exception in it is raised when its turn comes. Finalisers may put."""
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[Any] = SimpleQueue()
+        self._end: BaseException | None = None
+        self.put = self._items.put
+
+    def end(self, error: BaseException) -> None:
+        """Raise an exception from now on, behind what was put: nothing else will ever come."""
+        self._end = error
+        self.put(error)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return what comes next. Blocks.
+
+        Raises:
+            queue.Empty: there was nothing within `timeout` seconds.
+            BaseException: what was put.
+        """
+        item = self._items.get(timeout=timeout)
+        if not isinstance(item, BaseException):
+            return item
+        if item is self._end:
+            self.put(item)
+        try:
+            raise item
+        finally:
+            del item  # or its traceback and this frame would keep one another

@@ -1,0 +1,221 @@
+"""`Stager.prefetch` in a thread, on a device: which stream its work is on, and what it does not disturb."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, wait_until
+from latch import Latch
+from torch.utils.data import DataLoader
+
+import pinstage as ps
+from pinstage._staging import _background
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+MIB = 1 << 20
+SIZES = {"small": 8, "one copy": 100_000, "chunks": 4 * MIB}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    yield
+    gc.collect()
+    wait_until(lambda: not _background._threads)
+
+
+def numbered(count, size):
+    return ({"x": torch.full((size,), float(number)), "n": torch.tensor(number)} for number in range(count))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_every_batch_arrives_in_order_on_the_consumers_stream(cuda_device, size, depth):
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager, torch.cuda.stream(torch.cuda.Stream(cuda_device)):
+        for number, batch in enumerate(stager.prefetch(numbered(20, size), depth=depth, background=True)):
+            assert bool((batch["x"] == number).all())
+            assert int(batch["n"]) == number
+        assert number == 19
+        assert stager.pool.stats().leased_bytes == 0
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_what_the_thread_sends_is_there_though_the_consumer_is_held(cuda_device, latch: Latch, size):
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
+        (torch.ones(8, device=cuda_device) * 2).cpu()
+        consumer = torch.cuda.Stream(cuda_device)
+        with torch.cuda.stream(consumer):
+            batches = iter(stager.prefetch(numbered(6, size), depth=2, background=True))
+            first = next(batches)
+            latch.hold(consumer)
+            doubled = first["x"] * 2
+            wait_until(lambda: stager.stats().batches == 3)
+            stager._target.stream.synchronize()
+            assert not consumer.query()
+            latch.open()
+            assert bool((doubled == 0).all())
+            assert [int(batch["n"]) for batch in batches] == [1, 2, 3, 4, 5]
+
+
+def test_a_batch_is_not_read_before_its_copy(cuda_device, latch: Latch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        assert [int(batch["n"] + 0) for batch in stager.prefetch(numbered(3, 8), background=True)] == [0, 1, 2]
+        batches = iter(stager.prefetch(numbered(4, 8), depth=1, background=True))
+        next(batches)
+        wait_until(lambda: stager.stats().batches == 5)
+        latch.hold(stager._target.stream)
+        next(batches)  # its copy was issued before; that of the next one is held
+        wait_until(lambda: stager.stats().batches == 6)
+        third = next(batches)["n"] + 0
+        event = torch.cuda.Event()
+        event.record()
+        assert not event.query()
+        latch.open()
+        assert int(third) == 2
+        batches.close()
+
+
+def test_the_source_has_the_loops_device_and_the_stagers_stream(cuda_device):
+    seen = []
+
+    def read():
+        while True:
+            seen.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+            yield {"x": torch.ones(8, device=cuda_device) * len(seen)}
+
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        batches = iter(stager.prefetch(read(), background=True))
+        for number in range(1, 50):  # made on the device by the thread: the consumer's stream waits for that
+            assert bool((next(batches)["x"] == number).all())
+        assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
+        assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}
+        batches.close()
+
+
+def test_the_thread_on_another_device_than_the_loops(two_devices):
+    here, there = two_devices
+    seen = []
+
+    def read():
+        for batch in numbered(10, 100_000):
+            seen.append(torch.cuda.current_device())
+            yield batch
+
+    with torch.cuda.device(here), ps.Stager(there, max_bytes="64MiB") as stager:
+        for number, batch in enumerate(stager.prefetch(read(), background=True)):
+            assert batch["x"].device == there
+            assert bool((batch["x"] == number).all())
+    assert set(seen) == {here.index}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_graph_may_be_captured_while_the_thread_stages(cuda_device, size):
+    go_on, has_staged_two = threading.Event(), threading.Event()
+
+    def read():
+        for number, batch in enumerate(numbered(4, size)):
+            if number == 1:
+                assert go_on.wait(PATIENCE_SECONDS)
+            if number == 3:
+                has_staged_two.set()
+            yield batch
+
+    static = torch.ones(8, device=cuda_device)
+    (static * 2).cpu()
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
+        batches = iter(stager.prefetch(read(), depth=3, background=True))
+        next(batches)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            doubled = static * 2
+            go_on.set()
+            assert has_staged_two.wait(PATIENCE_SECONDS)
+        graph.replay()
+        assert bool((doubled == 2).all())
+        assert [int(batch["n"]) for batch in batches] == [1, 2, 3]
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.full((MIB,), float(index)), torch.tensor(index)
+
+
+@pytest.mark.parametrize("background", [False, "auto"])
+def test_what_torchs_loader_page_locked_is_sent_from_where_it_is(cuda_device, background):
+    loader = DataLoader(Images(), 2, num_workers=2, pin_memory=True, multiprocessing_context="fork")
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+        for number, (images, labels) in enumerate(stager.prefetch(loader, background=background)):
+            assert labels.tolist() == [2 * number, 2 * number + 1]
+            assert bool((images == labels[:, None]).all())
+        assert stager.stats().pool.total_requested_bytes < 6 * MIB  # the labels
+
+
+def test_a_page_locked_batch_is_kept_until_its_copy(cuda_device, latch: Latch):
+    loader = DataLoader(Images(), 1, num_workers=1, pin_memory=True, multiprocessing_context="fork")
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        list(stager.prefetch(loader))
+        torch.cuda.synchronize()
+        before = stager.stats().batches
+        latch.hold(stager._target.stream)
+        batches = iter(stager.prefetch(loader, depth=3))
+        first = next(batches)
+        wait_until(lambda: stager.stats().batches == before + 4)
+        overwriting = [torch.full((1, MIB), 99.0).pin_memory() for _ in range(8)]
+        latch.open()
+        assert bool((first[0] == 0).all())
+        for number, (images, _) in enumerate(batches, 1):
+            assert bool((images == number).all())
+        assert len(overwriting) == 8
+
+
+def test_a_pass_that_is_left_gives_its_device_memory_back(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
+        list(stager.prefetch(numbered(4, 4 * MIB), background=True))
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        for _ in stager.prefetch(numbered(100, 4 * MIB), depth=3, background=True):
+            break
+        del _
+        wait_until(lambda: not _background._threads)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+
+
+PROGRAM = """
+import time, torch, pinstage as ps
+
+def read():
+    while True:
+        yield [torch.ones(1 << 22), torch.ones(3, device="cuda") * 2]
+        {pause}
+
+stager = ps.Stager("cuda", max_bytes="256MiB")
+batches = iter(stager.prefetch(read(), background=True))
+for _ in range(20):
+    next(batches)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("cuda_device")
+@pytest.mark.parametrize("pause", ["pass", "time.sleep(0.01)", "torch.cuda._sleep(10_000_000)"])
+def test_a_program_ends_while_its_thread_uses_the_device(pause):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = PROGRAM.format(pause=pause)
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
