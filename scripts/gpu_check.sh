@@ -104,14 +104,14 @@ step() {
 
 tests() {
   # shellcheck disable=SC2086
-  step tests tests 540 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
+  step tests tests 540 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider -p no:benchmark --durations=10 ${PYTEST_ARGS:-}
 }
 
 # Two GPUs: a missing one fails. Steps of the others skip these tests where there is one.
 distributed() {
   # shellcheck disable=SC2086
   PINSTAGE_REQUIRE_GPU=2 step distributed distributed 500 "$PYTHON" -m pytest tests/gpu/test_distributed.py \
-    -p no:cacheprovider --durations=10 ${PYTEST_ARGS:-}
+    -p no:cacheprovider -p no:benchmark --durations=10 ${PYTEST_ARGS:-}
 }
 
 sanitize() {

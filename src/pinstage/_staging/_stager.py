@@ -77,6 +77,10 @@ _LEAST_SLAB_BYTES = 1 << 20
 """Below this size to start a copy of each part takes longer than its bytes do."""
 
 
+def _same(blocks: Blocks) -> Blocks:
+    return blocks
+
+
 class Kept:
     """What has to stay alive until an event is done; a task of the reaper's."""
 
@@ -380,8 +384,8 @@ class Stager:
             if len(leaves) <= _FEW_LEAVES and self._moves_few:
                 moved = target.move_few(leaves)
                 if moved is not None:
-                    leaves, count, nbytes = moved
-                    self._count(copies=count, blocks=count, packed=count, payload=nbytes)
+                    leaves, count, nbytes, copies = moved
+                    self._count(copies, count, count, nbytes)
                     return structure.rebuild(leaves)
             parts = take_apart(batch, keeping=self._keeping, walked=walked)
             table = parts.table
@@ -577,15 +581,20 @@ class Stager:
             if lease is not None:
                 guard_until_release(lease, stream)  # an interrupt may come before the release
             copies = 0
+            make = partial(target.blocks, table, sharing, stream, slab)
             try:
-                blocks = target.blocks(table, sharing, stream, slab)
                 if borrowed is not None:
                     reaper.start()
+                    blocks = make()
                     with step("copy"):
                         copies = target.copy_leaves(blocks, borrowed.leaves, stream)
                     blocks.packed_as(rest.table.data)
-                if lease is not None:
-                    copies += self._pack_and_copy(rest, lease, blocks, stream)
+                    make = partial(_same, blocks)
+                if lease is None:
+                    blocks = make()
+                else:
+                    blocks, packed = self._pack_and_copy(rest, lease, make, stream)
+                    copies += packed
             finally:
                 event = target.record(stream)
                 if lease is not None:
@@ -602,7 +611,7 @@ class Stager:
         if nbytes and (self._keeper.closed or self._keeper.is_forked):
             check_open(self._pool)
         blocks = target.blocks(parts.table, sharing, stream, slab)
-        if nbytes <= AT_ONCE_BYTES:
+        if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
             with step("pack"):
                 copies = target.fill(blocks, parts, stream)
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
@@ -646,27 +655,33 @@ class Stager:
             events[part] = self._target.record(stream)
         return copies
 
-    def _pack_and_copy(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
-        """Pack, and send each chunk as soon as it is complete; return the number of copies.
+    def _pack_and_copy(self, parts: Parts, lease: Lease, make: Callable[[], Blocks], stream: Any) -> tuple[Blocks, int]:
+        """Pack, and send each chunk as soon as it is complete.
 
         Args:
             parts: what is packed.
             lease: the host slab.
-            blocks: where it goes.
+            make: makes the tensors that it goes to, which is done while threads pack.
             stream: that copies.
+
+        Returns:
+            These tensors, and the number of copies.
         """
         nbytes, target = parts.table.nbytes, self._target
         if lease.nbytes < nbytes:
-            return self._copy_in_parts(parts, lease, blocks, stream)
+            blocks = make()
+            return blocks, self._copy_in_parts(parts, lease, blocks, stream)
         host = lease.data_ptr()
         reuses = reuses_places(parts) and not target.is_capturing()
         with step("pack"):
             job = start_packing(parts, lease, self._threads, reuses=reuses)
         if job is None:
-            return self._copy(blocks, host, 0, nbytes, stream)
+            blocks = make()
+            return blocks, self._copy(blocks, host, 0, nbytes, stream)
         travelling: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         with job:
+            blocks = make()
             for chunk, end in enumerate(job.ends):
                 with step("pack"):
                     job.wait(chunk)
@@ -676,7 +691,7 @@ class Stager:
                     travelling.append((chunk, target.record(stream)))
                     while travelling and ((event := travelling[0][1]) is None or event.query()):
                         job.reuse(travelling.popleft()[0])
-        return copies
+        return blocks, copies
 
     def _copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any) -> int:
         with step("copy"):
