@@ -171,12 +171,12 @@ def outline(thing: object) -> object:
             return thing
 
 
-def test_the_stager_issues_one_copy_and_the_rivals_one_a_leaf(few: list[RaggedBatch]) -> None:
+def test_the_stager_issues_a_copy_for_each_block(few: list[RaggedBatch]) -> None:
     leaves = len(few[0].fragments())
     assert PlainTo(CPU).issued(few[0])[0] == PinThenTo(CPU).issued(few[0])[0] == leaves
     with Staged(CPU, "64MiB") as staged:
         copies, nbytes = staged.issued(few[0])
-    assert copies == 1
+    assert copies == 6 < leaves / 50  # a block for each dtype and size group
     assert nbytes >= PlainTo(CPU).issued(few[0])[1]
 
 
@@ -191,12 +191,12 @@ def test_the_stager_reports_what_its_pool_holds_and_wastes(few: list[RaggedBatch
     assert 0 <= memory.waste <= 0.125
 
 
-def test_the_loader_issues_one_copy_a_batch_and_holds_less_than_its_cap(few: list[RaggedBatch]) -> None:
+def test_the_loader_holds_less_than_its_cap(few: list[RaggedBatch]) -> None:
     loaded = Loaded(CPU, "64MiB")
     assert loaded.memory() == HostMemory(0)
     assert [outline(staged) for staged in loaded.staged(few)] == [outline(batch) for batch in few]
     copies, nbytes = loaded.issued(few[0])
-    assert copies == 1
+    assert copies == 6
     assert nbytes > 0
     memory = loaded.memory()
     assert memory.max_bytes == 64 << 20

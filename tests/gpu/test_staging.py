@@ -58,14 +58,17 @@ def test_any_nested_batch_arrives_bit_for_bit(cuda_device, module_stager, batch)
     strategies.assert_same(batch, module_stager.to_device(batch), cuda_device)
 
 
-def test_a_batch_of_a_thousand_leaves_is_one_copy_from_pinned_memory(cuda_device, tmp_path):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
+@pytest.mark.parametrize("own_storage", ["auto", False])
+def test_a_batch_of_a_thousand_leaves_is_a_copy_for_each_block(cuda_device, own_storage):
+    with ps.Stager(cuda_device, max_bytes="64MiB", own_storage=own_storage) as stager:
         batch = nested_batch()
         stager.to_device(batch)
+        blocks = stager.stats().blocks
         torch.cuda.synchronize()
         events = profiled(lambda: stager.to_device(batch))
         copies = [name for name in events if name.startswith("Memcpy HtoD")]
-        assert copies == ["Memcpy HtoD (Pinned -> Device)"]
+        assert copies == ["Memcpy HtoD (Pinned -> Device)"] * blocks
+        assert blocks == (1 if own_storage is False else len({leaf.dtype for leaf in batch["samples"][0].values()}))
 
 
 def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothing(cuda_device):
@@ -136,7 +139,7 @@ def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
         latch.open()
         transfer.synchronize()
         assert transfer.query()
-        assert transfer.copies == 1
+        assert transfer.copies == transfer.blocks
         assert_equal(batch, staged)
 
 
@@ -279,12 +282,12 @@ def test_a_small_batch_is_one_copy_from_ordinary_memory_that_waits_for_nothing(c
         assert stager.pool.stats().total_held_slabs == 0
 
 
-def test_forty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_device, latch: Latch):
+def test_thirty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_device, latch: Latch):
     source = torch.zeros(AT_ONCE_BYTES, dtype=torch.uint8)
     with ps.Stager(cuda_device) as stager, latch:
         stager.to_device(source).clone()
         latch.hold(torch.cuda.current_stream(cuda_device))
-        transfers = [stager.stage(source.fill_(value)) for value in range(40)]
+        transfers = [stager.stage(source.fill_(value)) for value in range(30)]
         assert not any(transfer.query() for transfer in transfers)
         latch.open()
         assert all(bool((transfer.get() == value).all()) for value, transfer in enumerate(transfers))
@@ -309,14 +312,14 @@ def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, la
         assert bool((seen == 3.0).all())
 
 
-def test_nothing_travels_at_once_while_a_graph_is_capturing(cuda_device):
+def test_a_few_leaves_are_not_moved_directly_while_a_graph_is_capturing(cuda_device):
     with ps.Stager(cuda_device) as stager:
-        target = stager._target
-        assert target.takes_at_once(1)
+        target, leaves = stager._target, [torch.ones(1)]
+        assert target.move_few(leaves) is not None
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            assert not target.takes_at_once(1)
+            assert target.move_few(leaves) is None
             torch.ones(1, device=cuda_device)
-        assert target.takes_at_once(1)
+        assert target.move_few(leaves) is not None
 
 
 def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):

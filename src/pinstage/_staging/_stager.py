@@ -613,7 +613,7 @@ class Stager:
         blocks = target.blocks(parts.table, sharing, stream, slab)
         if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
             with step("pack"):
-                copies = target.fill(blocks, parts, stream)
+                copies = target.fill(blocks, parts, stream) if nbytes else 0
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
         lease = self._acquire_or_less(nbytes)
         guard_until_release(lease, stream)  # an interrupt may come before the release
