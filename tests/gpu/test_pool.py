@@ -115,7 +115,7 @@ def test_a_block_that_ends_in_a_capture_keeps_its_slab(cuda_device, pool, there)
     lease.tensor().fill_(7)
     there.copy_(lease.tensor(), non_blocking=True)
     assert holds(there, 7)
-    with torch.cuda.graph(graph), pytest.raises(LeaseError, match=r"captures a graph.* release\(after=event\)"), lease:
+    with torch.cuda.graph(graph), pytest.raises(LeaseError, match=r"captures a graph.*release\(after=event\)"), lease:
         there.copy_(lease.tensor(), non_blocking=True)
     assert not lease.released
     assert pool.stats().leased_slabs == 1

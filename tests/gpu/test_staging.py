@@ -192,13 +192,13 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
         used = set()
         for _ in range(50):
             transfer = stager.stage(batch)
-            used.add(id(transfer._event))
+            used.add(id(transfer._sent.event))
             transfer.synchronize()
             del transfer
         assert len(used) < 5
         latch.hold(copy_stream(stager))
         waiting = [stager.stage(batch) for _ in range(3)]
-        assert len({id(transfer._event) for transfer in waiting}) == 3
+        assert len({id(transfer._sent.event) for transfer in waiting}) == 3
         latch.open()
         for transfer in waiting:
             transfer.synchronize()

@@ -15,6 +15,7 @@ from typing import Any
 from ._registry import MOST_CLASSES
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: no class statement makes such a type
 
 
 class Item:
@@ -72,12 +73,15 @@ def set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 def builtin_base(cls: type) -> Any:
     """Return the first class in the order of resolution that is not written in Python: its methods ask no override.
 
-    Some of those are heap types nevertheless (`deque` from Python 3.12 on); they have a ``__new__`` in C of their own.
+    Some of those are heap types nevertheless (`deque` and `defaultdict` from Python 3.12 on); they are immutable, or
+    have a ``__new__`` in C of their own.
     """
     return next(
         base
         for base in cls.__mro__
-        if not base.__flags__ & _HEAP_TYPE or getattr(base.__new__, "__self__", None) is base
+        if not base.__flags__ & _HEAP_TYPE
+        or base.__flags__ & _IMMUTABLE
+        or getattr(base.__new__, "__self__", None) is base
     )
 
 
