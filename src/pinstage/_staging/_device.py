@@ -348,10 +348,11 @@ class CudaTarget:
 
     def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
-        index = self.device.index
-        if self._cuda.device() != index or not self._at_once.has_room() or torch.cuda.is_current_stream_capturing():
+        index, stream = self.device.index, self.consumer(None)
+        if self._cuda.device() != index or not self._at_once.has_room():
             return None
-        stream = self.consumer(None)
+        if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
+            return None
         moved = _native.core.move_few(leaves, _TYPES, 1, index, stream.cuda_stream)
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream.cuda_stream)
