@@ -103,7 +103,7 @@ def test_a_batch_is_split_over_devices_by_a_function_of_the_callers(two_devices)
             for name, tensor in batch.items():
                 assert [part[name].device for part in staged] == list(two_devices)
                 assert torch.equal(torch.cat([part[name].cpu() for part in staged]), tensor)
-        assert [stager.stats().copies for stager in stagers] == [50, 50]
+        assert [stager.stats().copies for stager in stagers] == [100, 100]
         for stager in stagers:
             stager.close()
 

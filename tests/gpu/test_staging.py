@@ -189,13 +189,13 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
         used = set()
         for _ in range(50):
             transfer = stager.stage(batch)
-            used.add(id(transfer._event))
+            used.add(id(transfer._sent.event))
             transfer.synchronize()
             del transfer
         assert len(used) < 5
         latch.hold(copy_stream(stager))
         waiting = [stager.stage(batch) for _ in range(3)]
-        assert len({id(transfer._event) for transfer in waiting}) == 3
+        assert len({id(transfer._sent.event) for transfer in waiting}) == 3
         latch.open()
         for transfer in waiting:
             transfer.synchronize()
@@ -307,16 +307,6 @@ def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, la
         latch.open()
         torch.cuda.synchronize()
         assert bool((seen == 3.0).all())
-
-
-def test_nothing_travels_at_once_while_a_graph_is_capturing(cuda_device):
-    with ps.Stager(cuda_device) as stager:
-        target = stager._target
-        assert target.takes_at_once(1)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            assert not target.takes_at_once(1)
-            torch.ones(1, device=cuda_device)
-        assert target.takes_at_once(1)
 
 
 def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):
