@@ -118,9 +118,7 @@ def test_to_device_is_safe_on_the_current_stream_whichever_that_is(cuda_device, 
         [leaf.clone() for leaf in stager.to_device(make(1.0))]
         torch.cuda.synchronize()
         latch.hold(consumer)
-        kept = []
-        for value in range(1, 6):
-            kept.append([leaf.clone() for leaf in stager.to_device(make(float(value)))])
+        kept = [[leaf.clone() for leaf in stager.to_device(make(float(value)))] for value in range(1, 6)]
         assert not consumer.query()
         latch.open()
         consumer.synchronize()
@@ -214,7 +212,7 @@ def test_a_warm_call_returns_while_the_device_is_busy(cuda_device, shape, calls,
     cycles = SLEEP_CYCLES if calls < 10 else 5 * SLEEP_CYCLES
 
     def seconds():
-        """Stage beside a busy stream; return the time of the slowest call, and whether the stream was busy all along."""
+        """Stage beside a busy stream; return the time of the slowest call, and whether it was busy all along."""
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
         took = []
