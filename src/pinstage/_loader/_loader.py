@@ -207,8 +207,10 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         StagingError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
-    The loop may queue the work of three batches on the device, as with `Stager.prefetch`; before the next one, the host
-    waits. Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
+    The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
+    waits.
+
+    Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
     are gone. An iterator that is left early gives its slabs back as soon as it is dropped.
     """
 
