@@ -39,6 +39,7 @@ SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()}
     "multi_tensor_copier_openmp": "C++, OpenMP",
 }
 OURS = {"pinstage": "**pinstage**", "pinstage_ring": "**ring**"}
+BESIDE_KERNELS = "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
 
 
 def folded(short: list[str], whole: list[str], said: list[str]) -> str:
@@ -100,6 +101,8 @@ def staging(result: dict[str, Any] | None = None) -> str:
     whole = ["| leaves x size | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     ours_names = [OURS[name] for name in ours]
     short = ["| leaves x size | " + " | ".join(ours_names) + " | best rival | ratio |", "|---" * (len(ours) + 3) + "|"]
+    beside = [f"| call beside a busy GPU | {' | '.join(NAMES[name] for name in rivals)} | {' | '.join(ours_names)} |"]
+    beside.append("|---" * (len(rivals) + len(ours) + 1) + "|")
     in_place = []
     for case in dict.fromkeys(row["case"] for row in rows):
         of_case = {row["variant"]: row for row in rows if row["case"] == case}
@@ -114,8 +117,12 @@ def staging(result: dict[str, Any] | None = None) -> str:
             cells += [median, "-" if ratio is None else f"{ratio:.2f} x"]
         title = case.replace("x", " x ", 1).replace("-", ", ")
         whole.append(f"| {title} | {' | '.join(cells)} |")
+        busy = [figure(of_case.get(name, {}).get("busy_median")) for name in (*rivals, *ours)]
+        beside.append(f"| {title} | {' | '.join(busy)} |")
         rival = f"{figure(best['median'])}, {SHORT_NAMES[best['variant']]}"
         short.append(f"| {title} | {' | '.join(medians)} | {rival} | {ratios[0]:.2f} |")
+    if any(row.get("busy_median") for row in rows):
+        whole += ["", BESIDE_KERNELS, "", *beside]
     return folded(short, whole, [*in_place, source(result)])
 
 

@@ -126,7 +126,7 @@ def test_one_run_measures_the_issue_s_batches_and_both_series_as_far_as_asked():
     assert {"64x1KiB", "528x284B", "1000x256B", "10000x512B", "1000x16KiB", "64x1MiB", "300x1MiB", "1000x256KiB"} < {
         shape.id for shape in tabled
     }
-    assert {"1x512MiB", "1x512MiB-in-place"} < {shape.id for shape in tabled}
+    assert {"1x512MiB", "1x512MiB-in-place", "1x5KiB", "3x32KiB", "16x64KiB-mixed"} < {shape.id for shape in tabled}
     assert [series["leaves"][0].leaves, series["leaves"][-1].leaves] == [10, 31_623]
     assert [series["bytes"][0].nbytes, series["bytes"][-1].nbytes] == [1 << 10, 1 << 30]
     assert chosen_shapes(Settings())[1] == {}
@@ -266,6 +266,31 @@ def test_the_table_has_the_best_rival_s_time_over_each(capsys):
     assert lines[-2:] == [["not", "installed:", "ghost"], ["pin_to", "on", "b:", "error:", "out", "of", "luck"]]
 
 
+def test_calls_beside_a_busy_gpu_have_a_table_where_they_were_measured(capsys):
+    rows = [a_row("to", "a", 4.0), a_row("pinstage", "a", 1.0, ours=True)]
+    table.comparison(rows)
+    assert "kernels" not in capsys.readouterr().out
+    for row, milliseconds in zip(rows, (100.0, 0.2), strict=True):
+        row.fill([row.median / 1e3], [], [milliseconds / 1e3, 0.3, 0.0])
+    table.comparison(rows)
+    lines = capsys.readouterr().out.splitlines()
+    (begin,) = [i for i, line in enumerate(lines) if "while the GPU has 100 ms of kernels" in line]
+    assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
+        ["variant", "a"],
+        ["to", "100"],
+        ["pinstage", "0.2"],
+    ]
+
+
+def test_a_mixed_batch_has_three_dtypes_of_the_same_size():
+    shape = BatchShape(6, 64, mixed=True)
+    assert shape.id == "6x64B-mixed"
+    leaves = []
+    batches.map_leaves(batches.build(shape, seed=0), leaves.append)
+    assert [leaf.dtype for leaf in leaves] == [torch.float32, torch.int64, torch.uint8] * 2
+    assert {leaf.nbytes for leaf in leaves} == {64}
+
+
 def test_a_series_is_measured_drawn_and_drawn_again_from_its_file(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     out, picture, again = tmp_path / "series.json", tmp_path / "series.png", tmp_path / "again.svg"
@@ -327,7 +352,7 @@ def test_a_commit_is_that_of_the_file_s_own_repository(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--only", "two"], "no such variant: two; known: to, pin_to, "),
-        (["--batches", "64x1KiB,7x7B"], "no such batch: 7x7B; known: 4x1KiB, "),
+        (["--batches", "64x1KiB,7x7B"], "no such batch: 7x7B; known: 1x5KiB, "),
         (["--series", "time"], "no such series: time; known: leaves, bytes, all"),
         (["--device", "gpu"], "unknown device 'gpu': say"),
         (["--device", "cuda:99"], "'cuda:99' is not there: torch sees"),

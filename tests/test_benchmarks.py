@@ -195,6 +195,16 @@ def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts
         newer["rows"] += [row | figures for row in newer["rows"] if row["variant"] == "pinstage"]
     newer["rows"] = [row for row in newer["rows"] if (row["variant"], row["case"]) != ("pinstage_ring", "1000x256B")]
 
+    assert markdown.BESIDE_KERNELS not in markdown.staging(newer)
+    for row in newer["rows"]:
+        row["busy_median"] = 100.0
+    beside = markdown.staging(newer).partition(markdown.BESIDE_KERNELS)[2].splitlines()
+    assert beside[2].startswith("| call beside a busy GPU | `.to()` each |")
+    assert beside[3].count("---") == beside[2].count("|") - 1
+    assert "| 100 |" in beside[4]
+    for row in newer["rows"]:
+        del row["busy_median"]
+
     lines = markdown.staging(newer).splitlines()
 
     assert lines[0] == "| leaves x size | **pinstage** | **ring** | best rival | ratio |"

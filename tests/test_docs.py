@@ -37,6 +37,7 @@ REFERENCE = sorted(path for path in (DOCS / "reference").glob("*.md") if path.st
 RUN_FROM_TOP_TO_BOTTOM = [
     "quickstart.md",
     "tutorial.md",
+    "concepts.md",
     "errors.md",
     "metrics.md",
     "performance.md",

@@ -291,6 +291,23 @@ def test_a_slab_is_one_copy_of_all_leaves():
     assert slab.seconds > slab.pack_seconds + 10e-6 + 80 / 50e9
 
 
+def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
+    few, many = (
+        [torch.zeros(size, dtype=dtype) for size in range(count) for dtype in (torch.float32, torch.int64)]
+        for count in (3, 9)
+    )
+    for batch in (few, many, [torch.zeros(5 << 20), *many], [*many, torch.zeros(1, dtype=torch.int8)], [torch.ones(3)]):
+        slab = ps.audit(batch, bus=BUS).slab
+        with ps.Stager("cpu", max_bytes="64MiB") as stager:
+            staged = [leaf for leaf in stager.stage(batch).get() if leaf.nbytes]
+        smallest = min(staged, key=lambda leaf: leaf.nbytes)
+        assert (slab.smallest_bytes, slab.kept_bytes) == (smallest.nbytes, smallest.untyped_storage().nbytes())
+    assert "keeping the smallest leaf (12 B) keeps 12 B on the device" in str(ps.audit([torch.ones(3)], bus=BUS))
+    empty = ps.audit([torch.zeros(0)], bus=BUS)
+    assert (empty.slab.smallest_bytes, empty.slab.kept_bytes) == (0, 0)
+    assert "keeping" not in str(empty)
+
+
 def test_a_slab_is_priced_even_where_a_class_has_to_be_registered_first():
     found = ps.audit([Sample(torch.zeros(4))], bus=BUS)
     assert found.slab.nbytes == 32

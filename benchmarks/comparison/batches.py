@@ -3,7 +3,8 @@
 A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors: dicts alone, because a TensorDict
 knows no lists and every rival takes such a batch as it is. All leaves of a shape have one size, so the figures read as
 cost for each leaf or as bandwidth; those of a ragged one differ from half of it to one and a half, and in each batch
-anew. Content is random and differs for each leaf: a leaf in the wrong place is seen.
+anew. Those of a mixed one have three dtypes. Content is random and differs for each leaf: a leaf in the wrong place is
+seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 KIB, MIB = 1 << 10, 1 << 20
+DTYPES = (torch.float32, torch.int64, torch.uint8)
 FIELDS = ("values", "times", "position", "extra")
 STREAMS_PER_SAMPLE = 2
 
@@ -37,16 +39,19 @@ class BatchShape:
     """Whether leaves have from half to one and a half of these bytes, drawn anew for each batch."""
     in_place: bool = False
     """Whether the leaves were written into page-locked memory in the first place, so that nothing has to be packed."""
+    mixed: bool = False
+    """Whether they are of three dtypes in turn, all of random bytes."""
 
     @property
     def id(self) -> str:
-        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`."""
+        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`, `16x64KiB-mixed`."""
         size, unit = self.leaf_bytes, "B"
         for factor, name in ((MIB, "MiB"), (KIB, "KiB")):
             if self.leaf_bytes % factor == 0:
                 size, unit = self.leaf_bytes // factor, name
                 break
-        return f"{self.leaves}x{size}{unit}{'-ragged' * self.ragged}{'-in-place' * self.in_place}"
+        kinds = "-ragged" * self.ragged + "-in-place" * self.in_place + "-mixed" * self.mixed
+        return f"{self.leaves}x{size}{unit}{kinds}"
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +70,15 @@ class BatchShape:
 
 
 SHAPES = (
+    BatchShape(1, 5 * KIB),
+    BatchShape(1, 588 * KIB),
+    BatchShape(2, 196 * KIB),
+    BatchShape(3, 32 * KIB),
+    BatchShape(4, 256 * KIB),
+    BatchShape(6, 100 * KIB),
+    BatchShape(10, KIB),
+    BatchShape(16, KIB),
+    BatchShape(16, 64 * KIB, mixed=True),
     BatchShape(4, KIB),
     BatchShape(4, KIB, ragged=True),
     BatchShape(64, KIB),
@@ -95,6 +109,7 @@ SMOKE_SHAPES = (
     BatchShape(16, KIB),
     BatchShape(33, 284, ragged=True),
     BatchShape(3, 256 * KIB),
+    BatchShape(9, 5 * KIB, mixed=True),
     BatchShape(1, 64 * KIB, in_place=True),
 )
 SMOKE_POINTS = 3
@@ -119,7 +134,8 @@ def build(shape: BatchShape, seed: int) -> Batch:
         tensor = torch.empty(int(sizes[leaf]), dtype=torch.float32)
         rng.random(dtype=np.float32, out=tensor.numpy())
         streams = batch.setdefault(f"sample_{sample:04d}", {})
-        streams.setdefault(f"stream_{stream}", {})[FIELDS[field]] = tensor
+        dtype = DTYPES[leaf % len(DTYPES)] if shape.mixed else torch.float32
+        streams.setdefault(f"stream_{stream}", {})[FIELDS[field]] = tensor.view(dtype)
     return batch
 
 

@@ -29,7 +29,8 @@ MARK = "@outcome "
 SMOKE_AT_ONCE = 2
 """Processes at a time in a smoke run, which is to be short on two cores."""
 Outcome = dict[str, Any]
-"""`status`, `detail`, and where it is "ok" the samples in seconds: `total`, and `main` until the call returned."""
+"""`status`, `detail`, and where it is "ok" the samples in seconds: `total`, `main` until the call returned, and `busy`
+until it returned beside a busy GPU."""
 
 
 class Named(Protocol):
@@ -212,8 +213,8 @@ def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcom
     row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
     row.nbytes, row.leaves, row.unit = case.nbytes, getattr(case, "leaves", None), unit
     if row.status == "ok":
-        total, main = ([s for outcome in outcomes for s in outcome.get(part, [])] for part in ("total", "main"))
-        row.fill(total, main)
+        parts = ("total", "main", "busy")
+        row.fill(*([s for outcome in outcomes for s in outcome.get(part, [])] for part in parts))
     return row
 
 

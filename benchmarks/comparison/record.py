@@ -44,18 +44,22 @@ class Row:
     """The time until the call returned: what the main thread loses."""
     main_p10: float | None = None
     main_p90: float | None = None
+    busy_median: float | None = None
+    """The same while the GPU has 100 ms of kernels to run first."""
     gb_per_s: float | None = None
     """nbytes over the median."""
     vs_best_rival: float | None = None
     """The best rival's median over this one: above 1 is faster than every rival."""
 
-    def fill(self, samples: Sequence[float], main: Sequence[float] = ()) -> None:
+    def fill(self, samples: Sequence[float], main: Sequence[float] = (), busy: Sequence[float] = ()) -> None:
         """Set the figures from the samples, which are in seconds, or shares of one where the unit is "%"."""
         scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}[self.unit]
         self.repeats = len(samples)
         self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
         if main:
             self.main_p10, self.main_median, self.main_p90 = (quantile(main, q) * scale for q in (0.1, 0.5, 0.9))
+        if busy:
+            self.busy_median = quantile(busy, 0.5) * scale
         if self.nbytes and self.median:
             self.gb_per_s = self.nbytes / (self.median / scale) / 1e9
 

@@ -5,8 +5,10 @@ and CUDA, more than the measurement itself. Between shapes the variant is closed
 emptied, so that no shape sees another's slabs.
 
 A sample is the time from the call until every leaf is ready on the device: the call, then a device synchronise. The
-time until the call returned is kept beside it. Before the timer starts, a few batches are staged back to back and
-compared bit for bit. A staged batch is dropped before the next call, outside the timer.
+time until the call returned is kept beside it, and on a GPU also that time while 100 ms of kernels are queued on the
+current stream, as in a training loop: a call that waits for the device takes all of these. Before the timer starts, a
+few batches are staged back to back and compared bit for bit. A staged batch is dropped before the next call, outside
+the timer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ FEWEST_REPEATS = 7
 FEWEST_WARM_UPS = 3
 WARM_UP_SECONDS = 0.1
 CHECKED_IN_A_ROW = 3
+BUSY_MILLISECONDS = 100
+BUSY_KERNELS = 10
+BUSY_REPEATS = 3
 
 
 def measure(variant: Variant, device: torch.device, repeats: int, seconds: float, shape: batches.BatchShape) -> Outcome:
@@ -51,10 +56,11 @@ def measure(variant: Variant, device: torch.device, repeats: int, seconds: float
             if wrong:
                 return {"status": "incorrect", "detail": wrong}
             total, main_thread = timed(stage, sources, synchronizer(device), repeats, seconds)
+            busy = timed_beside_kernels(stage, sources, device) if device.type == "cuda" else []
             del placed, sources  # views of leases keep their slabs from going back
     finally:
         gc.unfreeze()
-    return {"status": "ok", "detail": "", "total": total, "main": main_thread}
+    return {"status": "ok", "detail": "", "total": total, "main": main_thread, "busy": busy}
 
 
 @contextmanager
@@ -107,6 +113,28 @@ def timed(
         main_thread.append(returned - start)
         del staged
     return total, main_thread
+
+
+def timed_beside_kernels(stage: Stage, sources: Sequence[Any], device: torch.device) -> list[float]:
+    """Return samples of the time until the call returned while the current stream has kernels to run before it."""
+    synchronize = synchronizer(device)
+    run_kernel: Callable[[int], None] = torch.cuda._sleep
+    for cycles in (1000, 10_000_000):  # the first one loads the kernel
+        began = time.perf_counter()
+        run_kernel(cycles)
+        synchronize()
+        milliseconds = (time.perf_counter() - began) * 1e3
+    cycles = int(cycles * BUSY_MILLISECONDS / BUSY_KERNELS / milliseconds)
+    took: list[float] = []
+    for i in range(BUSY_REPEATS):
+        for _ in range(BUSY_KERNELS):
+            run_kernel(cycles)
+        start = time.perf_counter()
+        staged = stage(sources[i % len(sources)])
+        took.append(time.perf_counter() - start)
+        synchronize()
+        del staged
+    return took
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

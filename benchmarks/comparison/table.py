@@ -75,6 +75,8 @@ def comparison(rows: Sequence[Row]) -> None:
     if lines:
         meaning = "; the best rival's time over it, above 1.00x is faster than every rival" if compared else ""
         show(f"median ms until every leaf is ready on the device{meaning}", ["", *cases], lines)
+    if any(row.busy_median for row in rows):
+        grid("median ms until the call returns while the GPU has 100 ms of kernels to run first", rows, "busy_median")
     if lines and not compared:
         say("no ratios: these take a GPU, since on the CPU .to() moves nothing, and a rival")
     for reason in ("not installed", "needs CUDA"):

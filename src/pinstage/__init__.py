@@ -1,13 +1,13 @@
 """pinstage: a reusable pool of page-locked staging buffers for PyTorch.
 
-Whatever a batch looks like, one line moves it in one copy, never corrupts it and never pins more than
+Whatever a batch looks like, one line moves it at the speed of the bus, never corrupts it and never pins more than
 allowed:
 
     import pinstage as ps
 
     stager = ps.Stager("cuda:0", max_bytes="2GiB")
     for batch in loader:
-        batch = stager.to_device(batch)  # one slab, one asynchronous copy; safe on the current stream
+        batch = stager.to_device(batch)  # asynchronous; safe on the current stream
 
 Importing the package pins nothing and does not initialise CUDA. The loader and `audit` are loaded when they are first
 asked for.

@@ -23,7 +23,7 @@ TRACEBACK_VARIABLE = "PINSTAGE_TRACEBACK"
 HELP = """
 A pool of page-locked staging buffers for PyTorch.
 
-Any nested batch goes to the GPU as one slab and one asynchronous copy:
+Any nested batch is packed into one page-locked slab and sent to the GPU asynchronously:
 
 \b
     import pinstage as ps

@@ -312,16 +312,6 @@ def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, la
         assert bool((seen == 3.0).all())
 
 
-def test_a_few_leaves_are_not_moved_directly_while_a_graph_is_capturing(cuda_device):
-    with ps.Stager(cuda_device) as stager:
-        target, leaves = stager._target, [torch.ones(1)]
-        assert target.move_few(leaves) is not None
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            assert target.move_few(leaves) is None
-            torch.ones(1, device=cuda_device)
-        assert target.move_few(leaves) is not None
-
-
 def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         weight = torch.ones(3, requires_grad=True)

@@ -179,7 +179,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     else stays as it was. `pin_memory` is accepted and has no effect.
 
     With workers, these write each batch into a slab that the main process has page-locked; default collation stacks the
-    samples there. One asynchronous copy then sends the batch.
+    samples there. Asynchronous copies then send the batch.
 
     Args:
         dataset: as torch's.
@@ -196,15 +196,19 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             Without workers no batch is sent ahead.
         keep: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
             workers are not forked. Tensors that stay travel through torch's shared memory.
-        own_storage: which tensors of a batch have memory of their own, as for `Stager`.
+        own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
+            not change what workers write.
         **kwargs: as torch's.
 
     Raises:
         TypeError: `depth` is not an int, `keep` is neither paths nor a function, or `pool` is not a `SlabPool`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
-            over shared memory; or both `pool` and `max_bytes` are given.
+            over shared memory; both `pool` and `max_bytes` are given; or `own_storage` is another value.
         StagingError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
+
+    The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
+    waits.
 
     Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
     are gone. An iterator that is left early gives its slabs back as soon as it is dropped.

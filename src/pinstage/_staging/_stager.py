@@ -144,9 +144,10 @@ class StagerStats:
 class Stager:
     """Moves nested batches to a device.
 
-    A batch is packed into one page-locked slab, travels in one asynchronous copy, and comes back as views of one device
-    slab. A batch of at most 64 KiB, padding included, is packed into ordinary memory: CUDA takes so much at once
-    (Programming Guide, Asynchronous Concurrent Execution).
+    A batch is packed into one page-locked slab and copied asynchronously. On the device, leaves of small batches and
+    large leaves have memory of their own, and others share blocks; see `own_storage`. A batch of at most 64 KiB,
+    padding included, is packed into ordinary memory: copies of that size return at once (CUDA Programming Guide,
+    Asynchronous Concurrent Execution).
 
     Args:
         device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
@@ -166,6 +167,15 @@ class Stager:
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease). They travel from where they are, each by its own copy. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
+        own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
+            batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
+            their own dtype: at most 1 MiB for leaves below 64 KiB, at most 4 MiB otherwise. A leaf that you keep, save
+            or pickle keeps its block. True: all leaves, for programs that pickle or save what they stage, or compile
+            functions that change many inputs in place. False: none. The device has one slab, and each leaf is a view
+            of it. A ring has views of its slabs, whatever this says.
+        run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
+            that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
+            None sets no bound.
         keep: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots` write
             them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
             neither searched for tensors nor compared. `Keep` does the same in the batch itself.
@@ -173,15 +183,17 @@ class Stager:
             even if results of `to_host` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep` is neither of these, or `pool`, `ring`, `threads` or `timeout` is of another type.
-        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, or a negative `timeout`.
+        TypeError: `keep` is neither of these, or `pool`, `ring`, `threads`, `run_ahead` or `timeout` is of another
+            type.
+        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, a negative `timeout`, a
+            `run_ahead` below 1, or another `own_storage`.
         StagingError: a CUDA device, but no CUDA.
 
     If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
     and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
     says so once, with the reason and what to do, and `StagerStats.refused_batches` counts these batches.
 
-    All methods may be called from any thread. Otherwise only `prefetch` waits for the device; all methods wait for the
+    All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
     pool when it is at its cap. In a forked child nothing can be staged.
     """
 

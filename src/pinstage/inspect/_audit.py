@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import pinstage as ps
 
-from .._layout import dense_stride
+from .._layout import Sharing, dense_stride, sharing_of
 from .._sizes import count, format_bytes
 from .._torch import memory_of
 from ._bus import GIB, Bus
@@ -67,6 +67,8 @@ class SlabCopy:
     nbytes: int  # of the slab, padding included
     padding_bytes: int
     unpackable: int  # leaves that travel by their own .to()
+    smallest_bytes: int  # of the smallest packed leaf; 0 if there is none
+    kept_bytes: int  # of device memory that this leaf keeps, with own_storage="auto"
     pack_seconds: float | None  # measured, by one thread; None if the batch is too large to try
     seconds: float | None  # describing, packing, copying and views; None without a bus or without a measurement
     error: str | None  # why pinstage would not take the batch as it is
@@ -193,6 +195,9 @@ class Audit:
         if slab.seconds is not None:
             as_slab += f"; to stage it takes about {duration(slab.seconds)} in all"
         lines: list[Section] = [Line(one_by_one), Line(as_slab)]
+        if slab.smallest_bytes:
+            kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
+            lines.append(Line(f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the whole slab"))
         if slab.unpackable:
             what = count(slab.unpackable, "leaf", "leaves")
             lines.append(Line(f"  {what} cannot be packed and travel by their own .to()", "info"))
@@ -288,7 +293,20 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabC
             seconds = max(pack_seconds + bus.seconds(layout.nbytes, pinned=True), whole)
     padding = layout.nbytes - sum(leaf.nbytes for leaf in packed)
     copies = bool(layout.nbytes) + unpackable
-    return SlabCopy(copies, layout.nbytes, padding, unpackable, pack_seconds, seconds, error)
+    return SlabCopy(copies, layout.nbytes, padding, unpackable, *_kept(layout), pack_seconds, seconds, error)
+
+
+def _kept(layout: ps.Layout) -> tuple[int, int]:
+    """Return the bytes of the smallest leaf of a layout, and of the device tensor that it is a part of."""
+    slots = layout.slots
+    smallest = min((slot for slot in slots if slot.nbytes), key=lambda slot: slot.nbytes, default=None)
+    if smallest is None:
+        return 0, 0
+    block = [slot for slot in slots if slot.block == smallest.block]
+    if len(block) == 1 or sharing_of("auto", len(slots)) is Sharing.EACH:
+        return smallest.nbytes, smallest.nbytes
+    end = max(slot.offset + slot.nbytes for slot in block)
+    return smallest.nbytes, end - min(slot.offset for slot in block)
 
 
 def _is_packable(leaf: Leaf) -> bool:

@@ -28,7 +28,7 @@ class StageBatches(Callback):
         max_bytes: cap on the page-locked memory; see `SlabPool`.
         **options: other options of `Stager`, but not `device`, which is the trainer's.
 
-    A batch travels in one asynchronous copy, while the device works on the one before. Nothing is read ahead, so the
+    A batch is sent asynchronously, while the device works on the one before. Nothing is read ahead, so the
     trainer's progress and checkpoints are those without the callback. A `training_step` that takes ``dataloader_iter``
     moves its batches itself.
     """

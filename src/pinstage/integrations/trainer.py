@@ -19,7 +19,7 @@ class StageInputs(_Trainer):
     """Stages the batches that a `transformers.Trainer` trains, evaluates and predicts on.
 
     Put it before the trainer's class, ``class StagingTrainer(StageInputs, Trainer): pass``. Loaders then leave batches
-    on the host, and `training_step` and `prediction_step` send each by one asynchronous copy. With gradient
+    on the host, and `training_step` and `prediction_step` send each asynchronously. With gradient
     accumulation, batches stay on the host until they are used.
 
     What Accelerate dispatches (``dispatch_batches``, the default for an ``IterableDataset``) is on the device before
