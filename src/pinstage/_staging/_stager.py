@@ -393,7 +393,8 @@ class Stager:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            if len(leaves) <= _FEW_LEAVES and self._moves_few:
+            keeper = self._keeper
+            if len(leaves) <= _FEW_LEAVES and self._moves_few and not (keeper.closed or keeper.is_forked):
                 moved = target.move_few(leaves)
                 if moved is not None:
                     leaves, count, nbytes, copies = moved
