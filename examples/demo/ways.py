@@ -149,7 +149,7 @@ class PinThenTo(_OneByOne):
 
 
 class Staged(_OneByOne):
-    """`ps.Stager`: one line, one copy."""
+    """`ps.Stager`: one line, and one copy for each block."""
 
     title = "Stager"
 

@@ -64,7 +64,8 @@ def test_all_34_leaves_of_a_detection_batch_are_packed():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         stager.to_device(made.detection(2))
         stats = stager.stats()
-    assert (stats.packed_leaves, stats.passthrough_leaves, stats.copies) == (34, 0, 1)
+    assert (stats.packed_leaves, stats.passthrough_leaves) == (34, 0)
+    assert stats.copies <= stats.blocks < 10
 
 
 @pytest.mark.parametrize("device", DEVICES)

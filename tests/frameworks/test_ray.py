@@ -91,7 +91,7 @@ def test_without_a_collate_function_each_column_is_a_tensor_as_with_ray(dataset)
         assert one.keys() == other.keys()
         assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
     assert stage.stats().batches == 3
-    assert stage.stats().copies == 3
+    assert stage.stats().copies == 6
 
 
 class OfArrow(ArrowBatchCollateFn):

@@ -94,13 +94,13 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(cuda_device, latc
     with ps.Stager(cuda_device, max_bytes="128MiB", own_storage=own_storage) as stager, latch:
         stager.pool.reserve(ps.Layout.of(make(1.0)).nbytes, count=6)
         with torch.cuda.stream(consumer):
-            warm = [leaf.clone() for leaf in stager.stage(make(1.0)).get(consumer)]
+            [leaf.clone() for leaf in stager.stage(make(1.0)).get(consumer)]
         torch.cuda.synchronize()
         staged = stager.stage(make(1.0)).get(consumer)
         latch.hold(consumer)
         with torch.cuda.stream(consumer):
             kept = [leaf.clone() for leaf in staged]
-        del staged, warm
+        del staged
         gc.collect()
         for value in range(2, 8):  # the same sizes on the same stream: the allocator would love to hand them out
             stager.stage(make(float(value))).synchronize()
@@ -268,12 +268,12 @@ def test_a_loop_that_never_waits_takes_four_batches_more_than_to(cuda_device, ma
         for batch in batches:
             staged = to_device(batch)
             torch.cuda._sleep(STEP_CYCLES)
-            total += staged[0].mean()
+            total += staged[0].max()
         assert total.item() == sum(range(steps))
         return torch.cuda.memory_stats(cuda_device)["reserved_bytes.all.peak"] - before
 
     with ps.Stager(cuda_device, max_bytes="1GiB") as stager:
-        stager.to_device(batches[0])[0].mean().item()
+        stager.to_device(batches[0])[0].max().item()
         torchs = peak(lambda batch: [leaf.to(cuda_device, non_blocking=True) for leaf in batch])
         ours = peak(stager.to_device)
     assert ours <= torchs + 4 * largest + 2 * MIB, f"{ours / MIB:.0f} MiB beside {torchs / MIB:.0f}"

@@ -195,7 +195,7 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
             used.add(id(transfer._sent.event))
             transfer.synchronize()
             del transfer
-        assert len(used) < 5
+        assert len(used) < 9  # three of these mark how far the host runs ahead
         latch.hold(copy_stream(stager))
         waiting = [stager.stage(batch) for _ in range(3)]
         assert len({id(transfer._sent.event) for transfer in waiting}) == 3

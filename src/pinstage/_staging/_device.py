@@ -275,7 +275,7 @@ class CudaTarget:
         self._copies_natively = _native.core is not None and _native.core.find_driver()
         self._make_blocks = make_blocks if self._copies_natively else PlainBlocks
         self._events = EventCache(partial(DeviceEvent.of, self.device.index))
-        self._at_once = AtOnce(self.record)
+        self._at_once = AtOnce(self._events.record)  # no cycle: a forked child that collected events would be ended
         self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._last_consumer = ids_of(self.stream), self.stream
 
@@ -349,7 +349,7 @@ class CudaTarget:
     def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index, stream = self.device.index, self.consumer(None)
-        if self._cuda.device() != index or not self._at_once.has_room():
+        if not self._copies_natively or self._cuda.device() != index or not self._at_once.has_room():
             return None
         if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
             return None

@@ -156,9 +156,9 @@ class Stager:
         max_bytes: cap of the pool that is made; see `SlabPool`.
         owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
             it.
-        ring: number of fixed device slabs to use in turn, instead of a fresh one for each batch. A layout that comes
+        ring: number of fixed device slabs to use in turn, instead of fresh memory for each batch. A layout that comes
             back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
-            more and the work issued on it is done, or after `Transfer.release`. None: fresh slabs.
+            more and the work issued on it is done, or after `Transfer.release`. None: fresh memory.
         ring_bytes: size of each of these slabs; None takes the first batch's.
         ring_overflow: what happens to a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
             ``"fresh"``, a device slab of its own (counted in the stats).
