@@ -884,6 +884,11 @@ def is_resumption(mark: Any) -> bool:
     return isinstance(mark, _of_utils("worker", "_ResumeIteration"))
 
 
+def end_workers(batches: Any) -> None:
+    """End the workers of torch's iterator, if it has any, by its own method."""
+    getattr(batches, "_shutdown_workers", lambda: None)()
+
+
 class Workers:
     """The workers of torch's iterator, apart from it: they can be ended when it is gone, and in another thread.
 
