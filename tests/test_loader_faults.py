@@ -1021,6 +1021,15 @@ def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
         assert numbers(loader) == list(range(23))
 
 
+def test_slabs_are_given_back_with_the_last_batch_though_nobody_asks_for_more():
+    loader = make()
+    iterator = iter(loader)
+    assert len([next(iterator) for _ in range(20)]) == 20
+    assert_all_back(loader)
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    assert next(iterator, None) is None
+
+
 def test_a_pass_at_its_end_stays_so_after_close():
     loader = make()
     iterator = iter(loader)

@@ -788,7 +788,8 @@ def collate_with(samples: Any, stack: Collate) -> Any:
 
 _ITERATOR_HAS = (
     "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded", "_persistent_workers", "_rcvd_idx",
-    "_reset", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event",
+    "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
+    "_workers_done_event",
 )  # fmt: skip
 """What the loader uses of torch's iterator."""
 

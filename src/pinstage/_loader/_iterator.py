@@ -93,7 +93,7 @@ class LoaderIterator:
         """End the pass and its workers, for `DataLoader.close`. Blocks until all slabs are given back."""
         if not self.closed:
             self._is_closed_by_loader = True
-            self._close()
+        self._close()
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -230,6 +230,8 @@ class WorkersIterator(LoaderIterator):
         self._ending = ending
         self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
+        # Who knows the length may never ask for more than the last batch, as Lightning, and the slabs may be needed.
+        self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.serve(self._sending)
 
@@ -256,12 +258,15 @@ class WorkersIterator(LoaderIterator):
                 transfer = send(self._slabs, transfer)
             if not isinstance(transfer, Transfer):
                 raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
+            batches = self._batches
+            if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
+                self._ending.reap()
             return transfer.get()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
 
     def _fetch(self) -> Any:
-        if self.closed:
+        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:  # else torch finds the end itself
             raise StopIteration
         try:
             return super()._fetch()

@@ -147,6 +147,9 @@ class Staging:
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
         loader: Any = self
         slabs = self._slabs
+        for iterator in list(slabs.iterators):
+            if iterator.closed:
+                iterator.close()  # its slabs may be needed
         draws = [generator for generator in (torch.default_generator, loader.generator) if generator is not None]
         drawn = [generator.get_state() for generator in draws]
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]

@@ -50,6 +50,8 @@ class LoaderStats:
                 f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
                 f"were sent from pageable memory; raise max_bytes{fewer}."
             )
+        if not total:
+            return "Loading was not timed: another loader made the batches."
         if self.num_workers == 0:
             if waited > _NOTICEABLE * total:
                 return f"Loading is the bottleneck: it took {text} in the main process; use num_workers."
