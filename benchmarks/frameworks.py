@@ -176,7 +176,7 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1 if device.type == "cpu" else [device.index],
-        callbacks=[StageBatches(max_bytes="8GiB")] if way == "pinstage_main" else [],
+        callbacks=[StageBatches(max_bytes="8GiB", workers=False)] if way == "pinstage_main" else [],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -206,11 +206,14 @@ OF_TORCHS_LOADER = frozenset(_torch._ITERATOR_HAS) | {"_iterator", "_get_iterato
 
 BESIDE_TORCH = {
     # What the loader does with torch's iterator after `why_loader_cannot_be_taken_over` has looked at all of it.
-    "_loader._iterator": {"_data_queue", "_reset"},
-    "_loader._loader": {"_get_iterator", "_iterator", "_shutdown_workers"},
+    "_loader._iterator": {"_data_queue", "_rcvd_idx", "_reset", "_send_idx"},
+    "_loader._loader": {"_get_iterator", "_iterator"},
     "_loader._sending": {"_in_order", "_rcvd_idx"},
     # Accelerate's mark of what it has prepared. Where it has another one, it would prepare a loader of ours again.
     "integrations.accelerate": {"_is_accelerate_prepared"},
+    # Lightning's one place that knows a loader's stage. The loader's settings and counters.
+    "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
+    "integrations._trainer_loaders": {"_settings", "_slabs"},
 }
 """Where such names are used beside `_torch`."""
 

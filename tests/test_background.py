@@ -413,6 +413,32 @@ def test_a_pass_that_is_left_ends_at_the_next_return_of_the_source(stager, leave
     assert stager.stats().pool.leased_slabs == 0
 
 
+@pytest.mark.usefixtures("interruptible", "slabs_for_all")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("leave", LEAVE)
+def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
+    source, held, others = Held(), [], []
+
+    def in_the_line():
+        held.append(pool.acquire("1MiB"))
+        if not is_first:
+            others.append(background(pool.acquire, 1, timeout=PATIENCE_SECONDS))
+            wait_until(lambda: pool.stats().waits == 1)
+        source.go_on()
+        wait_until(lambda: pool.stats().waits == 2 - is_first)
+
+    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool, ps.Stager("cpu", pool=pool) as stager:
+        leave(stager.prefetch(source, background=True), in_the_line)
+        left = time.monotonic()
+        wait_until(lambda: not _background._threads)
+        assert time.monotonic() - left < 1
+        assert source.closed_in not in (None, _thread.get_ident())
+        assert pool.stats().leased_slabs == 1
+        held[0].release()
+        for other in others:
+            other.result(PATIENCE_SECONDS).release()
+
+
 def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
     read = []
 

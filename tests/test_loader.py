@@ -363,6 +363,9 @@ STATS |= {"slab_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": N
         ({"fallback_batches": 9}, "max_bytes is the bottleneck"),
         ({"num_workers": 0}, "Loading is the bottleneck"),
         ({"num_workers": 0, "wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"num_workers": 0, "fallback_batches": 9}, "max_bytes is the bottleneck"),
+        ({"fallback_batches": 9, "wait_seconds": 0.5}, "max_bytes is the bottleneck"),
+        ({"seconds": 0.0, "wait_seconds": 0.0}, "Loading was not timed"),
     ],
 )
 def test_the_bottleneck_is_named(changes, sentence):

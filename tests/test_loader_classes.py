@@ -152,3 +152,29 @@ def test_a_loader_is_changed_only_once_and_before_it_has_workers():
     with pytest.raises(TypeError, match="has workers already"):
         ps.wrap_loader(loader, device="cpu")
     del iterator
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_close_ends_the_workers_of_a_wrapped_loader_and_its_own_close_is_called(is_persistent):
+    class Closes(torch.utils.data.DataLoader):
+        times = 0
+
+        def close(self):
+            self.times += 1
+
+    given = Closes(data.Mapped(data.tensors), 4, num_workers=1, persistent_workers=is_persistent)
+    with ps.wrap_loader(given, device="cpu") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        workers = iterator._workers
+    assert (loader.times, given.times) == (1, 0)
+    assert not any(worker.is_alive() for worker in workers)
+    assert same(list(loader), list(given))
+
+
+def test_the_state_of_a_closed_loader_is_that_of_its_last_batch():
+    given = StatefulDataLoader(data.Mapped(data.tensors), 4, num_workers=1)
+    with ps.wrap_loader(given, device="cpu") as loader:
+        batches = list(itertools.islice(loader, 2))
+    loader.load_state_dict(loader.state_dict())
+    assert same([*batches, *loader], list(given))

@@ -36,7 +36,7 @@ from pinstage._loader._messages import BROKERS, receive
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._staging._run_ahead import RUN_AHEAD
-from pinstage.errors import LayoutError
+from pinstage.errors import LayoutError, StagingError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -562,11 +562,24 @@ def test_the_loop_is_never_more_than_a_few_batches_ahead_of_the_device(monkeypat
 # -- the cap
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_larger_than_the_cap_arrives_all_the_same(workers):
+@pytest.mark.parametrize(("workers", "size"), [(0, "220KiB"), (2, "1319KiB")])
+def test_a_batch_larger_than_the_cap_arrives_and_the_size_is_told(workers, size):
     loader = make(max_bytes="128KiB", num_workers=workers)
+    with pytest.warns(RuntimeWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"') as told:
+        found = [numbers(loader) for _ in range(2)]
+    assert found == [list(range(40))] * 2
+    assert len(told) == 1
+    assert loader.stats().fallback_batches == 40
+    assert loader.stats().bottleneck.startswith("max_bytes is the bottleneck: 40 of 40 batches found no slab")
+    loader = make(max_bytes=size, num_workers=workers)
     assert numbers(loader) == list(range(40))
-    assert loader.stats().fallback_batches == 20
+    assert loader.stats().fallback_batches == 0
+
+
+def test_a_short_pass_without_slabs_is_told_at_its_end():
+    loader = make(size=4, max_bytes="128KiB", num_workers=0)
+    with pytest.warns(RuntimeWarning, match="no batch of a DataLoader found a slab, and all 2 were sent"):
+        assert numbers(loader) == list(range(4))
 
 
 def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
@@ -636,6 +649,7 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
 @pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:RuntimeWarning")
 def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
     def refuse(*given):
+        del given  # who keeps the error would keep the thread's function, too
         raise RuntimeError("can't start new thread")
 
     loader = make()
@@ -656,6 +670,7 @@ def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("cap", ["128KiB", "8MiB"])
+@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:RuntimeWarning")
 def test_the_default_device_does_not_matter(workers, cap):
     samples = [data.large(index) for index in range(40)]
     iterator = iter(make(samples.__getitem__, max_bytes=cap, num_workers=workers))
@@ -971,3 +986,66 @@ def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(copies):
     wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second, which nobody has finished
     copies[1].finish()
     assert_all_back(loader)
+
+
+# -- close
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
+    with make(persistent_workers=persistent) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        workers = iterator._workers
+        assert all(worker.is_alive() for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
+    assert all_back(loader)
+    assert loader.stats().pool.held_bytes == 0
+    with pytest.raises(StagingError, match="its loader was closed; begin another one"):
+        next(iterator)
+    assert numbers(loader) == list(range(40))
+    loader.close()
+    loader.close()
+    assert numbers(loader) == list(range(40))
+
+
+def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+        loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
+        iterator = iter(loader)
+        next(iterator)
+        held = pool.stats().held_bytes
+        loader.close()
+        assert (pool.closed, pool.stats().held_bytes) == (False, held)
+        with pytest.raises(StagingError, match="its loader was closed"):
+            next(iterator)
+        assert numbers(loader) == list(range(23))
+
+
+def test_slabs_are_given_back_with_the_last_batch_though_nobody_asks_for_more():
+    loader = make()
+    iterator = iter(loader)
+    assert len([next(iterator) for _ in range(20)]) == 20
+    assert_all_back(loader)
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    assert next(iterator, None) is None
+
+
+def test_a_pass_at_its_end_stays_so_after_close():
+    loader = make()
+    iterator = iter(loader)
+    assert len(list(iterator)) == 20
+    loader.close()
+    assert next(iterator, None) is None
+
+
+def test_a_forked_child_closes_no_worker_of_its_parent():
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if not child:
+        loader.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(iterator)) == 19

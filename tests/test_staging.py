@@ -758,8 +758,9 @@ def test_after_close_nothing_is_staged_and_what_was_staged_stays():
     assert stager.pool.closed
     assert_same(some_batch(), staged, "cpu")
     assert_same(some_batch(1), transfer.get(), "cpu")
-    with pytest.raises(PoolClosedError, match="make a new SlabPool"):
-        stager.stage(some_batch())
+    for batch in (some_batch(), torch.zeros(100_000)):
+        with pytest.raises(PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"):
+            stager.stage(batch)
     stager.close()
 
 

@@ -79,12 +79,14 @@ def train(arguments: argparse.Namespace, **further: Any) -> dict[str, Any]:
     trainer: Any = kind(model, settings, callbacks=[weights], **parts)
     if arguments.way == "pinstage":
         trainer.max_bytes = arguments.max_bytes
+        trainer.workers = arguments.pack_in != "main"
     trainer.train(resume_from_checkpoint=arguments.resume)
     evaluated = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     found = {"losses": model.losses, "samples": model.samples, "weights": weights.steps, "evaluated": evaluated}
     if arguments.way == "pinstage":
-        stats = trainer.stager.stats()
+        stats = trainer.staging_stats()
         found |= {"batches": stats.batches, "passed": stats.passthrough_leaves}
+        found |= {"packed_here": trainer.stager.stats().batches}
     return found | {"rank": settings.process_index}
 
 
@@ -92,6 +94,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     """Return the program's options."""
     parser = options("Trains with transformers' Trainer.", "pinstage")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--pack-in", choices=["workers", "main"], default="workers")
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--folder", help="where checkpoints go")
     parser.add_argument("--resume", help="a checkpoint")

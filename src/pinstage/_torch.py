@@ -788,7 +788,8 @@ def collate_with(samples: Any, stack: Collate) -> Any:
 
 _ITERATOR_HAS = (
     "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded", "_persistent_workers", "_rcvd_idx",
-    "_reset", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event",
+    "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
+    "_workers_done_event",
 )  # fmt: skip
 """What the loader uses of torch's iterator."""
 
@@ -882,6 +883,11 @@ def next_batch(batches: Any) -> Any:
 def is_resumption(mark: Any) -> bool:
     """Say whether what came out of the queue means that a persistent worker begins again."""
     return isinstance(mark, _of_utils("worker", "_ResumeIteration"))
+
+
+def end_workers(batches: Any) -> None:
+    """End the workers of torch's iterator, if it has any, by its own method."""
+    getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 class Workers:

@@ -40,7 +40,8 @@ def module():
 def ranks(tmp_path_factory):
     """What the ranks of two processes reported, by way."""
     out = tmp_path_factory.mktemp("lightning")
-    return {way: reports("train_lightning.py", out / way, "--way", way) for way in ("plain", "callback", "loader")}
+    ways = ("plain", "callback", "loader")
+    return {way: reports("train_lightning.py", out / way, "--way", way, "--workers", "1") for way in ways}
 
 
 @pytest.mark.parametrize("way", ["callback", "loader"])
@@ -69,15 +70,138 @@ def test_each_process_trains_on_half_of_the_samples(ranks):
 # -- what a trainer does -----------------------------------------------------------------------------------------------
 
 
-def test_every_batch_of_training_validation_sanity_check_test_and_prediction_is_staged():
-    stage, model = StageBatches(max_bytes="8MiB"), module()
-    one = trainer(stage, num_sanity_val_steps=1)
-    one.fit(model, loader(), loader(8))
-    assert stage.stats().batches == 1 + 8 + 2
-    one.validate(model, loader(8), verbose=False)
-    one.predict(model, loader(12))
-    assert stage.stats().batches == 1 + 8 + 2 + 2 + 3
-    assert stage.stats().pool.max_bytes == 8 << 20
+@pytest.fixture(params=[True, False], ids=["workers", "main process"])
+def in_workers(request):
+    return request.param
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_batch_of_training_validation_sanity_check_test_and_prediction_is_staged(in_workers, workers):
+    stage, model = StageBatches(max_bytes="8MiB", workers=in_workers), module()
+    one = trainer(stage, num_sanity_val_steps=2)
+    one.fit(model, loader(num_workers=workers), loader(8, num_workers=workers))
+    assert stage.stats().batches == 2 + 8 + 2
+    one.validate(model, loader(8, num_workers=workers), verbose=False)
+    one.predict(model, loader(12, num_workers=workers))
+    stats = stage.stats()
+    assert type(stats) is ps.LoaderStats
+    assert (stats.batches, stats.fallback_batches) == (2 + 8 + 2 + 2 + 3, 0)
+    assert stats.pool.max_bytes == 8 << 20
+    assert stats.num_workers == (workers if in_workers else 0)
+    assert stage.stager.stats().batches == (0 if in_workers else stats.batches)
+    assert stats.bottleneck.startswith("Loading was not timed") is not in_workers
+
+
+class Reloaded(LightningDataModule):
+    """Makes loaders of a kind for each epoch."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.made = []
+
+    def train_dataloader(self):
+        self.made.append(self.make(32))
+        return self.made[-1]
+
+    def val_dataloader(self):
+        return [self.make(8), self.make(12)]
+
+
+class OfItsOwn(Module):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.samples.append(batch["index"].tolist())
+
+
+class Batches(torch.utils.data.IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(loader(self.samples))
+
+
+class Listed(list):
+    """Batches in a sequence of a class that Lightning doesn't take apart."""
+
+
+class OwnIteration(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch | {"index": batch["index"] + 1}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("make", "packs"),
+    [
+        (loader, True),
+        (lambda samples, **options: loader(samples, shuffle=samples == 32, **options), True),
+        (lambda samples, **options: DataLoader(Batches(samples), batch_size=None, **options), True),
+        (lambda samples, **options: OwnIteration(Visits(samples), 4, collate_fn=collate, **options), False),
+        (lambda samples, **_: Listed(loader(samples)), False),
+    ],
+    ids=["maps", "shuffled", "iterable", "an iteration of its own", "a list"],
+)
+def test_loaders_made_anew_for_each_epoch_train_the_same(in_workers, make, packs, persistent):
+    found = {}
+    for way in ("plain", "staged"):
+        seed_everything(0, verbose=False)
+        stage = StageBatches(workers=in_workers)
+        model, loaders = (
+            OfItsOwn(),
+            Reloaded(lambda samples: make(samples, num_workers=1, persistent_workers=persistent)),
+        )
+        trainer(*([stage] if way == "staged" else []), reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(
+            model, datamodule=loaders
+        )
+        found[way] = model.losses, model.samples
+        assert len(loaders.made) == 3
+    assert found["plain"] == found["staged"]
+    stats = stage.stats()
+    assert stats.batches >= 3 * (8 + 2 + 3) + 2 + 2
+    assert (stage.stager.stats().batches == 0) is (in_workers and packs)
+
+
+def test_validation_within_an_epoch_finds_slabs_though_the_workers_of_training_hold_theirs():
+    def large(samples):
+        return DataLoader(torch.arange(samples * 50_000.0).reshape(samples, 50_000), 4, num_workers=2)
+
+    class Large(Module):
+        def training_step(self, batch, batch_idx):
+            return self.model(**collate([Visits(1)[0]])) * batch.mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.samples.append(batch[:, 0].tolist())
+
+    slab = 851_968  # for 800,000 bytes
+    stage, model = StageBatches(max_bytes=4 * slab), Large()
+    trainer(stage, val_check_interval=4, max_epochs=2, num_sanity_val_steps=0).fit(model, large(80), large(32))
+    stats = stage.stats()
+    assert (stats.batches, stats.fallback_batches) == (2 * (20 + 5 * 8), 0)
+    assert stats.pool.peak_held_bytes <= 4 * slab
+    assert len(model.samples) == 2 * 5 * 8
+
+
+def test_a_ring_is_refused_with_workers():
+    with pytest.raises(ValueError, match="workers pack into no ring: ring=4; pass workers=False"):
+        StageBatches(ring=4)
+    StageBatches(ring=4, workers=False)
+
+
+def test_a_loader_that_stages_already_is_left_alone():
+    stage, model = StageBatches(), module()
+    data = ps.DataLoader(Visits(32), 4, collate_fn=collate, device="cpu", num_workers=1)
+    trainer(stage).fit(model, data)
+    assert (stage.stats().batches, data.stats().batches) == (0, 8)
+    assert len(model.losses) == 8
+
+
+def test_a_loader_whose_workers_run_already_is_staged_in_the_main_process():
+    stage, model, data = StageBatches(), module(), loader(num_workers=1, persistent_workers=True)
+    next(iter(data))
+    trainer(stage).fit(model, data)
+    assert stage.stats().batches == stage.stager.stats().batches == 8
 
 
 def test_predictions_are_in_order_and_of_every_sample():
@@ -87,7 +211,7 @@ def test_predictions_are_in_order_and_of_every_sample():
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("min_size", 4), ("max_size_cycle", 8)])
-def test_the_loaders_of_a_combined_loader_are_staged_together(mode, steps):
+def test_the_loaders_of_a_combined_loader_are_staged(mode, steps, in_workers):
     class Pairs(Module):
         def training_step(self, batch, batch_idx):
             losses = [self.model(**part) for part in batch.values()]
@@ -98,7 +222,7 @@ def test_the_loaders_of_a_combined_loader_are_staged_together(mode, steps):
             pass
 
     found = []
-    for callbacks in ([], [StageBatches()]):
+    for callbacks in ([], [StageBatches(workers=in_workers)]):
         seed_everything(0, verbose=False)
         model = Pairs()
         trainer(*callbacks, num_sanity_val_steps=0).fit(
@@ -107,7 +231,7 @@ def test_the_loaders_of_a_combined_loader_are_staged_together(mode, steps):
         found.append(model.losses)
     assert found[0] == found[1]
     assert len(found[1]) == steps
-    assert callbacks[0].stats().batches == steps + 2 + 3
+    assert callbacks[0].stats().batches == (2 * steps if in_workers else steps) + 2 + 3
 
 
 @pytest.mark.parametrize("kind", ["callback", "loader"])
@@ -123,15 +247,13 @@ def test_overfit_batches_trains_on_the_same_ones_again(kind):
     assert found[kind][1] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
 
 
-def test_iterable_datasets_and_epochs_cut_short_are_staged():
-    stage = StageBatches()
-
-    class Batches(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(loader(32))
-
-    trainer(stage, limit_train_batches=3).fit(module(), DataLoader(Batches(), batch_size=None))
-    assert stage.stats().batches == 3
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_cut_short_are_staged(in_workers, workers):
+    stage, model = StageBatches(workers=in_workers), module()
+    data = DataLoader(Batches(32), batch_size=None, num_workers=workers)
+    trainer(stage, limit_train_batches=3, max_epochs=2).fit(model, data)
+    assert model.samples == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] * 2
+    assert stage.stats().batches >= 6  # some were sent ahead
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_right_sample(tmp_path):
@@ -175,8 +297,9 @@ def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
             return batch
 
     stage, data = StageBatches(), Data()
-    trainer(stage).fit(module(), datamodule=data)
-    assert stage.stats().batches == 8
+    with pytest.warns(RuntimeWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
+        trainer(stage).fit(module(), datamodule=data)
+    assert stage.stats().batches == stage.stager.stats().batches == 8
     assert data.seen == (torch.int64, torch.Size([4])) * 8
     assert "overridden" not in caplog.text
 

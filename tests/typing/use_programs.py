@@ -47,6 +47,12 @@ def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
     assert_type(stager.to_device((array, array)), tuple[torch.Tensor, ...])
     assert_type(stager.stage(array).get(), torch.Tensor)
     assert_type(stager.to_host(array).get(), Array)
+    assert_type(stager.prefetch([array]), ps.Prefetcher[torch.Tensor])
+    assert_type(stager.prefetch([{"a": array}]), ps.Prefetcher[dict[str, torch.Tensor]])
+    assert_type(stager.prefetch([[array]], depth=3), ps.Prefetcher[list[torch.Tensor]])
+    assert_type(stager.prefetch([(array, array)]), ps.Prefetcher[tuple[torch.Tensor, ...]])
+    for batch in stager.prefetch([{"a": array}]):
+        assert_type(batch, dict[str, torch.Tensor])
 
 
 def what_is_not_known_stays_so(stager: ps.Stager, batch: Any) -> None:

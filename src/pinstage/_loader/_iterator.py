@@ -6,6 +6,7 @@ import _thread
 import os
 import threading
 import time
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,18 @@ import torch
 
 from .._layout import pack, take_apart
 from .._reaper import reaper, running
+from .._sizes import format_bytes, size_to_paste
 from .._staging import RunAhead, Transfer, send_packed
 from .._steps import step
-from .._torch import Workers, next_batch
-from ..errors import BudgetExceededError
+from .._torch import Workers, end_workers, next_batch
+from ..errors import BudgetExceededError, StagingError
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
+
+_ENOUGH_FALLBACKS = 8
+"""Fallbacks of as many batches, and of no fewer, are warned of before the pass ends."""
 
 
 class LoaderIterator:
@@ -29,11 +34,18 @@ class LoaderIterator:
     Args:
         batches: torch's iterator.
         slabs: of the loader. The iterator keeps them.
+        most_slabs: how many slabs it may use at once.
     """
 
-    def __init__(self, batches: Any, slabs: Slabs) -> None:
+    closed = False
+    """Whether the workers were told to end."""
+    _is_closed_by_loader = False
+
+    def __init__(self, batches: Any, slabs: Slabs, most_slabs: int = 1) -> None:
         self._batches = batches
         self._slabs = slabs
+        self._most_slabs = most_slabs
+        slabs.iterators.add(self)
         self._counters = slabs.counters
         self._run_ahead = RunAhead(slabs.target)
         self._since: float | None = None
@@ -49,13 +61,22 @@ class LoaderIterator:
 
         Blocks until the batch is there. Waits for the device only where that has the work of more than three batches
         to do.
+
+        Raises:
+            StagingError: the loader was closed meanwhile.
         """
         began = time.perf_counter()
+        if self._is_closed_by_loader:
+            raise StagingError("cannot go on with this pass: its loader was closed; begin another one")
         try:
             self._run_ahead.bound()
-            return self._next_batch()
+            batch = self._next_batch()
+            if self._counters.fallback_batches >= _ENOUGH_FALLBACKS:
+                self._warn_if_all_fell_back()
+            return batch
         except StopIteration:
             self._end()
+            self._warn_if_all_fell_back()
             raise
         finally:
             now = time.perf_counter()
@@ -67,6 +88,33 @@ class LoaderIterator:
 
     def _end(self) -> None:
         pass
+
+    def close(self) -> None:
+        """End the pass and its workers, for `DataLoader.close`. Blocks until all slabs are given back."""
+        if not self.closed:
+            self._is_closed_by_loader = True
+        self._close()
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def _warn_if_all_fell_back(self) -> None:
+        """Warn, once for a loader, if the cap left no slab to any batch so far."""
+        counters, pool = self._counters, self._slabs.pool
+        if counters.has_warned or pool is None or not 0 < counters.batches == counters.fallback_batches:
+            return
+        stats, nbytes = pool.stats(), counters.largest_fallback
+        mine = stats.owners.get(self._slabs.settings.owner)
+        if (stats.max_bytes if mine is None else mine.available_bytes) >= nbytes:
+            return  # the system refused: somebody else warns of that
+        counters.has_warned = True
+        warnings.warn(
+            f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
+            f"is slow: the largest has {format_bytes(nbytes)}, max_bytes is {format_bytes(stats.max_bytes)} "
+            f'({stats.max_bytes_reason}); pass max_bytes="{size_to_paste(self._most_slabs * nbytes * 9 // 8)}"',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def _fetch(self) -> Any:
         began = time.perf_counter()
@@ -103,6 +151,10 @@ class InlineIterator(LoaderIterator):
             fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.get()
+
+    def _close(self) -> None:
+        self.closed = True
+        end_workers(self._batches)  # of a loader that cannot be taken over
 
 
 class Ending:
@@ -167,19 +219,24 @@ class WorkersIterator(LoaderIterator):
         ending: of the workers.
         slabs: of the loader.
         depth: how many batches are sent ahead.
+        most_slabs: how many slabs the workers may have, all together.
     """
 
-    def __init__(self, batches: Any, broker: SlabBroker, ending: Ending, slabs: Slabs, depth: int) -> None:
-        super().__init__(batches, slabs)
+    def __init__(
+        self, batches: Any, broker: SlabBroker, ending: Ending, slabs: Slabs, depth: int, most_slabs: int
+    ) -> None:
+        super().__init__(batches, slabs, most_slabs)
         self._broker = broker
         self._ending = ending
         self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
+        # Who knows the length may never ask for more than the last batch, as Lightning, and the slabs may be needed.
+        self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.serve(self._sending)
 
     @property
-    def closed(self) -> bool:
+    def closed(self) -> bool:  # type: ignore[override]
         """Whether the workers were told to end."""
         return self._ending.begun
 
@@ -201,12 +258,15 @@ class WorkersIterator(LoaderIterator):
                 transfer = send(self._slabs, transfer)
             if not isinstance(transfer, Transfer):
                 raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
+            batches = self._batches
+            if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
+                self._ending.reap()
             return transfer.get()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
 
     def _fetch(self) -> Any:
-        if self.closed:
+        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:  # else torch finds the end itself
             raise StopIteration
         try:
             return super()._fetch()

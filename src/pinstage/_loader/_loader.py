@@ -15,10 +15,10 @@ from .._layout import OwnStorage
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import count
-from .._torch import tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
+from .._torch import end_workers, tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._iterator import Ending, InlineIterator, WorkersIterator
+from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
 from ._slabs import Settings, Slabs, checked
 from ._starting import start_workers
 from ._stats import LoaderStats
@@ -26,6 +26,7 @@ from ._unused import arguments_were_read, slabs_of_original, warn_if_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Self
 
 L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
@@ -58,6 +59,28 @@ class Staging:
         pool = None if slabs.pool is None else slabs.pool.stats()
         return slabs.counters.snapshot(self.num_workers, pool)  # type: ignore[attr-defined]
 
+    def close(self) -> None:
+        """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
+
+        Blocks until the workers have ended. A pass that was not at its end raises an error when it is asked for another
+        batch. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
+        it at the end of the block. In a forked child it does nothing.
+        """
+        slabs = self._slabs
+        for iterator in list(slabs.iterators):
+            iterator.close()
+        if slabs.pool is not None and slabs.settings.pool is None:
+            slabs.pool.trim()
+        inherited = getattr(super(), "close", None)  # of a class that is wrapped
+        if inherited is not None:
+            inherited()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
     @property
     def _slabs(self) -> Slabs:
         """The slabs of this loader in this process. A forked worker whose dataset reads the loader gets its own."""
@@ -77,9 +100,9 @@ class Staging:
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_a_worker_is_lost()
-            if kept.closed:
-                reaper.bury(vars(self).pop("_iterator"))
-                vars(self)["_iterator"] = None  # new workers
+        if isinstance(kept, LoaderIterator) and kept.closed:
+            reaper.bury(vars(self).pop("_iterator"))
+            vars(self)["_iterator"] = None  # new workers
         batches = super().__iter__()  # type: ignore[misc]
         if inspect.isgenerator(batches):
             return self._looked_after(batches)
@@ -124,6 +147,9 @@ class Staging:
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
         loader: Any = self
         slabs = self._slabs
+        for iterator in list(slabs.iterators):
+            if iterator.closed:
+                iterator.close()  # its slabs may be needed
         draws = [generator for generator in (torch.default_generator, loader.generator) if generator is not None]
         drawn = [generator.get_state() for generator in draws]
         pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
@@ -143,7 +169,7 @@ class Staging:
                     tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
                 ending = Ending(batches, broker)
                 broker.start()
-                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth)
+                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, loader.num_workers * limit)
         except BaseException:
             if ending is not None:
                 ending.wait()
@@ -153,7 +179,7 @@ class Staging:
             for _, there in pairs:
                 there.close()
         broker.finish(leak=False)
-        getattr(batches, "_shutdown_workers", lambda: None)()  # else they end when it has died
+        end_workers(batches)  # else they end when it has died
         tell_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
         for generator, state in zip(draws, drawn, strict=True):
             generator.set_state(state)  # or samples would come in another order
@@ -211,7 +237,8 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     waits.
 
     Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
-    are gone. An iterator that is left early gives its slabs back as soon as it is dropped.
+    are gone. An iterator that is left early gives its slabs back as soon as it is dropped. `close`, or the end of a
+    ``with`` block, ends the workers at once.
     """
 
     # Attributes have the names of the arguments: Lightning makes loaders anew from them.
@@ -299,8 +326,8 @@ def wrap_loader(
     This is for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
     the batches that were yielded, not those that were sent ahead.
 
-    The given loader stays as it was; use the returned one, which also has `DataLoader.stats`. A loader that Accelerate
-    prepared is the exception: it is changed itself, and returned.
+    The given loader stays as it was; use the returned one, which also has `DataLoader.stats` and `DataLoader.close`. A
+    loader that Accelerate prepared is the exception: it is changed itself, and returned.
 
     A ``StatefulDataLoader`` begins its first pass when it is asked for its state. If it was asked before, its workers
     run already, and the batches of that pass are staged in the main process. Accelerate asks when it prepares such a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -87,6 +88,8 @@ class Slabs:
         """Held while an iterator is made: for that time, the loader that torch reads is changed."""
         self.is_used = False
         """Whether there was an iterator, or a framework made another loader of this one."""
+        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that are alive."""
         self._stager: Stager | None = None
         self._lock = threading.RLock()
 

@@ -44,17 +44,20 @@ class LoaderStats:
             return "Nothing was loaded yet."
         waited, total = self.wait_seconds, self.seconds
         text = f"{waited:.2f} s of {total:.2f} s"
+        if self.fallback_batches > _NOTICEABLE * self.batches:
+            fewer = ", or use fewer workers" if self.num_workers else ""
+            return (
+                f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
+                f"were sent from pageable memory; raise max_bytes{fewer}."
+            )
+        if not total:
+            return "Loading was not timed: another loader made the batches."
         if self.num_workers == 0:
             if waited > _NOTICEABLE * total:
                 return f"Loading is the bottleneck: it took {text} in the main process; use num_workers."
             return f"The loop is the bottleneck: loading took only {text}."
         if waited <= _NOTICEABLE * total:
             return f"The loop is the bottleneck: it waited for workers only {text}."
-        if self.fallback_batches > _NOTICEABLE * self.batches:
-            return (
-                f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
-                "travelled the slow way; raise max_bytes, or use fewer workers."
-            )
         if self.slab_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
             return (
                 f"max_bytes is the bottleneck: the loop waited for workers {text}, and these waited for slabs "
@@ -88,6 +91,10 @@ class Counters:
     def __init__(self) -> None:
         self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
         self.wait_seconds = self.slab_wait_seconds = self.seconds = 0.0
+        self.largest_fallback = 0
+        """Bytes of the largest batch that found no slab."""
+        self.has_warned = False
+        """Whether a warning said that all batches are such."""
         self._lock = threading.RLock()  # a finaliser may read batches, too
 
     def count(self, transfer: Transfer, *, fallback: bool, slab_wait_seconds: float = 0.0) -> None:
@@ -96,9 +103,11 @@ class Counters:
             self.copies += transfer.copies
             self.bytes += transfer.nbytes
             self.fallback_batches += fallback
+            if fallback:
+                self.largest_fallback = max(self.largest_fallback, transfer.nbytes)
             self.passthrough_leaves += transfer.passthrough
             self.slab_wait_seconds += slab_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
-        counted = {name: value for name, value in vars(self).items() if name != "_lock"}
+        counted = {name: value for name, value in vars(self).items() if name in LoaderStats.__slots__}
         return LoaderStats(num_workers=num_workers, pool=pool, **counted)

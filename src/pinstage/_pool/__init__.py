@@ -31,10 +31,10 @@ from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease, guard_until_release
-from ._pool import SlabPool, check_open, check_pool, keeper_of
+from ._pool import SlabPool, check_open, check_pool, close_for, keeper_of
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
-from ._waiting import check_timeout
+from ._waiting import check_timeout, give_up_waiting_if
 
 __all__ = [
     "Fence",
@@ -48,6 +48,8 @@ __all__ = [
     "check_owner",
     "check_pool",
     "check_timeout",
+    "close_for",
+    "give_up_waiting_if",
     "guard_until_release",
     "keeper_of",
     "size_class",

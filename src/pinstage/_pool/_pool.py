@@ -46,6 +46,12 @@ def check_open(pool: SlabPool) -> None:
     pool._check_open()
 
 
+def close_for(pool: SlabPool, user: str) -> None:
+    """Close the pool of a user of its own, such as a ``Stager``, which errors name from then on."""
+    pool._user = user
+    pool.close()
+
+
 def keeper_of(pool: SlabPool) -> Keeper:
     """Return what says, by plain attributes, whether a pool is closed, or a forked child's copy."""
     return pool._ledger
@@ -93,6 +99,7 @@ class SlabPool:
         self._ledger = Ledger(self._memory, cap, reason, host, record)
         self._host = host
         self._has_told = False
+        self._user: str | None = None
         self._line = Line(self._ledger.inbox, self._ledger.accounts)
         self._host.serve(self._ledger, self._line)
 
@@ -392,7 +399,7 @@ class SlabPool:
 
     def _check_open(self) -> None:
         if self._ledger.closed:
-            raise _refusals.closed(self._ledger.figures())
+            raise _refusals.closed(self._ledger.figures(), self._user)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
         forgotten = self._ledger.forgotten

@@ -50,8 +50,10 @@ class Figures(NamedTuple):
         }
 
 
-def closed(figures: Figures) -> PoolClosedError:
-    return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
+def closed(figures: Figures, user: str | None) -> PoolClosedError:
+    if user is None:
+        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
+    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}")
 
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:

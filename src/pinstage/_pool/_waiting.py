@@ -16,6 +16,21 @@ _POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
 view that dies wake nobody (finalisers do no more than one call of C), so it looks again by itself."""
 
+_GIVE_UP_SECONDS = 0.2
+"""How often a waiter whose turn it is not looks whether its thread gives up."""
+
+
+class _Here(threading.local):
+    gives_up: Callable[[], bool] | None = None
+
+
+_here = _Here()
+
+
+def give_up_waiting_if(condition: Callable[[], bool]) -> None:
+    """Have all later waits of this thread time out when a condition becomes true: nobody wants their slab any more."""
+    _here.gives_up = condition
+
 
 def check_timeout(timeout: object) -> None:
     """See that a timeout is a number of seconds.
@@ -67,6 +82,8 @@ class Line:
         start = time.monotonic()
         line = self._inbox.line
         pause, longest_pause = _POLL_SECONDS
+        gives_up = _here.gives_up
+        longest_in_line = threading.TIMEOUT_MAX if gives_up is None else _GIVE_UP_SECONDS
         try:
             line.append(me)
             self.waits += 1
@@ -83,9 +100,9 @@ class Line:
                     with contextlib.suppress(RuntimeError):
                         behind[0].ring()
                 left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
-                if left <= 0:
+                if left <= 0 or (gives_up is not None and gives_up()):
                     raise timed_out(len(line) - 1)
-                me.hear(timeout=min(left, threading.TIMEOUT_MAX if ahead else pause))
+                me.hear(timeout=min(left, longest_in_line if ahead else pause))
                 if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:

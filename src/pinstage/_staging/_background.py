@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .._memory import as_called_here
+from .._pool import give_up_waiting_if
 from .._reaper import running
 from ..errors import StagingError
 from ._device import Target
@@ -102,7 +103,7 @@ class Background:
         self._room: SimpleQueue[Any] = SimpleQueue()
         for _ in range(depth - 1):
             self.advance()
-        self._is_stopped = self._is_left = False
+        self._is_stopped = self.is_left = False
         self._pid = os.getpid()
 
     # -- the loop's thread
@@ -149,7 +150,7 @@ class Background:
 
     def leave(self) -> None:
         """Have the thread end, and drop what it has. Does not block; finalisers call it."""
-        self._is_left = True
+        self.is_left = True
         self.stop()
 
     # -- the thread
@@ -169,20 +170,20 @@ class Background:
             time.sleep(_WAIT_SECONDS)
         running[self] = None
         try:
-            if self._is_left:
+            if self.is_left:
                 return True  # to its end
             goes_on = not (item is None or isinstance(item, BaseException))
             self._ready.put(self._stage(item) if goes_on else item)
             return goes_on
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
             self._ready.put(error)
-            return False
+            return self.is_left  # to its end
         finally:
             del item
             del running[self]
 
     def _end(self) -> None:
-        if not self._is_left:
+        if not self.is_left:
             self._ready.put(_STOPPED)
             return
         running[self] = None
@@ -208,6 +209,7 @@ def _serve(surroundings: Surroundings, me: weakref.ref[Background], room: Simple
 
 
 def _work(me: weakref.ref[Background], room: SimpleQueue[Any]) -> None:
+    give_up_waiting_if(lambda: (background := me()) is not None and background.is_left)
     while True:
         room.get()
         background = me()

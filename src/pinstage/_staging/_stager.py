@@ -38,6 +38,7 @@ from .._pool import (
     check_owner,
     check_pool,
     check_timeout,
+    close_for,
     guard_until_release,
     keeper_of,
 )
@@ -452,7 +453,25 @@ class Stager:
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]:
+    @overload
+    def prefetch(
+        self, source: Iterable[Array], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[torch.Tensor]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[dict[K, torch.Tensor]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[list[torch.Tensor]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
+    def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
         When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
@@ -518,7 +537,7 @@ class Stager:
     def close(self) -> None:
         """Close the pool if the stager made it. Batches that were yielded stay valid."""
         if self._owns_pool:
-            self._pool.close()
+            close_for(self._pool, "Stager")
         if self._pageable is not None:
             self._pageable.close()
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import pinstage as ps
 
+from ._trainer_loaders import TrainerLoaders
+
 try:
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.trainer.states import RunningStage
 except ImportError:  # the same library under its older name
     from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.trainer.states import RunningStage
 
 if TYPE_CHECKING:
     import torch
@@ -20,69 +25,116 @@ if TYPE_CHECKING:
 class StageBatches(Callback):
     """Stages each batch that Lightning would have moved to the device, while training, validating, testing, predicting.
 
-    Replaces the hook `transfer_batch_to_device` while the trainer runs. The other hooks do not change:
-    `on_before_batch_transfer` gets the batch on the host, and `on_after_batch_transfer` on the device. Any loader may
-    be used. Tensors that are on the device already, such as those of `pinstage.DataLoader`, stay there.
+    The workers of the trainer's loaders pack the batches, as those of `DataLoader` do: each loader that Lightning has
+    prepared is wrapped by `wrap_loader`. Loaders that don't iterate as torch's do are staged in the main process.
+
+    Hooks named `on_before_batch_transfer` and `transfer_batch_to_device` get batches on the host. If the module or its
+    datamodule has the first one, all batches are staged in the main process, after a warning. The second one is an
+    error. `on_after_batch_transfer` gets batches on the device.
 
     Args:
-        max_bytes: cap on the page-locked memory; see `SlabPool`.
-        **options: other options of `Stager`, but not `device`, which is the trainer's.
+        max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
+            it fits, training and validation get half each.
+        workers: whether workers pack. False stages all batches in the main process, in place of the hook
+            `transfer_batch_to_device`.
+        **options: other options of `Stager`, but not `device`, which is the trainer's. A `pool` has to be over
+            `SharedMemory` for workers, and a `ring` needs ``workers=False``.
 
-    A batch is sent asynchronously, while the device works on the one before. Nothing is read ahead, so the
-    trainer's progress and checkpoints are those without the callback. A `training_step` that takes ``dataloader_iter``
-    moves its batches itself.
+    Raises:
+        ValueError: a `ring` with workers.
+
+    Progress, checkpoints and resumed runs are those without the callback: the loaders' states count the batches that
+    were yielded.
     """
 
-    def __init__(self, *, max_bytes: int | str = "auto", **options: Any) -> None:
+    def __init__(self, *, max_bytes: int | str = "auto", workers: bool = True, **options: Any) -> None:
+        if workers and options.get("ring") is not None:
+            raise ValueError(f"workers pack into no ring: ring={options['ring']!r}; pass workers=False, or no ring")
         self._options = {"max_bytes": max_bytes, **options}
-        self._stager: ps.Stager | None = None
+        self._workers = workers
+        self._has_warned = False
+        self._loaders: TrainerLoaders | None = None
 
     @property
     def stager(self) -> ps.Stager:
-        """The stager; made when a trainer begins, and kept for later ones with the same device.
+        """The stager of batches that no worker packs; its pool is that of all loaders.
+
+        Made when a trainer begins, and kept for later ones with the same device.
 
         Raises:
             RuntimeError: no trainer has begun in this process.
         """
-        if self._stager is None:
+        return self._begun().stager
+
+    def stats(self) -> ps.LoaderStats:
+        """Return the counters of all loaders in this process, however they are staged; raises as `stager`."""
+        return self._begun().stats()
+
+    def _begun(self) -> TrainerLoaders:
+        if self._loaders is None:
             raise RuntimeError("StageBatches has no stager yet: it is made when a trainer begins, for its device")
-        return self._stager
+        return self._loaders
 
-    def stats(self) -> ps.StagerStats:
-        """Return the stager's counters in this process; raises as `stager`."""
-        return self.stager.stats()
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Take the place of the hook.
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wrap the loaders that the trainer will prepare, and take the place of the hook.
 
         Raises:
-            TypeError: the module or its datamodule has such a hook of its own.
+            TypeError: the module or its datamodule has a hook `transfer_batch_to_device` of its own.
         """
-        for owner in (pl_module, trainer.datamodule):
-            hook = getattr(type(owner), "transfer_batch_to_device", None)
-            if hook is not None and not hook.__qualname__.startswith("DataHooks."):
-                raise TypeError(
-                    f"StageBatches would take the place of {hook.__qualname__}: leave the callback out, and let that "
-                    "hook return `stager.to_device(batch)`, with a pinstage.Stager for its device"
-                )
-        device = trainer.strategy.root_device
-        if self._stager is None or self._stager.device != device:
-            self._stager = ps.Stager(device, **self._options)
-        stager = self._stager
+        own = _own_hook("transfer_batch_to_device", pl_module, trainer.datamodule)
+        if own is not None:
+            raise TypeError(
+                f"StageBatches would take the place of {own}: leave the callback out, and let that hook return "
+                "`stager.to_device(batch)`, with a pinstage.Stager for its device"
+            )
+        own = _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule) if self._workers else None
+        if own is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"pinstage stages batches in the main process, which is slower: {own} gets them on the host; move its "
+                "work into the dataset, or pass StageBatches(workers=False)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        device, in_workers = trainer.strategy.root_device, self._workers and own is None
+        loaders = self._loaders
+        if loaders is None or loaders.stager.device != device or loaders.in_workers != in_workers:
+            loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
+        loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
         @wraps(pl_module.transfer_batch_to_device)  # so Lightning does not take it for a hook of the user's
         def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:  # noqa: ARG001
-            return stager.to_device(batch)
+            return loaders.to_device(batch)
+
+        # Lightning calls this for each loader that it takes from the user, and says for which stage.
+        connector = trainer._data_connector
+        prepare = connector._prepare_dataloader
+
+        @wraps(prepare)
+        def prepare_and_wrap(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+            prepared = prepare(dataloader, shuffle=shuffle, mode=mode)
+            return loaders.wrap(prepared, is_training=mode == RunningStage.TRAINING)
 
         vars(pl_module)["transfer_batch_to_device"] = transfer
+        vars(connector)["_prepare_dataloader"] = prepare_and_wrap
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Give the hook its place back."""
+        """Give the hook its place back, and leave later loaders alone."""
         vars(pl_module).pop("transfer_batch_to_device", None)
+        vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Give the hook its place back: after an exception there is no teardown."""
+        """Do as `teardown`: after an exception there is none."""
         self.teardown(trainer, pl_module, "")
 
     def __getstate__(self) -> dict[str, Any]:  # a copy, as in a process that is started, makes a stager of its own
-        return vars(self) | {"_stager": None}
+        return vars(self) | {"_loaders": None}
+
+
+def _own_hook(name: str, *owners: object) -> str | None:
+    """Return the name of a hook of the user's own; None if all are Lightning's."""
+    for owner in owners:
+        hook = getattr(type(owner), name, None)
+        if hook is not None and not hook.__qualname__.startswith("DataHooks."):
+            return str(hook.__qualname__)
+    return None

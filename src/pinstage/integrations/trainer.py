@@ -9,6 +9,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 
 import pinstage as ps
 
+from ._trainer_loaders import TrainerLoaders
+
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
@@ -18,52 +20,71 @@ else:
 class StageInputs(_Trainer):
     """Stages the batches that a `transformers.Trainer` trains, evaluates and predicts on.
 
-    Put it before the trainer's class, ``class StagingTrainer(StageInputs, Trainer): pass``. Loaders then leave batches
-    on the host, and `training_step` and `prediction_step` send each asynchronously. With gradient
-    accumulation, batches stay on the host until they are used.
+    Put it before the trainer's class, ``class StagingTrainer(StageInputs, Trainer): pass``. The workers of its loaders
+    pack the batches, as those of `DataLoader` do, and batches arrive on the device.
 
-    What Accelerate dispatches (``dispatch_batches``, the default for an ``IterableDataset``) is on the device before
-    the step. Its main process stages it as `wrap_loader` does, with a pool of the loader's own under the same
-    `max_bytes`, and the other processes get their parts from it.
+    What Accelerate dispatches (``dispatch_batches``, the default for an ``IterableDataset``) is staged by the main
+    process's loader, and the other processes get their parts from it.
     """
 
     max_bytes: int | str = "auto"
-    """Cap on the page-locked memory; see `SlabPool`. Set it in the class or before the first batch."""
+    """Cap on the page-locked memory of all loaders together; see `SlabPool`. Set it in the class or before the first
+    batch. If the trainer evaluates while it trains, training and evaluation get half each."""
+
+    workers: bool = True
+    """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
+    stage each in the main process. With gradient accumulation, batches then stay on the host until they are used. Set
+    it in the class or before the first batch."""
 
     @cached_property
+    def _loaders(self) -> TrainerLoaders:
+        return TrainerLoaders(self.args.device, {"max_bytes": self.max_bytes}, in_workers=self.workers)
+
+    @property
     def stager(self) -> ps.Stager:
-        """The stager; made for the first batch, unless it was set before."""
-        return ps.Stager(self.args.device, max_bytes=self.max_bytes)
+        """The stager of batches that no worker packs; its pool is that of all loaders. Made for the first loader.
+
+        Set it before that to have a stager of your own stage all batches in the main process.
+        """
+        return self._loaders.stager
+
+    @stager.setter
+    def stager(self, stager: ps.Stager) -> None:
+        self._loaders = TrainerLoaders(stager.device, {"max_bytes": self.max_bytes}, in_workers=False, stager=stager)
+
+    def staging_stats(self) -> ps.LoaderStats:
+        """Return the counters of all loaders in this process, however they are staged."""
+        return self._loaders.stats()
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader for training, which leaves batches on the host."""
-        return self._prepared(super().get_train_dataloader())
+        """Return the loader for training, staged."""
+        self._loaders.validates_while_training(self.args.eval_strategy != "no")
+        return self._prepared(super().get_train_dataloader(), is_training=True)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader for evaluation, which leaves batches on the host."""
+        """Return a loader for evaluation, staged."""
         return self._prepared(super().get_eval_dataloader(*args, **kwargs))
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader for prediction, which leaves batches on the host."""
+        """Return a loader for prediction, staged."""
         return self._prepared(super().get_test_dataloader(*args, **kwargs))
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stage, and do the step."""
-        return super().training_step(model, self.stager.to_device(inputs), *args, **kwargs)
+        """Stage, unless the loader did, and do the step."""
+        return super().training_step(model, self._loaders.to_device(inputs), *args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stage, and do the step."""
-        return super().prediction_step(model, self.stager.to_device(inputs), *args, **kwargs)
+        """Stage, unless the loader did, and do the step."""
+        return super().prediction_step(model, self._loaders.to_device(inputs), *args, **kwargs)
 
-    def _prepared(self, loader: Any) -> Any:
-        """Let a loader of Accelerate's send and page-lock nothing, as does one that it makes of this to skip batches.
+    def _prepared(self, loader: Any, *, is_training: bool = False) -> Any:
+        """Stage a loader of Accelerate's; it sends and page-locks nothing, nor does one made of it to skip batches.
 
-        One that dispatches sends all the same; it stages what it sends. The Trainer may keep a loader and give it
+        One that dispatches sends in any case, so it stages what it sends. The Trainer may keep a loader and give it
         again.
         """
-        if not isinstance(loader, DataLoaderDispatcher):
+        dispatches = isinstance(loader, DataLoaderDispatcher)
+        if not dispatches:
             loader.device = None
             loader.base_dataloader.pin_memory = False
-        elif not hasattr(loader.base_dataloader, "stats"):
-            loader = ps.wrap_loader(loader, device=self.args.device, max_bytes=self.max_bytes)
-        return loader
+        return self._loaders.wrap(loader, is_training=is_training, always=dispatches)

@@ -1,0 +1,119 @@
+"""The loaders of a trainer: each staged in the quickest way that is right for it, all from one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import pinstage as ps
+
+_SUMS = [field.name for field in fields(ps.LoaderStats) if field.name not in ("num_workers", "pool")]
+
+
+class TrainerLoaders:
+    """Stages what the loaders of a trainer yield.
+
+    Loaders that iterate as torch's are wrapped by `wrap_loader`, so that their workers pack. All others are staged in
+    the main process, batch by batch. All slabs come from one pool.
+
+    Args:
+        device: the trainer's.
+        options: of `Stager`.
+        in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
+        stager: for batches that no worker packs; None makes one.
+    """
+
+    def __init__(
+        self, device: torch.device, options: dict[str, Any], *, in_workers: bool, stager: ps.Stager | None = None
+    ) -> None:
+        self.in_workers = in_workers
+        self._owns_pool = in_workers and options.get("pool") is None
+        if self._owns_pool:
+            memory = ps.SharedMemory(device) if device.type == "cuda" else ps.SharedMemory(register=False)
+            options = options | {"pool": ps.SlabPool(memory, max_bytes=options["max_bytes"]), "max_bytes": None}
+        self.stager = ps.Stager(device, **options) if stager is None else stager
+        self._owner = options.get("owner", "stager")
+        pool = ("pool",) if in_workers else ("max_bytes",)
+        self._wrapping = {name: options[name] for name in ("keep", "own_storage", *pool) if name in options}
+        self._counters: list[Any] = []
+        """Of all loaders that were wrapped, freed ones included."""
+        self._num_workers = 0
+
+    def validates_while_training(self, does: bool) -> None:
+        """Divide the pool between the loader of training and the others, or don't.
+
+        The workers of training keep their slabs, full of batches, while a validation loop runs between two steps.
+        """
+        pool = self.stager.pool
+        if self._owns_pool:
+            half = pool.max_bytes // 2 // pool.memory.granularity * pool.memory.granularity
+            for owner in ("training", self._owner):
+                pool.share(owner, at_least=half if does else 0)
+
+    def wrap(self, loader: Any, *, is_training: bool, always: bool = False) -> Any:
+        """Return a loader with the same batches on the device.
+
+        Args:
+            loader: the trainer's.
+            is_training: whether its workers keep slabs while others validate.
+            always: whether it is wrapped whatever `in_workers` says.
+        """
+        stager = self.stager
+        inner = getattr(loader, "base_dataloader", loader)  # of one that Accelerate prepared
+        settings = getattr(inner, "_settings", None)  # of one that stages already
+        if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
+            return loader
+        if settings is None and _iterates_as_torch_does(inner):
+            owner = "training" if is_training else self._owner
+            try:
+                wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
+            except TypeError:  # it has workers already
+                pass
+            else:
+                self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
+                self._num_workers = max(self._num_workers, inner.num_workers)
+                return wrapped
+        return loader if inner is not loader else stager.prefetch(loader, depth=0, background=False)
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch on the device: itself, if a loader has staged it."""
+        device = self.stager.device
+        if self.in_workers and any(tensor.device == device for tensor in _tensors(batch, set())):
+            return batch
+        return self.stager.to_device(batch)
+
+    def stats(self) -> ps.LoaderStats:
+        """Return the counters of all loaders and of the stager together."""
+        here = self.stager.stats()
+        total = {name: sum(getattr(counters, name) for counters in self._counters) for name in _SUMS}
+        total["batches"] += here.batches
+        total["copies"] += here.copies
+        total["bytes"] += here.packed_bytes + here.padding_bytes
+        total["passthrough_leaves"] += here.passthrough_leaves
+        return ps.LoaderStats(**total, num_workers=self._num_workers, pool=here.pool)
+
+
+def _iterates_as_torch_does(loader: Any) -> bool:
+    """Say whether a loader is torch's, or of a subclass that has no iteration of its own."""
+    iteration = getattr(type(loader), "__iter__", None)
+    return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif id(batch) not in seen:
+        seen.add(id(batch))
+        if isinstance(batch, list | tuple):
+            parts: Any = batch
+        elif hasattr(batch, "values"):
+            parts = batch.values()
+        else:
+            parts = getattr(batch, "__dict__", {}).values()
+        for part in parts:
+            yield from _tensors(part, seen)
