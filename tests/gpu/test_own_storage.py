@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -286,3 +287,19 @@ def test_slabs_do_not_pile_up_behind_a_busy_stream(cuda_device):
             stager.to_device(batch)
             torch.cuda._sleep(STEP_CYCLES)
         assert stager.pool.stats().peak_held_bytes <= 6 * 256 * KIB
+
+
+def test_a_target_dies_with_its_stager(cuda_device):
+    """Garbage that has events in it ends a forked child that collects it."""
+    gc.collect()
+    gc.disable()
+    try:
+        stager = ps.Stager(cuda_device, max_bytes="64MiB")
+        for leaves in ([torch.ones(3)], [torch.ones(1000)] * 2, [torch.ones(1 << 20)]):
+            stager.to_device(leaves)
+        target = weakref.ref(stager._target)
+        stager.close()
+        del stager
+        assert target() is None
+    finally:
+        gc.enable()
