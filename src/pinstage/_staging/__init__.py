@@ -2,11 +2,12 @@
 
 ::
 
-    batch --plan--> table, tensors
-    acquire a host slab --pack--> bytes in place --copy, on a stream of ours--> device slab --unpack--> views
+    batch --describe--> table, tensors
+    acquire a host slab --pack--> bytes in place --copy, on the stager's stream--> tensors and blocks --> leaves
                     |                                |
-                    +---- release(after=event) ------+---- event: the consumer's stream waits for it, the host never
-                    does
+                    +---- release(after=event) ------+---- event: the consumer's stream waits for it, not the host
+
+A few small leaves, and batches of at most 64 KiB, take no slab; see `Stager._send`.
 
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """

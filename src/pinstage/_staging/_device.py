@@ -323,8 +323,7 @@ class CudaTarget:
                 cuda.set_stream(*ids)
             if slab is None and self._copies_natively:
                 made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index)
-                if made is not None:
-                    return made
+                return PlainBlocks(table, sharing, self.device, self._send) if made is None else made
             return self._make_blocks(table, sharing, self.device, self._send, slab)
         finally:
             if before != ids:
