@@ -524,7 +524,7 @@ CLOSED = {"few": few, "samples": samples, "many": many}
 def test_a_closed_pool_refuses_what_it_packs(method, make):
     stager = ps.Stager("cpu", max_bytes="64MiB")
     stager.close()
-    with pytest.raises(ps.errors.PoolClosedError, match="pool is closed"):
+    with pytest.raises(ps.errors.PoolClosedError, match="stager is closed"):
         getattr(stager, method)(make())
 
 
@@ -532,7 +532,7 @@ def test_a_closed_pool_refuses_what_it_packs(method, make):
 def test_a_closed_pool_refuses_a_few_small_leaves():
     stager = ps.Stager("cpu", max_bytes="64MiB")
     stager.close()
-    with pytest.raises(ps.errors.PoolClosedError, match="pool is closed"):
+    with pytest.raises(ps.errors.PoolClosedError, match="stager is closed"):
         stager.to_device([torch.ones(3), torch.zeros(2)])
 
 

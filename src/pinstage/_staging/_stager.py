@@ -455,6 +455,10 @@ class Stager:
 
     @overload
     def prefetch(
+        self, source: torch.utils.data.DataLoader[T], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[T]: ...
+    @overload
+    def prefetch(
         self, source: Iterable[Array], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
