@@ -500,7 +500,11 @@ def test_a_dual_tensor_takes_the_other_path_and_keeps_its_tangent(stager, moved_
     assert moved_directly == [False]
 
 
-@pytest.mark.parametrize("options", [{"own_storage": False}, {"ring": 3}, {"keep": lambda path, leaf: False}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [{"own_storage": False}, {"ring": 3}, {"keep": lambda path, leaf: False}],
+    ids=["one slab", "ring", "keep"],
+)
 def test_some_options_need_the_other_path(make_stager, moved_directly, options):
     batch = [torch.arange(3), torch.ones(2)]
     assert_same(batch, make_stager(**options).to_device(batch), "cpu")

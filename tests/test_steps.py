@@ -29,7 +29,8 @@ def test_each_step_of_staging_is_timed_once_a_batch(stager):
 def test_a_small_batch_takes_no_slab(stager):
     with ps.profile() as steps:
         stager.to_device(torch.ones(3))
-    assert set(steps.times) == {"walk", "stage"}
+    if _native.core is not None:
+        assert set(steps.times) == {"walk", "stage"}
     with ps.profile() as steps:
         stager.to_device([torch.ones(3)] * 2)  # one of two leaves of one tensor
     assert set(steps.times) == {*PARTS, "stage", "get"} - {"acquire"}
