@@ -82,10 +82,12 @@ static PyObject *find_driver(PyObject *module, PyObject *nothing) {
 
 enum { MEMORY_TYPE = 2, INVALID_VALUE = 1 }; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CUDA_ERROR_INVALID_VALUE */
 
-/* Whether CUDA knows nothing of this memory, so that a small copy from it has read it when the call returns. */
-static bool is_pageable(const char *memory) {
+/* Whether CUDA knows neither the first nor the last of these bytes, so that a small copy from them has read them when the
+ * call returns. A tensor may begin in ordinary memory and end in a range that somebody registered. */
+static bool is_pageable(const char *memory, size_t nbytes) {
     int type;
-    return driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory) == INVALID_VALUE;
+    return driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory) == INVALID_VALUE &&
+           driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory + nbytes - 1) == INVALID_VALUE;
 }
 
 /* Copy to a device in pieces that the driver takes at once; how many there were, or its error as a negative number.
@@ -93,10 +95,10 @@ static bool is_pageable(const char *memory) {
  * buffer: AT_ONCE_BYTES of ordinary memory, which page-locked bytes go through, or they would be read too late. To copy a few
  * KiB takes no longer than to ask what they are. */
 static int copy_at_once(char *to, const char *from, int64_t nbytes, char *buffer, void *stream) {
-    bool is_direct = nbytes > AT_ONCE_BYTES / 4 && is_pageable(from);
     int copies = 0;
     for (int64_t done = 0; done < nbytes; copies++) {
         size_t size = (size_t)(nbytes - done < AT_ONCE_BYTES ? nbytes - done : AT_ONCE_BYTES);
+        bool is_direct = size > AT_ONCE_BYTES / 4 && is_pageable(from + done, size);
         if (!is_direct) memcpy(buffer, from + done, size);
         int code = driver.copy((uintptr_t)to + (uintptr_t)done, is_direct ? from + done : buffer, size, stream);
         if (code != 0) return -code;

@@ -348,9 +348,11 @@ class CudaTarget:
     def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index, stream = self.device.index, self.consumer(None)
-        if not self._copies_natively or self._cuda.device() != index or not self._at_once.has_room():
+        if not self._copies_natively or self._cuda.device() != index:
             return None
         if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
+            return None
+        if not self._at_once.has_room():  # asks events, which would spoil a capture
             return None
         moved = _native.core.move_few(leaves, _TYPES, 1, index, stream.cuda_stream)
         if isinstance(moved, int):
