@@ -1,4 +1,4 @@
-"""A training loop of Lightning, one of Accelerate and one of PyG: `pin_memory=True` beside pinstage.
+"""Training loops of Lightning, Accelerate, transformers and PyG: `pin_memory=True` beside pinstage.
 
     python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
     python benchmarks/frameworks.py --smoke                     # in small, on the CPU
@@ -6,6 +6,7 @@
 Each loop trains one model with one seed in every variant. A sample of the time is that of a whole step, from the start
 of its work on the device to that of the next one. ``detail`` says for which share of the time the GPU had no step to
 work on, and what the losses were; a variant whose losses are not those of ``pin_memory``, bit for bit, is incorrect.
+``model`` has its batch on the device before the loop begins: its time is that of the model and the framework alone.
 
 One fresh process for each variant. The losses are read when all is done, so no step waits for the one before.
 """
@@ -18,6 +19,7 @@ import itertools
 import os
 import struct
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +31,9 @@ from typing import Any
 import script
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+import pinstage as ps
 from comparison import harness, table
 from comparison.harness import Outcome, Variant
 from comparison.record import Row
@@ -134,13 +137,34 @@ class Graphs(nn.Module):
         return nn.functional.mse_loss(self.last(pooled).squeeze(1), batch.y)
 
 
-def nested_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any] = DataLoader) -> Any:
+class OnDevice(Dataset[Batch]):
+    """A loader's first batch on the device, again and again. Read it with a batch size of None."""
+
+    def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
+        self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
+        torch.empty((), dtype=torch.int64).random_()  # the seed that each further pass over a loader would draw
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batch
+
+
+def nested_loader(way: str, args: argparse.Namespace) -> Any:
     """Return the loader of a variant, before the framework has it."""
     dataset = Nested(args.steps * args.batch_size, args.fields)
-    pin = way == "pin_memory" and torch.device(args.device).type == "cuda"
-    return loader_class(
-        dataset, args.batch_size, num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
-    )
+    return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
+
+
+def plain_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any]) -> Any:
+    """Return torch's or PyG's loader, as a variant needs it."""
+    device = torch.device(args.device)
+    if way == "model":
+        return DataLoader(OnDevice(loader_class(), device, args.steps), batch_size=None)
+    pin = way == "pin_memory" and device.type == "cuda"
+    return loader_class(num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0)
 
 
 def dense(args: argparse.Namespace) -> nn.Module:
@@ -152,7 +176,6 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     """Train by a trainer of Lightning."""
     import lightning
 
-    import pinstage as ps
     from pinstage.integrations.lightning import StageBatches
 
     class Module(lightning.LightningModule):
@@ -172,25 +195,24 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     device = torch.device(args.device)
-    loader_class = partial(ps.DataLoader, device=device, max_bytes="8GiB") if way == "pinstage" else DataLoader
+    stages = way.startswith("pinstage")
     trainer = lightning.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1 if device.type == "cpu" else [device.index],
-        callbacks=[StageBatches(max_bytes="8GiB", workers=False)] if way == "pinstage_main" else [],
+        callbacks=[StageBatches(max_bytes="8GiB", workers=way == "pinstage")] if stages else [],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), nested_loader(way, args, loader_class))
+    trainer.fit(Module(), nested_loader(way, args))
 
 
 def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     """Train with Accelerate."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
-    import pinstage as ps
     from pinstage.integrations.accelerate import prepare
 
     device = torch.device(args.device)
@@ -216,12 +238,64 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         watch.end(loss)
 
 
+def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train by a `Trainer` of transformers."""
+    import transformers
+
+    from pinstage.integrations.trainer import StageInputs
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = dense(args)
+
+        def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+            watch.begin()
+            self.loss = self.model(batch)
+            return {"loss": self.loss}
+
+    class End(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+            watch.end(model.loss)
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return plain if way == "model" else super().get_train_dataloader()
+
+    class Staging(StageInputs, Trainer):
+        max_bytes = "8GiB"
+        workers = way == "pinstage"
+
+    device = torch.device(args.device)
+    plain = nested_loader(way, args)
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(),  # where nothing is saved
+        use_cpu=device.type == "cpu",
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        dataloader_num_workers=args.workers,
+        dataloader_pin_memory=way == "pin_memory" and device.type == "cuda",
+        dataloader_persistent_workers=args.workers > 0,
+        train_sampling_strategy="sequential",
+        optim="sgd",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["label"],
+    )
+    trainer_class = Staging if way.startswith("pinstage") else Trainer
+    trainer_class(Module(), arguments, default_collate, train_dataset=plain.dataset, callbacks=[End()]).train()
+
+
 def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     """Train on graphs of PyG."""
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
-
-    import pinstage as ps
 
     generator = torch.Generator().manual_seed(0)
     kept = []
@@ -234,10 +308,7 @@ def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     model = Graphs(args.width // 4, args.depth).to(device)  # first: an iterator draws a seed
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
-    pin = way == "pin_memory" and device.type == "cuda"
-    loader: Any = GraphLoader(
-        graphs, args.batch_size, num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
-    )
+    loader = plain_loader(way, args, partial(GraphLoader, graphs, args.batch_size))
     batches: Iterable[Batch]
     if way == "pinstage":
         batches = ps.wrap_loader(loader, device=device, max_bytes="8GiB")
@@ -267,6 +338,7 @@ class Case:
 CASES = (
     Case("lightning", "lightning", lightning_loop),
     Case("accelerate", "accelerate", accelerate_loop),
+    Case("trainer", "transformers", trainer_loop),
     Case("pyg", "torch_geometric", pyg_loop),
 )
 
@@ -275,15 +347,18 @@ VARIANTS = (
     Variant(
         "pinstage",
         nullcontext,
-        "packed by the loader's workers: ps.DataLoader, pinstage.integrations.accelerate.prepare, ps.wrap_loader",
+        "packed by the loader's workers: StageBatches, pinstage.integrations.accelerate.prepare, StageInputs, "
+        "ps.wrap_loader",
         ours=True,
     ),
     Variant(
         "pinstage_main",
         nullcontext,
-        "torch's (PyG's) loader, packed in the main process: StageBatches, Stager.prefetch",
+        "torch's (PyG's) loader, packed in the main process: StageBatches(workers=False), Stager.prefetch, "
+        "StageInputs with workers = False",
         ours=True,
     ),
+    Variant("model", nullcontext, "one batch that is on the device before the loop begins"),
 )
 
 
@@ -298,11 +373,16 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def check_losses(rows: Sequence[Row]) -> None:
-    """Call a row incorrect whose losses are not those of ``pin_memory``."""
+    """Call a row incorrect whose losses are not those of ``pin_memory``; ``model`` trains on one batch."""
     losses = {(row.case, row.variant): row.detail.rpartition("; ")[2] for row in rows if row.status == "ok"}
     for row in rows:
         expected = losses.get((row.case, "pin_memory"))
-        if row.status == "ok" and expected is not None and losses[row.case, row.variant] != expected:
+        if (
+            row.status == "ok"
+            and row.variant != "model"
+            and expected is not None
+            and losses[row.case, row.variant] != expected
+        ):
             row.detail = f"other losses than pin_memory: {row.detail}"
             row.status, row.median, row.p10, row.p90 = "incorrect", None, None, None
 

@@ -227,7 +227,7 @@ class Model(loader.Step):
 def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
     """Return one way's status on one loop, and the seconds of a step."""
     device = torch.device(args.device)
-    warm_ups = 4 if args.smoke else 8 * args.workers
+    warm_ups = 4 if args.smoke else 8 * max(args.workers, 1)
     dataset = Kept(case, (args.repeats + warm_ups) * case.batch_size)
     model = Model(device, case.step_ms)
     with variant.setup(dataset, case, args.workers, device) as batches:

@@ -300,17 +300,19 @@ def frameworks(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
-            "pinstage": "**packed by workers**"}  # fmt: skip
+            "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
     lines = head(["ms a step", *ways.values(), "times as fast"])
     for case, rows in by_case(result).items():
-        cells = [f"{shown(rows[name])}{_busy(rows[name])}" for name in ways]
+        cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
         "A step of a training loop, and the share of the time for which the GPU was busy. The last column is the time "
         "with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
-        said += " Losses are the same in every way, bit for bit."
+        said += " Losses are the same in every way that moves batches, bit for bit."
+    if any(row["variant"] == "model" for row in result["rows"]):
+        said += " The model alone has one batch, on the device before the loop begins."
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
 

@@ -350,19 +350,21 @@ def test_other_values_of_run_ahead_are_refused(wrong, error, text):
         ps.Stager("cpu", run_ahead=wrong)
 
 
-LARGE, WITH_SLAB = SMALL_BYTES, 600 * KIB
+LARGE = 2 * SMALL_BYTES
+BATCHES = {"large": lambda: [of_bytes(LARGE)], "small": lambda: [of_bytes(70 * KIB) for _ in range(9)]}
+"""They take a slab each."""
 
 
-@pytest.mark.parametrize("nbytes", [LARGE, WITH_SLAB], ids=["large", "small"])
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("run_ahead", [1, RUN_AHEAD, 5])
-def test_the_host_waits_for_the_batch_before_the_last_ones(monkeypatch, nbytes, run_ahead):
+def test_the_host_waits_for_the_batch_before_the_last_ones(monkeypatch, kind, run_ahead):
     made, waited = record_work(monkeypatch)
     with ps.Stager("cpu", max_bytes="64MiB", run_ahead=run_ahead) as stager:
         for number in range(1, 10):
-            stager.to_device([of_bytes(nbytes)])
+            stager.to_device(BATCHES[kind]())
             assert len(made) == number, "an event of its own for a batch that has one"
             assert waited == made[: max(0, number - run_ahead)]
-            if nbytes == WITH_SLAB:
+            if kind == "small":
                 assert stager.stats().pool.in_flight_slabs == number, "the event is not the slab's own"
         made.clear()  # closing waits for the slabs in flight
 
@@ -379,13 +381,13 @@ def test_stage_is_bounded_and_prefetch_bounds_itself(monkeypatch):
             assert not waited
 
 
-@pytest.mark.parametrize("nbytes", [LARGE, WITH_SLAB], ids=["large", "small"])
-def test_without_a_bound_the_host_never_waits(monkeypatch, nbytes):
+@pytest.mark.parametrize("kind", BATCHES)
+def test_without_a_bound_the_host_never_waits(monkeypatch, kind):
     _, waited = record_work(monkeypatch)
     with ps.Stager("cpu", max_bytes="64MiB", run_ahead=None) as stager:
         for _ in range(20):
-            stager.to_device([of_bytes(nbytes)])
-            stager.stage([of_bytes(nbytes)])
+            stager.to_device(BATCHES[kind]())
+            stager.stage(BATCHES[kind]())
         assert not waited
 
 
@@ -440,14 +442,14 @@ DIRECT = {
     "one leaf": lambda: torch.arange(10),
     "numpy": lambda: [np.arange(5), np.arange(6.0).reshape(2, 3).T, np.zeros((0, 3))],
     "as many as are own": lambda: [torch.full((3,), float(number)) for number in range(OWN_LEAVES)],
-    "512 KiB": lambda: [of_bytes(64 * KIB), of_bytes(448 * KIB, torch.int64)],
+    "1 MiB": lambda: [of_bytes(64 * KIB), of_bytes(960 * KIB, torch.int64)],
     "channels last": lambda: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
     "0-d and empty": lambda: [torch.tensor(3), torch.zeros(0)],
     "two views of one storage": lambda: list(torch.arange(10).split(5)),
 }
 NOT_DIRECT = {
     "too many": lambda: [torch.full((3,), float(number)) for number in range(OWN_LEAVES + 1)],
-    "more than 512 KiB": lambda: [torch.ones(2), of_bytes(512 * KIB)],
+    "more than 1 MiB": lambda: [torch.ones(2), of_bytes(1024 * KIB)],
     "strided": lambda: [torch.arange(10)[::2]],
     "expanded": lambda: [torch.arange(3).expand(2, 3)],
     "conjugated": lambda: [torch.randn(3, dtype=torch.complex64).conj()],

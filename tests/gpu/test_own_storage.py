@@ -153,6 +153,28 @@ def test_a_page_locked_leaf_may_be_overwritten_and_freed_right_after_the_call(cu
         lease.release()
 
 
+def test_a_larger_leaf_takes_a_slab_unless_it_is_pageable_and_the_stream_idle(cuda_device, latch: Latch):
+    plain = of_bytes(500 * KIB)
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+
+        def slabs() -> int:
+            pool = stager.pool.stats()
+            return pool.hits + pool.misses
+
+        torch.cuda.synchronize()
+        assert_same([plain], stager.to_device([plain]), cuda_device)
+        assert slabs() == 0
+        pinned = plain.clone().pin_memory()
+        torch.cuda.synchronize()
+        assert_same([plain], stager.to_device([pinned]), cuda_device)
+        assert slabs() == 1
+        latch.hold(torch.cuda.current_stream(cuda_device))
+        staged = stager.to_device([plain])
+        latch.open()
+        assert_same([plain], staged, cuda_device)
+        assert slabs() == 2
+
+
 def test_a_few_leaves_see_earlier_work_of_the_stream(cuda_device, latch: Latch):
     """Their memory may be what earlier work there still uses."""
     with ps.Stager(cuda_device) as stager, latch:
@@ -282,6 +304,7 @@ def test_a_loop_that_never_waits_takes_four_batches_more_than_to(cuda_device, ma
 
 def test_slabs_do_not_pile_up_behind_a_busy_stream(cuda_device):
     batch = [of_bytes(200 * KIB), torch.ones(3)]
+    torch.cuda._sleep(STEP_CYCLES)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         for _ in range(30):
             stager.to_device(batch)

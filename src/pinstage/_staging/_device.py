@@ -358,7 +358,8 @@ class CudaTarget:
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream.cuda_stream)
         if moved is not None:
-            self._at_once.add(moved[3], moved[2], stream)
+            _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
+            self._at_once.add(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
         return moved  # type: ignore[no-any-return]
 
     def has_room(self) -> bool:
