@@ -4,17 +4,19 @@ Nothing is page-locked without a GPU, so a double says here which tensors are; t
 """
 
 import gc
+import threading
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from doubles import CountingMemory, HeldTarget, ManualEvent, wait_until
+from doubles import CountingMemory, HeldTarget, ManualEvent, claim_in_child, wait_until
 from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
 from pinstage import Layout, SlabPool, Stager
 from pinstage._copy import _borrowing
+from pinstage._reaper import reaper
 from pinstage.errors import LeaseError, RingError
 
 LARGE = 256 * 1024
@@ -167,3 +169,31 @@ def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):
         assert died() is not None
         target.stream.finish()
         wait_until(lambda: died() is None)
+
+
+def test_a_forked_child_ends_nothing_that_waits_for_its_copy():
+    """The end of page-locked memory may call CUDA, which aborts a forked child."""
+
+    class Waiting:
+        def reap(self):
+            begun.set()
+            return done.wait()
+
+    begun, done = threading.Event(), threading.Event()
+    reaper.start()
+    reaper.tasks.put(Waiting())  # so that the next one stays in the queue
+    begun.wait()
+    leaf = torch.ones(3)
+    reaper.bury(leaf)
+    alive = weakref.ref(leaf)
+    del leaf
+
+    def claim():
+        gc.collect()
+        assert alive() is not None
+
+    try:
+        claim_in_child(claim)
+    finally:
+        done.set()
+    wait_until(lambda: alive() is None)

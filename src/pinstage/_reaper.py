@@ -129,9 +129,16 @@ reaper = Reaper()
 """The process's."""
 
 
+_of_parents: list[Any] = []
+
+
 def _forget() -> None:
-    """In a forked child: the threads are not there, and what they had to do is the parent's affair."""
+    """In a forked child: the threads are not there, and what they had to do is the parent's affair.
+
+    Things stay alive. The end of an event, or of page-locked memory, calls CUDA, which ends a forked child.
+    """
     running.clear()
+    _of_parents.append(vars(reaper).copy())
     reaper.__init__()  # type: ignore[misc]
 
 
