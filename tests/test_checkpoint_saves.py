@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_states import adam_state, difference, digest
-from doubles import outcome, stays_blocked, wait_until
+from doubles import wait_until
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed.checkpoint import _async_process_executor as processes
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,7 +25,7 @@ from torchrun import torchrun
 
 import pinstage as ps
 from pinstage.checkpoint import PoolStager
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingError
+from pinstage.errors import StagingError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
@@ -219,130 +219,6 @@ def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
         del response
         gc.collect()
         settled(pool)
-
-
-# -- waves -------------------------------------------------------------------------------------------------------------
-
-
-def large_state():
-    """Return a state of three times what `stager` may hold."""
-    state = {f"p{i}": torch.full((30_000,), float(i)) for i in range(26)}
-    return state | {"turned": torch.randn(50, 60).T, "every other": torch.randn(90)[::2], "more": {"epoch": 3}}
-
-
-def read_back(path, state):
-    found = {key: value if isinstance(value, dict) else torch.zeros_like(value) for key, value in state.items()}
-    dcp.load(found, checkpoint_id=path)
-    return found
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_state_larger_than_the_cap_goes_in_waves(tmp_path, stager, threads):
-    state = large_state()
-    for number in range(2):
-        at_the_call = digest(state)
-        path = tmp_path / str(number)
-        writer = stager.in_waves(dcp.FileSystemWriter(path, thread_count=threads))
-        saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-        for key, tensor in state.items():
-            if key != "more":
-                tensor.add_(1)
-        saving.result()
-        assert digest(state) != at_the_call == digest(read_back(path, state))
-    assert settled(stager.pool).peak_held_bytes <= 1 << 20
-
-
-@pytest.mark.usefixtures("alone")
-def test_shards_go_in_waves(tmp_path, stager):
-    mesh = init_device_mesh("cpu", (1,))
-    rows = torch.arange(400_000.0).view(400, 1000)
-    state = {"dtensor": distribute_tensor(rows, mesh, [ShardedAlong(0)])} | {
-        f"s{i}": init_from_local_shards([Shard.from_tensor_and_offsets(rows[i : i + 50], [0, 0], 0)], 50, 1000)
-        for i in range(0, 300, 50)
-    }
-    with PoolStager(max_bytes="2MiB") as stager:
-        writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
-        dcp.async_save(state, storage_writer=writer, async_stager=stager).result()
-    found = {"dtensor": distribute_tensor(torch.zeros_like(rows), mesh, [ShardedAlong(0)])}
-    dcp.load(found, checkpoint_id=tmp_path)
-    assert torch.equal(found["dtensor"].to_local(), rows)
-
-
-def test_a_state_that_fits_does_not_go_in_waves(tmp_path, stager):
-    writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
-    response = dcp.async_save(adam_state(), storage_writer=writer, async_stager=stager)
-    response.upload_completion.result()
-    assert len(list(tmp_path.glob("*.distcp"))) == 1
-
-
-def test_a_tensor_larger_than_the_cap_is_refused(stager):
-    writer = stager.in_waves(dcp.FileSystemWriter("nowhere"))
-    with pytest.raises(
-        BudgetExceededError, match=r'largest .* 1\.9. MiB, max_bytes 1\.00 MiB; pass max_bytes="\d+KiB"'
-    ):
-        stager.stage({"t": torch.zeros(500_000)})
-    del writer
-
-
-def test_waves_that_fail_let_training_go_on_and_lose_no_slab(tmp_path, stager):
-    (tmp_path / "file").write_text("in the way")
-    for folder in ("file/a", "file/b"):
-        writer = stager.in_waves(dcp.FileSystemWriter(tmp_path / folder))
-        saving = dcp.async_save(large_state(), storage_writer=writer, async_stager=stager)
-        with pytest.raises(dcp.CheckpointException, match="Not a directory"):
-            saving.result()
-    other = dcp.async_save(large_state(), checkpoint_id=tmp_path / "c", async_stager=stager)
-    with pytest.raises(dcp.CheckpointException, match=r"read too early.*storage_writer=stager\.in_waves"):
-        other.result()
-    del saving, other, writer
-    gc.collect()
-    settled(stager.pool)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_writer_in_another_process_refuses_to_write_in_waves(tmp_path, stager):
-    writer = stager.in_waves(dcp.FileSystemWriter(tmp_path))
-    saving = dcp.async_save(
-        large_state(), storage_writer=writer, async_stager=stager, async_checkpointer_type=IN_PROCESS
-    )
-    with pytest.raises(StagingError, match="larger than the pool was read too early: 120000 bytes; save in a thread"):
-        saving.result()
-
-
-class Gated(dcp.FileSystemWriter):
-    """Writes when it is let."""
-
-    def __init__(self, path, gate):
-        super().__init__(path)
-        self.gate = gate
-
-    def write_data(self, plan, planner):
-        assert self.gate.wait(60)
-        return super().write_data(plan, planner)
-
-
-def test_with_hold_step_training_goes_on_beside_waves_and_the_next_step_waits(tmp_path, background):
-    parameters = [torch.nn.Parameter(torch.full((300_000,), float(i))) for i in range(20)]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    mean = torch.zeros(100)  # as forward changes it
-    state = {f"p{i}": parameter.detach() for i, parameter in enumerate(parameters)} | {"mean": mean}
-    at_the_call = digest(state)
-    gate = threading.Event()
-    with PoolStager(max_bytes="8MiB", hold="step", timeout=0) as stager:
-        writer = stager.in_waves(Gated(tmp_path, gate))
-        saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
-        mean.add_(1)
-        step = background(optimizer.step)
-        assert stays_blocked(step)
-        with pytest.raises(AcquireTimeoutError, match=r"still being written after 0 s"):
-            stager.stage(state)
-        gate.set()
-        outcome(step)
-        saving.result()
-        assert digest(state) != at_the_call == digest(read_back(tmp_path, state))
-        assert settled(stager.pool).peak_held_bytes <= 8 << 20
 
 
 # -- what is in shards -------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@
     tensors --to_host--> one slab, leased                            `PoolStager.stage` returns here (`_stager`)
     event --in a thread--> tensors over the slab, in the structure that the message says (`_staged`)
     --> the writer: a thread, or a process that maps the slab; when it has done, the slab is the pool's again
-
-A state larger than the cap goes another way, in `_waves`.
 """
 
 from ._stager import PoolStager

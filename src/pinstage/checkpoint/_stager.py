@@ -10,19 +10,16 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._copy import DIRECT_BYTES
 from .._memory import SharedMemory
 from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
-from .._sizes import format_bytes, size_to_paste
+from .._sizes import format_bytes
 from .._staging import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
-from ._snapshot import Snapshot, rebuild, take
-from ._staged import Bytes, Save, Slab, Staging
-from ._waves import Late, Wave, WaveWriter
+from ._snapshot import Snapshot, take
+from ._staged import Save, Slab, Staging
 
 _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
@@ -89,23 +86,16 @@ class PoolStager(AsyncStager):
         self._sources = Sources()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
-        self._wave: Wave | None = None
-        self._wave_writers: weakref.WeakSet[WaveWriter] = weakref.WeakSet()
         self._hold = hold
         self._copies: Fence | None = None
         self._hook = register_optimizer_step_pre_hook(_weakly(self.wait_before_change)) if hold == "step" else None
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Whether ``async_save`` waits for a state in waves; else the next step does."""
-        return self._hold == "stream"
 
     @property
     def pool(self) -> SlabPool:
         """Where slabs come from."""
         return self._pool
 
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Start to stage a state dict; ``async_save`` calls this.
 
         Blocks while the save before is being written, while the pool is at its cap, and while CPU tensors are copied;
@@ -116,7 +106,7 @@ class PoolStager(AsyncStager):
 
         Returns:
             What is done when all bytes are on the host: a dict with the same content, in tensors over the slab. The
-            slab goes back to the pool when they have died. In waves, a dict of tensors that are not there yet.
+            slab goes back to the pool when they have died.
 
         Raises:
             BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
@@ -126,8 +116,6 @@ class PoolStager(AsyncStager):
         timeout = self._wait_for_last()
         with step("describe"):
             snapshot = take(state_dict)
-        if self._wave_writers and sum(tensor.nbytes for tensor in snapshot.tensors) > self._pool.max_bytes:
-            return self._stage_in_waves(snapshot)
         transfer, slab = self._fetch(snapshot, timeout)
         self._save = Save(None if slab is None else slab.memory)
         staging = Staging(self._save)
@@ -139,65 +127,13 @@ class PoolStager(AsyncStager):
     def wait_before_change(self) -> None:
         """Let the current stream of each device wait until the copies have read the tensors; the host does not wait.
 
-        For ``hold="step"``, where something other than an optimizer's step is about to change them. The host waits for
-        a state in waves, until its last tensor has been copied.
+        For ``hold="step"``, where something other than an optimizer's step is about to change them.
         """
         copies, self._copies = self._copies, None
         wait_here(copies)
-        self._wait_for_wave(None)
-
-    def in_waves(self, writer: StorageWriter) -> StorageWriter:
-        """Return a writer with which a state larger than the pool's cap can be saved.
-
-        ::
-
-            async_save(state_dict, storage_writer=stager.in_waves(FileSystemWriter(path)), async_stager=stager)
-
-        Such a state is copied and written part by part, each of at most half the cap, to more files than otherwise.
-        ``async_save`` returns when the last tensor has been copied: training waits while all parts but the last are
-        written. With ``hold="step"`` it returns at once, and the next step makes the host wait for that. A state that
-        fits is saved as usual. Works with the checkpointer in a thread only.
-
-        Args:
-            writer: a ``FileSystemWriter``, or another one that names files by the prefix in its plan.
-        """
-        wrapped = WaveWriter(writer, lambda: self._wave)
-        self._wave_writers.add(wrapped)
-        return wrapped
-
-    def _stage_in_waves(self, snapshot: Snapshot) -> dict[str, Any]:
-        largest = max(tensor.nbytes for tensor in snapshot.tensors)
-        if largest > self._pool.max_bytes:
-            raise BudgetExceededError(
-                f"the largest tensor of the state does not fit the pool: {format_bytes(largest)}, max_bytes "
-                f'{format_bytes(self._pool.max_bytes)}; pass max_bytes="{size_to_paste(largest * 9 // 8)}" or more',
-                requested_bytes=largest,
-                max_bytes=self._pool.max_bytes,
-            )
-
-        def lease(nbytes: int) -> Bytes:
-            lease = self._acquire(nbytes, len(snapshot.tensors), self._timeout)
-            try:
-                return lease.numpy()
-            finally:
-                lease.release()  # not by `with`: the view alone says when the slab is free
-
-        most = max(1, self._pool.max_bytes // 2)
-        sources = snapshot.tensors
-        if self._hold == "step":  # what is small may be changed before
-            sources = [tensor.clone() if tensor.nbytes < DIRECT_BYTES else tensor for tensor in sources]
-
-        def stream(device: torch.device) -> torch.cuda.Stream:
-            return self._sources.of(device).stream  # type: ignore[no-any-return]
-
-        wave = self._wave = Wave(lease, most, sources, stream)
-        late = [Late.of(tensor, wave) for tensor in sources]
-        state: dict[str, Any] = rebuild(snapshot.message, late, snapshot.kept)
-        return state
 
     def synchronize_staging(self) -> None:
         """Wait until the bytes of the last state dict are on the host."""
-        self._wait_for_wave(None)
         if self._thread is not None:
             self._thread.join()
 
@@ -209,17 +145,10 @@ class PoolStager(AsyncStager):
         if self._owns_pool:
             self._pool.close()
 
-    def _wait_for_wave(self, timeout: float | None) -> bool:
-        """Wait until the state in waves was read; return whether it is."""
-        if self._wave is not None and not self._wave.wait(timeout):
-            return False
-        self._wave = None
-        return True
-
     def _wait_for_last(self) -> float | None:
         """Wait for the save before; return how long to wait for a slab."""
         last = self._save
-        if not self._wait_for_wave(self._timeout) or not (last is None or last.wait(self._timeout)):
+        if not (last is None or last.wait(self._timeout)):
             figures = self._pool.stats()
             raise AcquireTimeoutError(
                 f"the last checkpoint is still being written after {self._timeout} s: in flight "
@@ -255,8 +184,7 @@ class PoolStager(AsyncStager):
             return self._pool.acquire(nbytes, timeout=timeout, owner=_OWNER)
         except BudgetExceededError as error:
             raise BudgetExceededError(
-                f"the state of this rank does not fit the pool: {tensors} tensors; {error}, or save it in "
-                "waves, see PoolStager.in_waves",
+                f"the state of this rank does not fit the pool: {tensors} tensors; {error}",
                 **vars(error),
             ) from None
         except AcquireTimeoutError as error:
