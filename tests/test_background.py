@@ -130,7 +130,6 @@ HERE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:pinstage staged no batch")
 @pytest.mark.parametrize(
     ("make", "expected"),
     [*((make, True) for make in IN_A_THREAD.values()), *((make, False) for make in HERE.values())],

@@ -21,7 +21,7 @@ before torch's `DataLoader` or before a class made of it.
 Where to look: `_loader` has the public names; `_iterator` a pass over the data, and its end; `_sending` the queue that
 torch's iterator reads; `_broker` who has which slab; `_messages` what workers send. `_collate`, `_stacking` and
 `_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters, `_starting` the start of
-workers, `_unused` a warning.
+workers.
 """
 
 from ._loader import DataLoader, wrap_loader

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,7 +20,6 @@ from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
 from ._slabs import Settings, Slabs, checked
 from ._starting import start_workers
 from ._stats import LoaderStats
-from ._unused import arguments_were_read, slabs_of_original, warn_if_unused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -86,7 +83,7 @@ class Staging:
         """The slabs of this loader in this process. A forked worker whose dataset reads the loader gets its own."""
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None:
-            slabs = slabs_of_original(self.dataset, self._settings) or Slabs(self._settings)  # type: ignore[attr-defined]
+            slabs = Slabs(self._settings)
         elif slabs.pid != os.getpid():
             slabs = Slabs(self._settings._replace(pool=None))
         vars(self)["_own_slabs"] = slabs
@@ -103,39 +100,10 @@ class Staging:
         if isinstance(kept, LoaderIterator) and kept.closed:
             reaper.bury(vars(self).pop("_iterator"))
             vars(self)["_iterator"] = None  # new workers
-        batches = super().__iter__()  # type: ignore[misc]
-        if inspect.isgenerator(batches):
-            return self._looked_after(batches)
-        warn_if_unused(self._slabs)
-        return batches
-
-    def _looked_after(self, batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
-        warn_if_unused(self._slabs)
-
-    @property
-    def timeout(self) -> float:
-        arguments_were_read(self)
-        timeout: float = vars(self).get("timeout", 0)
-        return timeout
-
-    @timeout.setter
-    def timeout(self, timeout: float) -> None:
-        vars(self)["timeout"] = timeout
-
-    @property
-    def multiprocessing_context(self) -> Any:
-        arguments_were_read(self)
-        return super().multiprocessing_context  # type: ignore[misc]
-
-    @multiprocessing_context.setter
-    def multiprocessing_context(self, context: Any) -> None:
-        torch.utils.data.DataLoader.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
+        return super().__iter__()  # type: ignore[misc]
 
     def _get_iterator(self) -> Any:
-        slabs = self._slabs
-        slabs.is_used = True
-        with slabs.starting:
+        with self._slabs.starting:
             if self.num_workers == 0:  # type: ignore[attr-defined]
                 return self._inline_iterator()
             return start_workers(self._workers_iterator)
@@ -374,7 +342,6 @@ def wrap_loader(
     made = _wrapped(type(given), settings, vars(given) | {"_iterator": None})
     slabs: Slabs = made._slabs  # made now, where the device may be touched
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
-        slabs.is_used = True
         vars(made)["_iterator"] = InlineIterator(begun, slabs)
         if loader.persistent_workers:
             tell_once("a wrapped loader stages in the main process, which is slower: its workers were there before")

@@ -86,8 +86,6 @@ class Slabs:
         self.counters = Counters()
         self.starting = threading.RLock()
         """Held while an iterator is made: for that time, the loader that torch reads is changed."""
-        self.is_used = False
-        """Whether there was an iterator, or a framework made another loader of this one."""
         self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that are alive."""
         self._stager: Stager | None = None

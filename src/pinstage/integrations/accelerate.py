@@ -56,7 +56,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Do what `accelerate.skip_first_batches` does, and stage the remaining batches.
 
     Args:
-        loader: what `prepare` returned. If it was not iterated yet, both have the same slabs and stats.
+        loader: what `prepare` returned. Both have the same slabs and stats.
         num_batches: how many to leave out.
 
     Raises:
@@ -70,6 +70,7 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
         )
     rest = ps.wrap_loader(accelerate.skip_first_batches(loader, num_batches), **options)
     rest.pinstage_options = options
+    vars(rest.base_dataloader)["_own_slabs"] = loader.base_dataloader._slabs
     return rest
 
 
