@@ -312,19 +312,6 @@ def test_a_batch_larger_than_the_slabs_is_an_error_with_the_numbers(make_stager)
     assert stager.stats().batches == 1
 
 
-def test_by_choice_what_finds_no_place_gets_a_fresh_slab_and_is_counted(make_stager):
-    stager = make_stager(ring=1, ring_overflow="fresh")
-    kept = [stager.to_device(batch(seed)) for seed in range(3)]
-    large = stager.to_device([torch.ones(1000)])
-    for seed, staged in enumerate(kept):
-        assert_same(batch(seed), staged, "cpu")
-    assert torch.equal(large[0], torch.ones(1000))
-    assert stager.stats().ring_overflows == 3
-    del kept, staged
-    stager.to_device(batch())
-    assert stager.stats().ring_overflows == 3
-
-
 def test_a_failure_to_pack_gives_the_place_back(make_stager):
     stager = make_stager(4096, ring=1, ring_bytes="1MiB")
     for _ in range(3):
@@ -367,7 +354,7 @@ def test_prefetch_through_a_ring_yields_every_batch_intact(prefetch, make_stager
 
 @pytest.mark.parametrize(
     "options",
-    [{"ring": 0}, {"ring": 1, "ring_bytes": 0}, {"ring": 1, "ring_overflow": "wait"}, {"ring": None, "ring_bytes": 5}],
+    [{"ring": 0}, {"ring": 1, "ring_bytes": 0}, {"ring": None, "ring_bytes": 5}],
     ids=repr,
 )
 def test_a_ring_of_no_sense_is_refused(options):

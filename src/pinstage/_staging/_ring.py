@@ -21,8 +21,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -33,10 +32,6 @@ from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from .._tree import Structure
 from ..errors import RingError
 from ._device import Target
-
-Overflow = Literal["error", "fresh"]
-
-_number = attrgetter("number")
 
 
 class RingLease:
@@ -182,27 +177,22 @@ class Ring:
         target: where they are.
         count: how many.
         nbytes: size of each; None takes that of the first batch.
-        overflow: what becomes of a batch that finds no free slab: an error, or a slab of its own outside of the ring.
 
     Raises:
         TypeError: `count` is no int.
-        ValueError: `count` or `nbytes` is less than 1, or no such `overflow`.
+        ValueError: `count` or `nbytes` is less than 1.
         StagingError: this torch does not tell who uses a storage.
     """
 
-    def __init__(self, target: Target, count: int, nbytes: int | None, overflow: Overflow) -> None:
+    def __init__(self, target: Target, count: int, nbytes: int | None) -> None:
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"ring is a number of device slabs: {count!r}; pass an int, such as ring=3")
         if count < 1:
             raise ValueError(f"ring must be at least 1: {count}; it is the number of batches held at once")
         if nbytes is not None and nbytes < 1:
             raise ValueError(f"ring_bytes must be positive: {nbytes}; it is the size of each device slab")
-        if overflow not in ("error", "fresh"):
-            raise ValueError(f"ring_overflow must be 'error' or 'fresh': {overflow!r}")
         check_storages_can_be_counted()
         self.count = count
-        self.overflow = overflow
-        self.overflows = 0
         self._given = nbytes is not None
         self._nbytes = nbytes
         self._target = target
@@ -212,11 +202,8 @@ class Ring:
         self._lock = threading.RLock()
         self._is_entered = ownership(self._lock)
 
-    def take(self, nbytes: int) -> RingLease | None:
+    def take(self, nbytes: int) -> RingLease:
         """Take the free slab that was used longest ago.
-
-        Returns:
-            A lease of it, or None if the batch gets a slab of its own.
 
         Raises:
             RingError: the batch is larger than the slabs, or none is free, or a finaliser asks in the middle of a call.
@@ -227,14 +214,11 @@ class Ring:
                 "asked for a slab; a finaliser may release() transfers, nothing else"
             )
         lease = self._try_to_take(nbytes)
-        if lease is None and self.overflow == "error":
-            if self._fits(nbytes):
-                gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
-                lease = self._try_to_take(nbytes)
-            if lease is None:
-                raise self._error(nbytes)
-        elif lease is None:
-            self.overflows += 1
+        if lease is None and self._fits(nbytes):
+            gc.collect()  # a reference cycle, such as an exception's, is nobody who holds it
+            lease = self._try_to_take(nbytes)
+        if lease is None:
+            raise self._error(nbytes)
         return lease
 
     def _try_to_take(self, nbytes: int) -> RingLease | None:
@@ -273,11 +257,13 @@ class Ring:
             return RingError(
                 f"batch does not fit the ring: it needs {format_bytes(nbytes)}, each of the {self.count} device "
                 f'slabs has {format_bytes(self._nbytes)}, {origin}; pass ring_bytes="{size_to_paste(nbytes)}", or more '
-                "if there are larger batches, or ring_overflow='fresh'"
+                "if there are larger batches"
             )
-        held = "; ".join(f"batch number {slab.number}: {slab.holder()}" for slab in sorted(self._slabs, key=_number))
+        held = "; ".join(
+            f"batch number {slab.number}: {slab.holder()}" for slab in sorted(self._slabs, key=lambda slab: slab.number)
+        )
         return RingError(
             f"ring is full: batch number {self._taken + 1} needs a device slab, all {self.count} are held ({held}); "
-            f"pass ring={self.count + 1}, or ring_overflow='fresh'; or drop batches sooner, clone() what has to stay, "
+            f"pass ring={self.count + 1}; or drop batches sooner, clone() what has to stay, "
             "and call Transfer.release() when all work on a batch has been issued"
         )

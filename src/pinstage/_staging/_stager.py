@@ -50,7 +50,7 @@ from .._tree import Keeping, walk
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
-from ._ring import Overflow, Ring, RingLease
+from ._ring import Ring, RingLease
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, to_host
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
@@ -112,8 +112,6 @@ class StagerStats:
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
     """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
-    ring_overflows: int
-    """Batches that found no free slab in the ring and got a device slab of their own."""
     refused_batches: int
     """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
@@ -135,7 +133,6 @@ class StagerStats:
                 ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
                 ("padding", format_bytes(self.padding_bytes)),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
-                ("ring_overflows", f"{self.ring_overflows:,}"),
                 ("to_host", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
             ],
         )
@@ -161,8 +158,6 @@ class Stager:
             back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
             more and the work issued on it is done, or after `Transfer.release`. None: fresh memory.
         ring_bytes: size of each of these slabs; None takes the first batch's.
-        ring_overflow: what happens to a batch that is larger than a slab, or finds all slabs held: ``"error"``, or
-            ``"fresh"``, a device slab of its own (counted in the stats).
         threads: how many threads may pack a batch of 1 MiB or more, including the calling one; None takes the CPUs that
             the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
@@ -207,7 +202,6 @@ class Stager:
         owner: str = "stager",
         ring: int | None = None,
         ring_bytes: int | str | None = None,
-        ring_overflow: Overflow = "error",
         threads: int | None = None,
         borrow_pinned: bool = False,
         own_storage: OwnStorage = "auto",
@@ -222,15 +216,15 @@ class Stager:
                 raise ValueError(
                     f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
                 )
-        if ring is None and (ring_bytes is not None or ring_overflow != "error"):
-            raise ValueError(f"ring_bytes={ring_bytes!r}, ring_overflow={ring_overflow!r} need a ring: pass ring=")
+        if ring is None and ring_bytes is not None:
+            raise ValueError(f"ring_bytes={ring_bytes!r} needs a ring: pass ring=")
         if timeout is not None:
             check_timeout(timeout)
         self._target = target_for(device)
         self._timeout = timeout
         self._owner = owner
         slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
-        self._ring = None if ring is None else Ring(self._target, ring, slab_bytes, ring_overflow)
+        self._ring = None if ring is None else Ring(self._target, ring, slab_bytes)
         self._threads = most_threads(threads)
         self._borrow_pinned = borrow_pinned
         self._own_storage = check_own_storage(own_storage)
@@ -509,7 +503,7 @@ class Stager:
                 ``background=True`` with a depth of 0, or over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        if self._ring is not None and self._ring.overflow == "error" and self._ring.count < depth + 2:
+        if self._ring is not None and self._ring.count < depth + 2:
             raise ValueError(
                 f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
                 f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
@@ -531,7 +525,6 @@ class Stager:
                 padding_bytes=self._padding_bytes,
                 passthrough_leaves=self._passthrough_leaves,
                 refused_batches=self._refused_batches,
-                ring_overflows=0 if self._ring is None else self._ring.overflows,
                 fetches=self._fetches,
                 fetch_copies=self._fetch_copies,
                 fetched_bytes=self._fetched_bytes,
