@@ -297,6 +297,13 @@ def test_a_pool_that_is_closed_or_dropped_leaves_nothing_in_the_ledger(end, memo
     assert not list(folder.iterdir())
 
 
+def test_a_closed_pool_lets_another_cap_in(memory):
+    for size in ("1MiB", "2MiB", "3MiB"):
+        with ps.SlabPool(memory, max_bytes=budget(size)) as pool:
+            pool.acquire(MIB).release()
+        assert living() == []
+
+
 def test_empty_pools_that_are_dropped_leave_nothing(memory):
     ps.SlabPool(memory, max_bytes=budget())
     wait_until(lambda: living() == [])

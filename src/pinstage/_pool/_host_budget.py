@@ -244,15 +244,22 @@ class LimitedMemory:
         """
         _thread.start_new_thread(self._serve, (weakref.ref(pool), line))
 
+    def end(self) -> None:
+        """Give up the file of a closed pool, unless that still holds memory."""
+        with _turn:
+            if not self._held:
+                self._close()
+
     def _serve(self, watched: weakref.ref[Any], line: Line) -> None:
-        while self._held or ((pool := watched()) is not None and not pool.closed):
-            pool = None
+        while True:
             with contextlib.suppress(Empty):
                 self._refusals.get(timeout=self._pause)
+            pool = watched()
+            if not self._held and (pool is None or pool.closed):
+                return self.end()
             with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
-                self._look(watched(), line)
-        with _turn:
-            self._close()
+                self._look(pool, line)
+            del pool
 
     def _look(self, pool: Any, line: Line) -> None:
         """Update the file; see whether there is room by now; lend what others want.

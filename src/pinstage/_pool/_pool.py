@@ -307,6 +307,8 @@ class SlabPool:
         for event in ledger.decide(ledger.pending):
             event.synchronize()
         self.trim()
+        if self._host is not None:
+            self._host.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after a look at events. Does not block."""
