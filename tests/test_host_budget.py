@@ -645,8 +645,8 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
         (("auto",), ValueError, "not a size: 'auto'"),
         ((0,), ValueError, "a budget must be positive: 0"),
         ((1.5,), ValueError, "not a whole number of bytes"),
-        (("1GiB", ""), ValueError, "a budget's name is empty"),
-        (("1GiB", 7), TypeError, "a budget's name is text, not int"),
+        (("1GiB", ""), ValueError, "a budget's name must be text: ''"),
+        (("1GiB", 7), ValueError, "a budget's name must be text: 7"),
     ],
 )
 def test_a_budget_of_nonsense_is_refused(arguments, error, message):

@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, SupportsIndex
 
 from .._memory import Block, MemoryResource, as_called_here
+from .._reaper import running
 from .._sizes import format_bytes, parse_bytes
 from .._torch import ownership
 from ..errors import HostBudgetError
@@ -54,6 +55,7 @@ _turn = threading.RLock()
 _limited: weakref.WeakSet[LimitedMemory] = weakref.WeakSet()
 
 
+@dataclass(unsafe_hash=True, init=False, repr=False)
 class HostBudget:
     """One cap on the bytes of all pools of a host that use it, in any number of processes.
 
@@ -70,19 +72,20 @@ class HostBudget:
         name: which budget; None for the user's default one.
 
     Raises:
-        TypeError: `max_bytes` is neither an integer nor text, or `name` is not text.
-        ValueError: `max_bytes` is not a positive size, or `name` is empty.
+        TypeError: `max_bytes` is neither an integer nor text.
+        ValueError: `max_bytes` is not a positive size, or `name` is empty or not text.
     """
+
+    max_bytes: int
+    name: str | None
 
     def __init__(self, max_bytes: SupportsIndex | str, *, name: str | None = None) -> None:
         self.max_bytes = parse_bytes(max_bytes)
         self.name = name
         if self.max_bytes <= 0:
             raise ValueError(f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"a budget's name is text, not {type(name).__name__}; None means the user's own")
-        if name == "":
-            raise ValueError("a budget's name is empty: ''; leave it out for the user's own")
+        if name is not None and (not name or not isinstance(name, str)):
+            raise ValueError(f"a budget's name must be text: {name!r}; leave it out for the user's own")
 
     @staticmethod
     def shares() -> list[HostShare]:
@@ -93,17 +96,10 @@ class HostBudget:
         Raises:
             HostBudgetError: the folder cannot be used, or a file in it is damaged.
         """
-        path = _path()
-        if not os.path.lexists(path):
+        if not os.path.lexists(_path()):
             return []
-        with _folder(path) as folder:
+        with _folder(_path()) as folder:
             return sorted(_living(folder), key=lambda share: (share.budget or "", share.pid, share.pool))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HostBudget) and (self.max_bytes, self.name) == (other.max_bytes, other.name)
-
-    def __hash__(self) -> int:
-        return hash((self.max_bytes, self.name))
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"
@@ -180,13 +176,11 @@ class LimitedMemory:
         _limited.add(self)
         with _folder(self._path) as folder:
             self._room(folder)
-            for share in self.others:
-                if share.max_bytes != budget.max_bytes:
-                    here, there = f"{budget!r} is {budget.max_bytes} bytes here", f"{share.max_bytes} bytes"
-                    raise ValueError(
-                        f"two caps for one budget: {here}, and {there} in process {share.pid} ({share.program}); give "
-                        "it the same cap everywhere, or another name"
-                    )
+            for share in [share for share in self.others if share.max_bytes != budget.max_bytes]:
+                raise ValueError(
+                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {share.max_bytes} "
+                    f"bytes in process {share.pid} ({share.program}); give it the same cap everywhere, or another name"
+                )
             self._write(folder, 0)
 
     def holders(self) -> str:
@@ -257,9 +251,10 @@ class LimitedMemory:
             pool = watched()
             if not self._held and (pool is None or pool.closed):
                 return self.end()
+            running[self] = None  # the end of the program waits for calls of CUDA
             with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
                 self._look(pool, line)
-            del pool
+            del pool, running[self]
 
     def _look(self, pool: Any, line: Line) -> None:
         """Update the file; see whether there is room by now; lend what others want.
