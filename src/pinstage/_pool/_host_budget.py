@@ -42,7 +42,7 @@ LEND_SECONDS = 2.5
 """How long `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
 
 _WAIT_SECONDS = 0.05
-"""Interval at which a pool that found the budget used up looks whether there is room by now."""
+"""Interval at which a pool that found the budget used up looks whether there is room."""
 
 _BUSY_SECONDS = 10.0
 """Holding the folder's lock takes less than a millisecond. A process that holds it for longer is stopped."""
@@ -257,7 +257,7 @@ class LimitedMemory:
             del pool, running[self]
 
     def _look(self, pool: Any, line: Line) -> None:
-        """Update the file; see whether there is room by now; lend what others want.
+        """Update the file; see whether there is room; lend what others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
         """
