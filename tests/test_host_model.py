@@ -1,88 +1,104 @@
-"""The shares of a `HostBudget`, as processes that the test moves step by step: a model in which any of them may die."""
+"""Pools of a `HostBudget` as processes that the test moves step by step: any of them may be killed at any time."""
 
-import json
-import weakref
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from pinstage._pool import _host_budget, _host_ledger
-from pinstage._pool._host_budget import HostBudget, HostIsFull, Share
+from pinstage._pool import HostBudget, _host_budget
+from pinstage._pool._host_budget import HostIsFull, LimitedMemory
 
 CAP = 100
+LINE = SimpleNamespace(waits=0, seconds=0.0)
+
+
+class Blocks:
+    """Memory that is only counted."""
+
+    is_pinned = is_shared = False
+    granularity = 1
+
+    def allocate(self, nbytes):
+        return SimpleNamespace(nbytes=nbytes)
+
+    def deallocate(self, block):
+        pass
 
 
 class Process:
-    """A process with one pool: what it has in use, what is idle, and what it waits for."""
+    """A process with one pool: blocks in use, idle blocks, and how much it waits for."""
 
     def __init__(self):
         self.closed = False
-        self.used = self.idle = self.wanted = 0
-        self.share = Share(HostBudget(CAP, name="model"))
-        self.share._pool, self.share._line = weakref.ref(self), SimpleNamespace(waits=0, seconds=0.0)
+        self.used, self.idle, self.wanted = [], [], 0
+        self.memory = LimitedMemory(Blocks(), HostBudget(CAP, name="model"))
 
     @property
     def held(self):
-        return self.used + self.idle
+        return sum(block.nbytes for block in self.used + self.idle)
 
     def lend(self, nbytes):
-        self.free(min(nbytes, self.idle))
-
-    def free(self, nbytes):
-        self.idle -= nbytes
-        self.share.give(nbytes)
+        while nbytes > 0 and self.idle:
+            block = self.idle.pop()
+            self.memory.deallocate(block)
+            nbytes -= block.nbytes
 
     def is_waited_for(self):
         return bool(self.wanted)
 
     def report(self, waits, wait_seconds):
-        return {"free_bytes": self.idle}
+        return {"free_bytes": sum(block.nbytes for block in self.idle)}
 
     def ask(self):
-        """Try to get what is waited for, from what is idle or by growing."""
-        nbytes = self.wanted
-        if self.idle >= nbytes:
-            self.idle -= nbytes
-        else:
-            try:
-                self.share.take(nbytes)
-            except HostIsFull:
-                return
-        self.used += nbytes
-        self.wanted = 0
+        try:
+            if self.wanted and self.wanted + self.held <= self.memory.allowed:
+                self.used.append(self.memory.allocate(self.wanted))
+                self.wanted = 0
+        except HostIsFull:
+            pass
 
     def look(self):
-        """Do what its thread does when it is woken, or by itself."""
-        return self.share.look(self.share._bell.read(4096) or b"")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(_host_ledger.VARIABLE, str(tmp_path / "ledger"))
-    return tmp_path / "ledger"
-
-
-def rows():
-    with _host_ledger.transaction() as entries:
-        return entries.rows()
+        self.memory._look(self, LINE)
 
 
 class Clock:
-    now = 0.0
+    now = 1e9
 
     def monotonic(self):
         return self.now
 
+    time = monotonic
+
+
+@pytest.fixture(autouse=True)
+def clock(tmp_path, monkeypatch):
+    monkeypatch.setenv(_host_budget.VARIABLE, str(tmp_path / "folder"))
+    monkeypatch.setattr(_host_budget, "time", Host.clock)
+    return Host.clock
+
+
+which_of = st.integers(0, 3)
+
 
 class Host(RuleBasedStateMachine):
     clock = Clock()
+    living = ()
 
     @initialize()
     def begin(self):
         self.living = []
+
+    def pick(self, which):
+        return self.living[which % len(self.living)]
 
     @precondition(lambda self: len(self.living) < 4)
     @rule()
@@ -90,111 +106,69 @@ class Host(RuleBasedStateMachine):
         self.living.append(Process())
 
     @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3), nbytes=st.integers(1, CAP))
+    @rule(which=which_of, nbytes=st.integers(1, CAP))
     def want(self, which, nbytes):
-        process = self.living[which % len(self.living)]
-        if not process.wanted and process.used + nbytes <= CAP:
-            process.wanted = nbytes
-            process.ask()
+        process = self.pick(which)
+        process.wanted = process.wanted or nbytes
+        process.ask()
 
     @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3))
-    def ask_again(self, which):
-        process = self.living[which % len(self.living)]
-        if process.wanted:
-            process.ask()
-
-    @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3), nbytes=st.integers(1, CAP), is_freed=st.booleans())
-    def release(self, which, nbytes, is_freed):
-        process = self.living[which % len(self.living)]
-        nbytes = min(nbytes, process.used)
-        process.used -= nbytes
-        process.idle += nbytes
+    @rule(which=which_of, is_freed=st.booleans())
+    def release(self, which, is_freed):
+        process = self.pick(which)
+        process.idle += process.used
+        process.used = []
         if is_freed:
-            process.free(nbytes)
+            process.lend(CAP)
 
     @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3))
+    @rule(which=which_of)
     def look(self, which):
-        self.living[which % len(self.living)].look()
+        self.pick(which).look()
 
     @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3))
+    @rule(which=which_of)
     def give_up(self, which):
-        self.living[which % len(self.living)].wanted = 0
+        self.pick(which).wanted = 0
 
     @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3))
+    @rule(which=which_of)
     def kill(self, which):
-        self.living.pop(which % len(self.living)).share._bell.close()  # as the kernel does
-
-    @precondition(lambda self: self.living)
-    @rule(which=st.integers(0, 3))
-    def close(self, which):
-        process = self.living.pop(which % len(self.living))
-        process.idle, process.used = process.idle + process.used, 0
-        process.closed = True
-        process.free(process.idle)
-        assert process.look()
-        assert process.share._key not in {row.key for row in rows()}
+        process = self.pick(which)
+        self.living.remove(process)
+        process.memory._close()  # as the kernel does
 
     @rule(seconds=st.sampled_from([0.001, 0.3, 1.1]))
     def wait(self, seconds):
         self.clock.now += seconds
 
-    @precondition(lambda self: self.living)
-    @rule()
-    def lose_the_file(self):
-        """Somebody removes it; those who wake up write themselves down anew, before anybody else comes."""
-        _host_ledger._file().unlink(missing_ok=True)
-        for process in self.living:
-            process.look()
-
     @invariant()
-    def nobody_exceeds_it(self):
-        if not hasattr(self, "living"):
-            return
-        written = {row.key: row.bytes for row in rows()}
-        assert sum(process.held for process in self.living) <= CAP
+    def files_say_what_is_held_within_the_cap(self):
+        written = {share.pool: share.nbytes for share in HostBudget.shares()}
+        assert written == {process.memory._key: process.held for process in self.living}
         assert sum(written.values()) <= CAP
-        assert set(written) == {process.share._key for process in self.living}
-        assert all(process.held <= written[process.share._key] for process in self.living)
 
     def teardown(self):
-        """Whoever waits is served once the others use nothing, or give back what they get."""
+        """Every waiting process is served once the others only have idle blocks."""
         try:
-            while waiting := [process for process in getattr(self, "living", ()) if process.wanted]:
-                for _ in range(200):
+            while waiting := [process for process in self.living if process.wanted]:
+                for process in self.living:
+                    process.idle, process.used = process.idle + process.used, []
+                if waiting[0].held + waiting[0].wanted > CAP:
+                    waiting[0].lend(CAP)
+                for other in [*waiting[:1], *self.living, *waiting[:1]]:
                     self.clock.now += 0.3
-                    for process in self.living:
-                        process.idle, process.used = process.idle + process.used, 0
-                        process.look()
-                        if process.wanted:
-                            process.ask()
-                    if not waiting[0].wanted:
-                        break
+                    other.look()
+                    waiting[0].ask()
                 assert not waiting[0].wanted, "never served"
         finally:
-            for process in getattr(self, "living", ()):
-                process.share._bell.close()
-            if hasattr(self, "living"):
-                assert rows() == []
+            for process in self.living:
+                process.memory._close()
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    Host.clock.now = 1e9
-    monkeypatch.setattr(_host_budget, "time", Host.clock)
-    return Host.clock
-
-
-def test_no_interleaving_of_processes_exceeds_a_budget_or_leaves_one_waiting(clock):
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(
-        Host, settings=settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)
-    )
+def test_no_interleaving_exceeds_the_cap_or_starves(clock):
+    examples = settings.default.max_examples // 2
+    run_state_machine_as_test(Host, settings=settings(max_examples=examples, stateful_step_count=40))
 
 
 @pytest.fixture
@@ -202,91 +176,29 @@ def two():
     processes = [Process(), Process()]
     yield processes
     for process in processes:
-        process.share._bell.close()
+        process.memory._close()
 
 
-def use(process, nbytes):
-    process.wanted = nbytes
-    process.ask()
-    return not process.wanted
-
-
-def test_what_is_idle_in_one_process_is_lent_to_another_one_as_much_as_it_wants(two):
+def test_only_missing_bytes_are_lent(two):
     first, second = two
-    assert use(first, 80)
-    first.used, first.idle = 0, 80
-    assert not use(second, 60)
-    second.look()  # asks the first
+    first.idle = [first.memory.allocate(20) for _ in range(4)]
+    second.wanted = 60
+    second.ask()
+    assert second.wanted
     first.look()
-    assert first.idle == 40  # 20 were free
-    first.look()
+    assert first.held == 40  # 20 were free
     second.look()
     second.ask()
-    assert (second.used, second.wanted) == (60, 0)
+    assert (second.held, second.wanted) == (60, 0)
 
 
-def test_one_lender_after_the_other_is_asked_the_largest_first(two):
+def test_requests_that_gave_up_free_nothing(two, clock):
     first, second = two
-    third = Process()
-    assert use(first, 30)
-    assert use(second, 70)
-    first.used, first.idle, second.used, second.idle = 0, 30, 0, 70
-    assert not use(third, 50)
-    for _ in range(3):
-        third.look()
-        second.look()
-        first.look()
-    third.ask()
-    assert (third.used, second.idle, first.idle) == (50, 20, 30)
-    third.share._bell.close()
-
-
-def test_a_large_request_has_the_room_that_comes_free_to_itself_for_a_second(two, clock):
-    first, second = two
-    third = Process()
-    assert use(first, 90)
-    assert not use(second, 50)
-    clock.now += 0.9
-    assert not use(third, 10)  # though there is room for it
-    clock.now += 0.2
-    assert use(third, 10)
-    third.share._bell.close()
-
-
-def test_two_that_wait_for_one_another_s_room_do_not_ring_each_other_without_end(two, clock):
-    first, second = two
-    assert use(first, 50)
-    assert use(second, 50)
-    assert not use(first, 20)
-    assert not use(second, 20)
-    looks = 0
-    while any(process.share._bell.read(1) for process in two):
-        for process in two:
-            process.look()
-            looks += 1
-        assert looks < 20
-
-
-def test_a_request_that_gave_up_makes_nobody_free_anything(two, clock):
-    first, second = two
-    assert use(first, 80)
-    first.used, first.idle = 0, 80
-    assert not use(second, 60)
+    first.idle = [first.memory.allocate(80)]
+    second.wanted = 60
+    second.ask()
     second.wanted = 0
     clock.now += 0.3
     second.look()
     first.look()
-    assert first.idle == 80
-    assert [row.wanted for row in rows()] == [0, 0]
-
-
-def test_a_pool_says_how_it_is_when_asked_and_not_twice_in_a_second(two, clock):
-    first, _ = two
-    first.idle = 7
-    for idle, seconds, told in ((7, 0, 7), (8, 0.5, 7), (9, 0.5, 9)):
-        first.idle = idle
-        clock.now += seconds
-        _host_ledger.ring(first.share._pipe, b".")
-        first.look()
-        assert json.loads({row.key: row.told for row in rows()}[first.share._key])["free_bytes"] == told
-    first.idle = 0
+    assert first.held == 80

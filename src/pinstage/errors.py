@@ -62,7 +62,7 @@ class ForkedPoolError(StagingError, RuntimeError):
 
 
 class HostBudgetError(StagingError, RuntimeError):
-    """The host's ledger of a `HostBudget` cannot be used, or is not the user's alone. A `RuntimeError`."""
+    """The folder of a `HostBudget` cannot be used, or isn't the user's alone. A `RuntimeError`."""
 
 
 class LeaseError(StagingError, RuntimeError):

@@ -1,59 +1,61 @@
-"""One cap for a host: how the pools of several processes share it, and lend one another what is idle.
+"""One cap for the pools of several processes: a memory resource around another one, as RMM's limiting adaptor.
 
-A pool that grows asks the ledger of the host (`_host_ledger`), in the thread that does slow work anyway. If the budget
-is taken, the request waits in the pool's line like any other, and the pool's row says how much it wants. Then the
-pool's own thread, which sleeps otherwise, asks the others one after the other, the largest first: each frees what is
-idle, as much as is wanted, and answers. So nobody frees more than it takes.
+Each pool has a file in a folder of the user's, locked as long as its process lives: a file without a lock belongs to a
+process that has ended. Allocating and freeing read and write these files under the folder's lock. A pool that finds the
+budget used up writes into its file how much it wants. Pools with idle slabs look once a second, and free what is
+missing.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import fcntl
 import json
-import math
 import os
-import select
+import secrets
+import stat
 import sys
+import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex
+from queue import Empty, SimpleQueue
+from typing import Any, SupportsIndex
 
+from .._memory import Block, MemoryResource, as_called_here
+from .._reaper import running
 from .._sizes import format_bytes, parse_bytes
-from ._host_ledger import Bell, Entries, Row, damaged, exists, ring, transaction
-from ._stats import OwnerStats
+from .._torch import ownership
+from ..errors import HostBudgetError
 from ._waiting import Line
 
-_NEWS, _LEND, _TELL = b"!", b"?", b"."
-"""What a pool is woken with: something was given back; give back what is idle, and answer; say how you are."""
+VARIABLE = "PINSTAGE_LEDGER_DIR"
+"""Names another folder, such as a volume that several containers share."""
 
-_LOOK_SECONDS = 0.25
-"""How often a pool that waits looks whether another one died, which nobody tells. One that does not wait sleeps."""
+LOOK_SECONDS = 1.0
+"""Interval at which a pool updates its file, and looks whether others want its idle slabs."""
 
-_TURN_SECONDS = 1.0
-"""How long the pool that has waited longest keeps what comes free for itself: long enough for another one to end the
-step that it is in, so that small requests cannot starve a large one. After that, whatever fits may pass: two that wait
-for one another, the one with what the other needs, are in each other's way no longer than this."""
+LEND_SECONDS = 2.5
+"""How long `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
 
-LEND_SECONDS = 1.0
-"""How long a reservation waits for others to give back what is idle. A process that is not stopped needs milliseconds,
-and the time that its device takes."""
+_WAIT_SECONDS = 0.05
+"""Interval at which a pool that found the budget used up looks whether there is room."""
 
-_TOUCH_SECONDS = 3600.0
-"""How often a pool that sleeps looks after its row and pipe: what tidies /tmp goes by age, of ten days and more."""
+_BUSY_SECONDS = 10.0
+"""Holding the folder's lock takes less than a millisecond. A process that holds it for longer is stopped."""
 
-_ANSWER_SECONDS = 0.1
-"""How long `HostBudget.shares` waits for pools to say how they are. It takes them a millisecond."""
+_SUFFIX = ".pinstage"
 
-_TELL_SECONDS = 0.9
-"""How often a pool that did not grow or shrink says how it is, whoever asks: once for each picture of ``pinstage top``.
-"""
+_turn = threading.RLock()
+"""Held with the folder's lock, and during a fork, so that no child inherits the folder's lock."""
+
+_limited: weakref.WeakSet[LimitedMemory] = weakref.WeakSet()
 
 
+@dataclass(unsafe_hash=True, init=False, repr=False)
 class HostBudget:
     """One cap on the bytes of all pools of a host that use it, in any number of processes.
 
@@ -70,82 +72,43 @@ class HostBudget:
         name: which budget; None for the user's default one.
 
     Raises:
-        TypeError: `max_bytes` is neither an integer nor text, or `name` is not text.
-        ValueError: `max_bytes` is not a positive size, or `name` is empty.
+        TypeError: `max_bytes` is neither an integer nor text.
+        ValueError: `max_bytes` is not a positive size, or `name` is empty or not text.
     """
+
+    max_bytes: int
+    name: str | None
 
     def __init__(self, max_bytes: SupportsIndex | str, *, name: str | None = None) -> None:
         self.max_bytes = parse_bytes(max_bytes)
         self.name = name
         if self.max_bytes <= 0:
             raise ValueError(f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"a budget's name is text, not {type(name).__name__}; None means the user's own")
-        if name == "":
-            raise ValueError("a budget's name is empty: ''; leave it out for the user's own")
+        if name is not None and (not name or not isinstance(name, str)):
+            raise ValueError(f"a budget's name must be text: {name!r}; leave it out for the user's own")
 
     @staticmethod
     def shares() -> list[HostShare]:
         """Return what each pool on this host has of its budget, and what it uses that for.
 
-        Each pool is asked how it is, so this takes 0.1 seconds. Costs a pool less than a millisecond.
+        Reads the files of the pools, which write them when they grow or shrink, and once a second.
 
         Raises:
-            HostBudgetError: the host's ledger cannot be used, or is damaged.
+            HostBudgetError: the folder cannot be used, or a file in it is damaged.
         """
-        if not exists():
+        if not os.path.lexists(_path()):
             return []
-        with transaction() as entries:
-            pipes = [entries.pipe(row.key) for row in entries.rows()]
-        asked = time.monotonic()
-        for pipe in pipes:
-            ring(pipe, _TELL)
-        if pipes:
-            time.sleep(_ANSWER_SECONDS)
-        with transaction() as entries:
-            rows = entries.rows()
-            entries.commit()
-        found = []
-        for row in sorted(rows, key=lambda row: (row.budget, row.pid, row.key)):
-            try:
-                told = json.loads(row.told)
-                answered = float(told.get("at", 0)) >= asked - _TELL_SECONDS
-                numbers = {name: _number(told, name) for name in TOLD}
-                owners = {
-                    name: {field: _number(owner, field) for field in OwnerStats.__slots__}
-                    for name, owner in told.get("owners", {}).items()
-                }
-            except (AttributeError, ArithmeticError, RecursionError, TypeError, ValueError) as error:
-                raise damaged(row, error) from error
-            given = (row.budget or None, row.cap, row.pid, row.program, row.key, row.bytes, row.wanted, answered)
-            found.append(HostShare(*given, **numbers, owners=owners))
-        return found
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HostBudget) and (self.max_bytes, self.name) == (other.max_bytes, other.name)
-
-    def __hash__(self) -> int:
-        return hash((self.max_bytes, self.name))
+        with _folder(_path()) as folder:
+            return sorted(_living(folder), key=lambda share: (share.budget or "", share.pid, share.pool))
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"
         return f"HostBudget({format_bytes(self.max_bytes)!r}{name})"
 
 
-TOLD = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
-"""Fields of `PoolStats` that a pool tells of itself, besides those of its owners. Other versions may tell others."""
-
-
-def _number(told: Any, name: str) -> Any:
-    value = told.get(name, 0)
-    if (value is not None or name != "at_most") and not (isinstance(value, int | float) and math.isfinite(value)):
-        raise TypeError(f"{name} is {value!r}")
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What one pool has of a `HostBudget`."""
+    """What one pool has of a `HostBudget`. Leased, in flight, free and the owners are up to a second old."""
 
     budget: str | None
     """The budget's name; None for the user's default one."""
@@ -162,7 +125,7 @@ class HostShare:
     wanted_bytes: int
     """Bytes that it waits for."""
     answered: bool
-    """Whether the process answered, so that the fields below are known. A stopped process does not answer."""
+    """Whether it updated its file in the last three seconds. A stopped process does not."""
     leased_bytes: int = 0
     in_flight_bytes: int = 0
     free_bytes: int = 0
@@ -172,258 +135,243 @@ class HostShare:
     """Time spent waiting, summed over all requests."""
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The fields of `OwnerStats` for each owner."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """The part of `nbytes` that other processes may hold, too: bytes by the memory's inode, counted once."""
 
 
-class Alone:
-    """The share of a pool whose cap is its own: nothing is to be done."""
-
-    allowed = sys.maxsize
-    is_full = False
-    others = None
-
-    def serve(self, pool: Borrower, line: Line) -> None: ...
-
-    def take(self, nbytes: int) -> None: ...
-
-    def give(self, nbytes: int) -> None: ...
-
-    def wake(self) -> None: ...
+def held_bytes(shares: list[HostShare]) -> int:
+    """Return what pools hold together: memory that several of them hold counts once."""
+    regions = {inode: nbytes for share in shares for inode, nbytes in share.shared.items()}
+    return sum(share.nbytes - sum(share.shared.values()) for share in shares) + sum(regions.values())
 
 
 class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns into waiting
     """There is no room now under the budget."""
 
 
-class Borrower(Protocol):
-    """What a share asks of its pool. All of it returns soon; `lend` may take as long as freeing takes."""
+class LimitedMemory:
+    """A memory resource that allocates within a `HostBudget`, for one pool.
 
-    closed: bool
-
-    def lend(self, nbytes: int) -> None: ...
-
-    def is_waited_for(self) -> bool: ...
-
-    def report(self, waits: int, wait_seconds: float) -> dict[str, Any]: ...
-
-
-class Share:
-    """A pool's part of a budget.
-
-    `take` and `give` are called by threads of ours, in which no interrupt comes. `give` and `wake` may be called by a
-    finaliser: they wait for nothing.
+    `allocate` raises `HostIsFull` while there is no room. It and `deallocate` block for the folder's lock, so only the
+    threads that do the pool's slow work call them.
 
     Raises:
         ValueError: another pool has a budget of this name with another cap.
-        HostBudgetError: the host's ledger cannot be used.
+        HostBudgetError: the folder cannot be used.
     """
 
-    def __init__(self, budget: HostBudget) -> None:
+    def __init__(self, memory: MemoryResource, budget: HostBudget) -> None:
+        self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
+        self.others: list[HostShare] = []
+        """Other pools of this budget, as the last look found them."""
+        self.is_entered = ownership(_turn)
+        """Says whether the calling thread is reading or writing the files."""
+        self._memory, self._budget, self._path, self._key = memory, budget, _path(), secrets.token_hex(8)
+        self._told: dict[str, Any] = {}
+        self._held, self._wanted, self._refused_at, self._file = 0, 0, 0.0, -1
+        self._refusals: SimpleQueue[None] = SimpleQueue()
+        self._pause = LOOK_SECONDS
         self.allowed = budget.max_bytes
-        """Bytes that the pool may hold as far as is known: all of the budget, until that is refused."""
-        self.others = 0
-        """Bytes that other pools had when this one asked last."""
-        self._budget = budget
-        self._name = budget.name or ""
-        self._pool: weakref.ref[Borrower] | None = None
-        self._line: Line
-        # All of the rest is read and written in transactions, of which a process has one at a time.
-        self._held = 0
-        self._written = 0  # in the row
-        self._given: deque[int] = deque()  # what was freed and is still in _held
-        self._wanted = 0
-        self._since = self._refused_at = 0.0
-        self._asked: set[str] = set()  # pools, since `_asked_at`
-        self._asked_at = self._told_at = 0.0
-        self._told_held = 0
-        self._is_behind = False
-        with transaction() as entries:
-            self._bell, self._key, self._pipe = self._register(entries)
-            entries.commit()
+        """Bytes that the pool may hold as far as is known: all of the budget, unless it was refused."""
+        _limited.add(self)
+        with _folder(self._path) as folder:
+            self._room(folder)
+            for share in [share for share in self.others if share.max_bytes != budget.max_bytes]:
+                raise ValueError(
+                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {share.max_bytes} "
+                    f"bytes in process {share.pid} ({share.program}); give it the same cap everywhere, or another name"
+                )
+            self._write(folder, 0)
 
-    def serve(self, pool: Borrower, line: Line) -> None:
-        """Say whose share it is, and begin to lend what is idle there to others. The pool is not kept alive."""
-        self._pool = weakref.ref(pool)
-        self._line = line
-        _thread.start_new_thread(self._listen, ())
+    def holders(self) -> str:
+        """Say, for errors, who had the rest of the budget; empty if nobody."""
+        largest = sorted((share for share in self.others if share.nbytes), key=lambda share: -share.nbytes)[:4]
+        names = [f"{format_bytes(share.nbytes)} in process {share.pid} ({share.program})" for share in largest]
+        total = format_bytes(held_bytes(self.others))
+        return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the budget was taken when the pool asked last."""
-        return self.allowed < self._budget.max_bytes
-
-    def take(self, nbytes: int) -> None:
-        """Have so many bytes more, before they are allocated. Blocks for the time of a transaction, not for room.
+    def check_room(self, nbytes: int, *, take: bool = False) -> None:
+        """See that so many bytes can be allocated now, or write down that they are wanted.
 
         Raises:
-            HostIsFull: there is no room now; others are asked to make some.
-            HostBudgetError: the host's ledger cannot be used.
+            HostIsFull: there is no room.
         """
-        with transaction() as entries:
-            if self._bell.closed:  # the pool was closed meanwhile; who waits there is told so
-                raise HostIsFull
-            others = self._others(entries)
-            now = time.monotonic()
-            room = self._room(others, now)
-            self.others = sum(row.bytes for row in others)
+        with _folder(self._path) as folder:
+            room = self._room(folder)
             if nbytes <= room:
-                self._write(entries, self._held + nbytes, 0)
-                self._held += nbytes
-                self.allowed = self._budget.max_bytes
-                return
-            if not self._wanted:
-                self._since = now
-                self._asked.clear()
-            self._refused_at = now
-            self._write(entries, self._held, nbytes)
-            self.allowed = self._held + max(0, room)
-        self.wake()
+                self._wanted, self.allowed = 0, self._budget.max_bytes
+                return self._write(folder, self._held + nbytes * take)
+            self._wanted, self.allowed, self._refused_at = nbytes, self._held + max(0, room), time.monotonic()
+            self._write(folder, self._held)
+        self._refusals.put(None)
         raise HostIsFull
 
-    def give(self, nbytes: int) -> None:
-        """Give back bytes that are freed. The ledger is told by a thread of ours."""
-        if nbytes:
-            self._given.append(nbytes)
-            self.wake()
+    def allocate(self, nbytes: int) -> Block:
+        self.check_room(nbytes, take=True)
+        try:
+            block = self._memory.allocate(nbytes)
+        except BaseException:
+            self._give(nbytes)
+            raise
+        if block.nbytes != nbytes:
+            self._give(nbytes - block.nbytes)
+        return block
 
-    def wake(self) -> None:
-        if ring(self._pipe, _NEWS) is None:
-            with contextlib.suppress(ValueError):  # closed
-                self._bell.write(_NEWS)
+    def deallocate(self, block: Block) -> None:
+        self._memory.deallocate(block)
+        self._give(block.nbytes)
 
-    # -- the thread
+    def _give(self, nbytes: int) -> None:
+        with _turn:
+            self._held -= nbytes
+            # Freeing doesn't fail because of the folder: the next look writes the file.
+            with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
+                self._write(folder, self._held)
 
-    def _listen(self) -> None:
-        bell = self._bell
-        poll = select.poll()
-        poll.register(bell, select.POLLIN)
-        while True:
-            if bell is not self._bell:  # the file was removed
-                poll.unregister(bell)
-                bell.close()
-                bell = self._bell
-                poll.register(bell, select.POLLIN)
-            is_restless = self._wanted or self._is_behind
-            poll.poll(1000 * (_LOOK_SECONDS if is_restless else _TOUCH_SECONDS))
-            if self.look(bell.read(4096) or b""):
-                return
-
-    def look(self, heard: bytes) -> bool:
-        """Do what is to be done: lend, answer, ask, give back, tell. Say whether it was the last time.
+    def serve(self, pool: Any, line: Line) -> None:
+        """Begin to tell how a pool is, and to lend what is idle there. The pool isn't kept alive.
 
         Args:
-            heard: what came through the pipe; empty if nothing did for a while.
+            pool: has `closed`; `is_waited_for()`; `report(waits, seconds)` for the fields of `HostShare` from
+                `leased_bytes` on; and `lend(nbytes)`, which frees idle slabs of so many bytes, or all.
+            line: knows how many requests waited.
         """
+        _thread.start_new_thread(self._serve, (weakref.ref(pool), line))
+
+    def end(self) -> None:
+        """Give up the file of a closed pool, unless that still holds memory."""
+        with _turn:
+            if not self._held:
+                self._close()
+
+    def _serve(self, watched: weakref.ref[Any], line: Line) -> None:
+        while True:
+            with contextlib.suppress(Empty):
+                self._refusals.get(timeout=self._pause)
+            pool = watched()
+            if not self._held and (pool is None or pool.closed):
+                return self.end()
+            running[self] = None  # the end of the program waits for calls of CUDA
+            with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
+                self._look(pool, line)
+            del pool, running[self]
+
+    def _look(self, pool: Any, line: Line) -> None:
+        """Update the file; see whether there is room; lend what others want.
+
+        Only a pool that waits, or has idle slabs, reads the other files.
+        """
+        self._told = {} if pool is None else pool.report(line.waits, line.seconds)
+        with _folder(self._path) as folder:
+            room = self._room(folder) if self._wanted or self._told.get("free_bytes") else sys.maxsize
+            is_refused = time.monotonic() - self._refused_at < 4 * _WAIT_SECONDS
+            if self._wanted <= room or not (is_refused or (pool is not None and pool.is_waited_for())):
+                self._wanted, self.allowed = 0, self._budget.max_bytes
+            self._write(folder, self._held)
+        missing = sum(share.wanted_bytes for share in self.others) - room
+        # A process that is served often wants the next slab at once.
+        self._pause = _WAIT_SECONDS if self._wanted else 2 * _WAIT_SECONDS if missing > 0 else LOOK_SECONDS
+        if missing > 0:
+            pool.lend(missing)
+
+    def _room(self, folder: int) -> int:
+        """Look at the others; return by how much the pool may grow."""
+        self.others = [share for share in _living(folder, self._key) if share.budget == self._budget.name]
+        return self._budget.max_bytes - self._held - held_bytes(self.others)
+
+    def _write(self, folder: int, held: int) -> None:
+        """Write the pool's file, with so many bytes. Makes it where it is missing, or somebody removed it."""
+        if self._file < 0 or not os.fstat(self._file).st_nlink:
+            self._close()
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(self._key + _SUFFIX, flags, 0o600, dir_fd=folder)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        who = {"budget": self._budget.name, "max_bytes": self._budget.max_bytes, "pid": os.getpid()}
+        what = {"program": _program(), "pool": self._key, "nbytes": held, "wanted_bytes": self._wanted}
+        text = json.dumps(who | what | self._told).encode()
+        os.pwrite(self._file, text, 0)
+        os.ftruncate(self._file, len(text))
+        self._held = held
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _path() -> Path:
+    """Return the folder's path.
+
+    Not in ``XDG_RUNTIME_DIR``: some ways to start a program leave that unset, so that two programs would have two
+    folders, and it is removed when the user logs out, while programs go on.
+    """
+    path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
+    if not path.is_absolute():
+        why = "each working directory would have budgets of its own; name the folder by an absolute path"
+        raise HostBudgetError(f"{VARIABLE} is a relative path: {str(path)!r}: {why}")
+    return path
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """Make sure that the folder exists and is the user's alone; hold its lock; yield a descriptor of it. Blocks."""
+    with _turn, contextlib.ExitStack() as stack:
         try:
-            if _LEND in heard:
-                self._lend()
-            over, calls = self._settle(heard)
-            self._is_behind = False
-        except Exception:  # noqa: BLE001 - of the ledger or the device: whoever uses the pool is told, nobody here
-            self._is_behind = True  # what it has stays written down, which is safe
-            return False
-        for pipe, message in calls:
-            ring(pipe, message)
-        return over
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            found, user = os.fstat(folder), os.geteuid()
+            if found.st_uid != user or found.st_mode & 0o077:
+                mode = stat.S_IMODE(found.st_mode)
+                raise PermissionError(f"it is of user {found.st_uid} with mode {mode:o}, not of user {user} with 700")
+            _lock(folder)
+            yield folder
+        except OSError as error:
+            raise HostBudgetError(
+                f"host budgets cannot be used: {path}: {error}; remove that folder while no program uses it, or name "
+                f"another one in {VARIABLE}"
+            ) from error
 
-    def _lend(self) -> None:
-        """Free what is idle, as much as others wait for."""
-        pool = None if self._pool is None else self._pool()
-        if pool is None:
-            return
-        with transaction() as entries:
-            others = self._others(entries)
-            entries.commit()
-        wanted = sum(row.wanted for row in others) - self._budget.max_bytes + self._taken(others)
-        if wanted > 0:
-            pool.lend(wanted)
 
-    def _settle(self, heard: bytes) -> tuple[bool, list[tuple[Path, bytes]]]:
-        """Bring the row up to date; return whether it is gone, and whom to wake with what."""
-        pool = None if self._pool is None else self._pool()
-        now = time.monotonic()
-        is_old = now - self._told_at >= _TELL_SECONDS or self._told_held != self._held - sum(self._given)
-        is_asked = _TELL in heard and is_old
-        told = pool.report(self._line.waits, self._line.seconds) if pool is not None and is_asked else None
-        with transaction() as entries:
-            others = self._others(entries)
-            waiting = [(entries.pipe(row.key), _NEWS) for row in others if row.wanted]
-            if (pool is None or pool.closed) and not self._held:
-                entries.remove(self._key)
-                entries.commit()
-                self._bell.close()
-                return True, waiting
-            calls = waiting if self._held < self._written or _LEND in heard else []
-            calls += self._look_for_room(entries, others, pool, now)
-            if told is not None:
-                entries.tell(self._key, json.dumps({"at": now, **told}))
-                self._told_at, self._told_held = now, self._held
-            self._write(entries, self._held, self._wanted)
-            os.utime(self._pipe)
-        return False, calls
+def _lock(folder: int) -> None:
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?")
+        time.sleep(0.0005)
 
-    def _look_for_room(
-        self, entries: Entries, others: Sequence[Row], pool: Borrower | None, now: float
-    ) -> list[tuple[Path, bytes]]:
-        """See whether what the pool waits for has come free; if not, return the next one to be asked."""
-        if not self._wanted:
-            return []
-        is_wanted = pool is not None and (pool.is_waited_for() or now - self._refused_at < _LOOK_SECONDS)
-        if not is_wanted or self._wanted <= self._room(others, now):
-            self.allowed = self._budget.max_bytes  # the one who waits looks every other millisecond
-            if not is_wanted:
-                self._wanted = 0
-            return []
-        if now - self._asked_at >= _LOOK_SECONDS:
-            self._asked.clear()
-            self._asked_at = now
-        lenders = [row for row in others if row.bytes and row.key not in self._asked]
-        if not lenders:
-            return []
-        largest = max(lenders, key=lambda row: row.bytes)
-        self._asked.add(largest.key)
-        return [(entries.pipe(largest.key), _LEND)]
 
-    # -- in a transaction
+def _living(folder: int, but: str = "") -> list[HostShare]:
+    """Return what the pools of living processes wrote, but for one; remove the files of those that have ended."""
+    found = []
+    for name in [name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name != but + _SUFFIX]:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder)
+        except BlockingIOError:
+            found.append(_share(file, name))
+        finally:
+            os.close(file)
+    return found
 
-    def _others(self, entries: Entries) -> list[Row]:
-        """Return the other rows of this budget. Takes note of what was freed, and adds a row that is gone."""
-        while self._given:
-            self._held -= self._given.popleft()
-        rows = entries.rows()
-        if not any(row.key == self._key for row in rows):
-            # Somebody removed the file. What is held is held: until there is room, nobody grows.
-            old, old_key = self._bell, self._key
-            self._bell, self._key, self._pipe = self._register(entries)
-            entries.remove(old_key)
-            old.write(_NEWS)  # the thread closes it
-        return [row for row in rows if row.budget == self._name and row.key != self._key]
 
-    def _register(self, entries: Entries) -> tuple[Bell, str, Path]:
-        budget = self._budget
-        for row in entries.rows():
-            if row.budget == self._name and row.cap != budget.max_bytes:
-                raise ValueError(
-                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {row.cap} bytes in "
-                    f"process {row.pid} ({row.program}); give it the same cap everywhere, or another name"
-                )
-        key, bell = entries.add(self._name, budget.max_bytes, os.getpid(), _program(), self._held)
-        return bell, key, entries.pipe(key)
-
-    def _taken(self, others: Sequence[Row]) -> int:
-        return self._held + sum(row.bytes for row in others)
-
-    def _room(self, others: Sequence[Row], now: float) -> int:
-        """Return by how much the pool may grow: not at all while it is the turn of one that has waited longer."""
-        mine = (self._since if self._wanted else now, self._key)
-        if any(row.wanted and (row.since, row.key) < mine and 0 <= now - row.since < _TURN_SECONDS for row in others):
-            return 0
-        return self._budget.max_bytes - self._taken(others)
-
-    def _write(self, entries: Entries, nbytes: int, wanted: int) -> None:
-        entries.write(self._key, nbytes, wanted, self._since if wanted else 0.0)
-        entries.commit()
-        self._written = nbytes
-        self._wanted = wanted
+def _share(file: int, name: str) -> HostShare:
+    """Read a pool's file. Fields of other versions are ignored."""
+    try:
+        status = os.fstat(file)
+        record = json.loads(os.pread(file, status.st_size, 0))
+        record["answered"] = time.time() - status.st_mtime < 3 * LOOK_SECONDS
+        share = HostShare(**{key: record[key] for key in HostShare.__slots__ if key in record})
+        if min(share.max_bytes, share.nbytes, share.wanted_bytes, *share.shared.values()) < 0:
+            raise ValueError("less than no bytes")
+    except (AttributeError, TypeError, ValueError) as error:
+        remedy = f"end the process that has it open, or name another folder in {VARIABLE}"
+        raise HostBudgetError(f"a host budget's file is damaged: {_path() / name}: {error}; {remedy}") from error
+    return share
 
 
 def _program() -> str:
@@ -431,3 +379,14 @@ def _program() -> str:
     name = (path.parent if path.name == "__main__.py" else path).name or "python"
     rank = os.environ.get("RANK")
     return name if rank is None else f"{name} rank {rank}"
+
+
+def _forget() -> None:
+    """In a forked child: its pools refuse to work, and an open file would keep its parent's bytes counted."""
+    for memory in list(_limited):
+        memory._close()
+    _limited.clear()
+    _turn.release()
+
+
+os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_forget)

@@ -15,14 +15,12 @@ import numpy as np
 
 from .._memory import MemoryResource
 from .._reaper import reaper
-from .._sizes import format_bytes
 from .._torch import ownership
 from ..errors import BudgetExceededError, PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Accounts, Waiter
 from ._classes import reuse_limit, size_class
-from ._host_budget import TOLD, Alone, Share
-from ._host_ledger import is_in_transaction
+from ._host_budget import LimitedMemory, held_bytes
 from ._lease import Lease
 from ._refusals import Figures, Refusal
 from ._resize import Resize, free_what_is_done
@@ -63,7 +61,7 @@ class Ledger:
         memory: MemoryResource,
         max_bytes: int,
         reason: str,
-        host: Share | Alone,
+        host: LimitedMemory | None,
         record: Callable[[], tuple[Fence, ...]] | None,
     ) -> None:
         self.max_bytes = max_bytes
@@ -73,8 +71,8 @@ class Ledger:
         self.is_forked = False  # a forked child's copy, which must not be used
         self.lock = threading.RLock()  # for all but the inbox; a thread that has it may come again, by a finaliser
         has_lock = ownership(self.lock)
-        # Says whether this thread has it, or is in a transaction that a pool would have to wait for if it grew.
-        self.is_entered = has_lock if isinstance(host, Alone) else lambda: has_lock() or is_in_transaction()
+        # Says whether this thread has it, or has the host's files, for which a pool would have to wait if it grew.
+        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         self.inbox = Inbox()
         self.record = record
         self.unrecorded: dict[Lease, None] = {}
@@ -100,7 +98,7 @@ class Ledger:
         _ledgers.add(self)
         # Not the ledger itself: the garbage collector tells of a death before finalisers have had their last use of it.
         self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self._slabs, memory, host))
+        reaper.watch(self._life, partial(free_what_is_done, self._slabs, memory))
 
     # -- the bounds of each call
 
@@ -253,7 +251,7 @@ class Ledger:
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if so many must be freed first."""
-        most, refusal = min(self.max_bytes, self._host.allowed), self._refusal
+        most, refusal = self.max_bytes if self._host is None else self._host.allowed, self._refusal
         if refusal is not None:
             if time.monotonic() >= refusal.until:
                 self._refusal = None
@@ -492,15 +490,15 @@ class Ledger:
         """Say how the pool is, for those who watch this host."""
         stats = self.decide(self.snapshot, waits, wait_seconds)
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}
-        return {name: getattr(stats, name) for name in TOLD} | {"owners": owners}
+        names = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
+        return {name: getattr(stats, name) for name in names} | {"owners": owners}
 
     @property
     def reason(self) -> str:
         """Where the cap comes from, and what others had of it when it was asked for last."""
-        others = self._host.others
-        taken = f", of which other pools of this host had {format_bytes(others)}" if others else ""
-        return self._reason + taken
+        return self._reason + ("" if self._host is None else self._host.holders())
 
     def figures(self) -> Figures:
         held, leased, in_flight = self._held.bytes, self._leased.bytes, self._in_flight.bytes
-        return Figures(held, leased, in_flight, self.max_bytes, self.reason, self._host.others)
+        others = None if self._host is None else held_bytes(self._host.others)
+        return Figures(held, leased, in_flight, self.max_bytes, self.reason, others)

@@ -13,7 +13,7 @@ from .._steps import step
 from ..errors import UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
-from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
+from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
 from ._lease import Keeper, Lease
 from ._ledger import Ledger
 from ._resize import Resize
@@ -71,7 +71,7 @@ class SlabPool:
         TypeError: `memory` is not a memory resource, but for example a class or a size.
         ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
             this host has a `HostBudget` of this name with another cap.
-        HostBudgetError: the host's ledger cannot be used.
+        HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to whole pages where
     memory is page-locked). A request is served in this order: by an idle slab of which at most 12.5% is waste, or, from
@@ -84,11 +84,10 @@ class SlabPool:
     def __init__(
         self, memory: MemoryResource | None = None, *, max_bytes: int | str | HostBudget | None = "auto"
     ) -> None:
-        host: Share | Alone
         if isinstance(max_bytes, HostBudget):
-            cap, reason, host = max_bytes.max_bytes, f"given: {max_bytes!r}", Share(max_bytes)
+            cap, reason = max_bytes.max_bytes, f"given: {max_bytes!r}"
         else:
-            cap, reason, host = *cap_bytes(max_bytes), Alone()
+            cap, reason = cap_bytes(max_bytes)
         if cap <= 0:
             raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
@@ -96,12 +95,13 @@ class SlabPool:
         self._memory: MemoryResource = default_memory() if memory is None else memory
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
-        self._ledger = Ledger(self._memory, cap, reason, host, record)
-        self._host = host
+        self._host = LimitedMemory(self._memory, max_bytes) if isinstance(max_bytes, HostBudget) else None
+        self._ledger = Ledger(self._host or self._memory, cap, reason, self._host, record)
         self._has_told = False
         self._user: str | None = None
         self._line = Line(self._ledger.inbox, self._ledger.accounts)
-        self._host.serve(self._ledger, self._line)
+        if self._host is not None:
+            self._host.serve(self._ledger, self._line)
 
     # -- the public verbs
 
@@ -225,7 +225,7 @@ class SlabPool:
 
         Raises:
             BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
-                processes hold of a `HostBudget` and did not give back within a second; nothing was allocated.
+                processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -249,7 +249,7 @@ class SlabPool:
         """Return what is in the way, if anything, and whether it may be gone in a moment, as what others give back."""
         ledger = self._ledger
         with ledger.lock:
-            is_full = self._host.is_full
+            is_full = self._host is not None and self._host.allowed < ledger.max_bytes
             self._check_open()
             if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
                 raise _refusals.never_fits(ledger.decide(ledger.figures), nbytes)
@@ -303,12 +303,12 @@ class SlabPool:
         self._line.ring_all()
         if ledger.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
             ledger.tidy_later()
-            self._host.wake()
             return
         for event in ledger.decide(ledger.pending):
             event.synchronize()
         self.trim()
-        self._host.wake()
+        if self._host is not None:
+            self._host.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after a look at events. Does not block."""

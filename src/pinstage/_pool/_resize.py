@@ -23,7 +23,7 @@ from typing import Any
 from .._memory import REFUSALS, MemoryResource, as_called_here, remedy
 from .._reaper import reaper, running
 from ._accounts import Account
-from ._host_budget import Alone, Share
+from ._host_budget import LimitedMemory
 from ._lease import Lease
 from ._slab import Inbox, Slab
 
@@ -37,8 +37,8 @@ class Resize:
     """Is told when the victims are gone, and when all is done."""
     slabs: dict[Slab, None]
     """All that the pool holds. What is freed leaves it, what is made enters it."""
-    host: Share | Alone
-    """The pool's part of a budget for the host: asked before, and told after."""
+    host: LimitedMemory | None
+    """`memory`, if it allocates within a budget for the host."""
     keeper: object
     """Is kept alive until the end."""
     victims: Sequence[Slab] = ()
@@ -67,7 +67,6 @@ class Resize:
         self.lease: Lease | None = None
         self._has_run = False
         self._end: SimpleQueue[object] = SimpleQueue()  # gets something when it is finished
-        self._taken = 0  # of the host, and not made yet
         self._surroundings = as_called_here()
 
     def start(self, resizes: dict[Resize, Any]) -> None:
@@ -120,12 +119,10 @@ class Resize:
                     self._free(slab)
                 if self.victims and self.count:
                     self.inbox.notices.setdefault(self)
-                if self.count:
-                    self.host.take(self.capacity * self.count)
-                    self._taken = self.capacity * self.count
+                if self.count > 1 and self.host is not None:  # all or none
+                    self.host.check_room(self.capacity * self.count)
                 while len(self.made) < self.count:
                     self._make()
-                self.host.give(self._taken)  # less than nothing, if blocks are larger than was asked for
         except BaseException as error:  # noqa: BLE001 - raised by `outcome`
             self._undo()
             self.error = error
@@ -140,7 +137,6 @@ class Resize:
     def _free(self, slab: Slab) -> None:
         try:
             self.memory.deallocate(slab.block)
-            self.host.give(slab.capacity)
         finally:  # one whose freeing fails is lost, not used again
             self.slabs.pop(slab, None)
             self.gone += 1
@@ -153,20 +149,17 @@ class Resize:
             raise
         slab = Slab(block, self.inbox)
         self.made.append(slab)
-        self._taken -= slab.capacity
         self.slabs[slab] = None
 
     def _undo(self) -> None:
-        self.host.give(self._taken)
         while self.made:
             slab = self.made.pop()
             self.slabs.pop(slab, None)
             with contextlib.suppress(Exception):  # the first error is the one that is told
                 self.memory.deallocate(slab.block)
-                self.host.give(slab.capacity)
 
 
-def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Share | Alone) -> bool:
+def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
     """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
 
     Raises:
@@ -178,10 +171,8 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource, host: Sha
             if all(fence.query() for fence in slab.fences()):
                 del slabs[slab]
                 memory.deallocate(slab.block)
-                host.give(slab.capacity)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
             errors.append(error)
     if errors:
         raise errors[0]
-    host.wake()
     return not slabs

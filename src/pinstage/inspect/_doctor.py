@@ -159,7 +159,7 @@ def _budgets() -> tuple[tuple[ps.HostShare, ...], Check]:
     try:
         shares = tuple(ps.HostBudget.shares())
     except ps.errors.HostBudgetError as error:
-        return (), Check("host budgets", "warning", str(error), "make the ledger usable, or use no HostBudget")
+        return (), Check("host budgets", "warning", str(error), "do as it says, or use no HostBudget")
     return shares, _checks.host_budgets(shares)
 
 

@@ -1,6 +1,6 @@
 """What ``pinstage top`` shows: who has what of each `HostBudget` of this host.
 
-Each pool is asked how it is, once for each picture, and answers from a thread that sleeps otherwise.
+It reads the files of the pools, which they write when they grow or shrink, and once a second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pinstage as ps
 from .._sizes import count, format_bytes
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
 
-_PAUSE_SECONDS = 0.9
-"""Between two pictures; to ask the pools takes another 0.1."""
+_PAUSE_SECONDS = 1.0
+"""Between two pictures."""
 _COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">idle", ">wanted", ">waits", ">waited")
 
 
