@@ -56,7 +56,7 @@ def problems() -> list[Problem]:
     """Try everything here that needs neither a worker nor, where there is none, a GPU."""
     tried = [
         ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
-        ("views", _views[0] if _views[0] != _NO_EXTENSION else None, "views of a slab are made in Python, one by one"),
+        ("tensors", _tensors[0], "tensors are described and made in Python, one by one"),
         ("streams", why_streams_cannot_be_set() if torch.cuda.is_available() else None, "torch.cuda.stream is used"),
         ("profiles", _why_profilers_are_not_seen(), "steps are not marked in torch's profiles: use pinstage.profile()"),
         (
@@ -339,44 +339,41 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 # -- what the extension has to know ------------------------------------------------------------------------------------
 
-_NO_EXTENSION = "the extension is not there"
-
-_views: list[str | None] = [_NO_EXTENSION]
-"""Why views cannot be made by the extension; None if they can."""
+_tensors: list[str | None] = [None]
+"""Why the extension can't describe and make tensors by torch's own functions; None if it can."""
 
 
-def tell_of_extension() -> None:
-    """Tell, once, if it is by torch that the extension, or a part of it, is not in use."""
-    if _native.core is None and str(_native.why_not).startswith("torch "):
-        tell_once(f"batches are described and packed in Python, which takes longer: {_native.why_not}")
-    elif _native.core is not None and _views[0] is not None:
-        tell_once(f"views of a slab are made in Python, which takes longer: {_views[0]}; see `pinstage doctor`")
+def warn_of_tensors() -> None:
+    """Warn, once, if the extension describes and makes tensors by torch's public functions."""
+    if _tensors[0] is not None:
+        tell_once(f"tensors are described and made in Python, which takes longer: {_tensors[0]}; see `pinstage doctor`")
 
 
-def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
+def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
     """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
 
-    The shim (``aoti_torch_*``) is stable; that a tensor object holds an ``at::Tensor``, and where, is not promised. Nor
-    is ``THPVariable_Wrap``, nor what counts modes. Without these the extension asks Python for each tensor's storage,
-    and views are made in Python.
+    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; that a tensor object holds an
+    ``at::Tensor``, and where, is not promised. Nor are ``THPVariable_Wrap``, what tells a tensor's flags, and what
+    counts modes. If one of them does something else, tensors are described and made by torch's public functions.
 
     Args:
-        core: the extension.
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
+    core = _native.core
     if _why_levels_are_not_seen() is None:  # else it takes no tensor for one without a tangent
         core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
-        _views[0] = _probe_shim(core, samples)
+        _tensors[0] = _probe_shim(core, samples)
     except _WRONG as error:
-        _views[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
-    if _views[0] is not None:
+        _tensors[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
+    if _tensors[0] is not None:
         core.find_handle([], [])  # forget it
 
 
 def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
     libraries = Path(torch.__file__).parent / "lib"
     names = ("libtorch_cpu.so", "libc10.so", "libtorch_python.so")
+    core.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)
     missing = core.find_shim(*(str(libraries / name) for name in names))
     if missing:
         return _in_this_torch(f"has no {', '.join(missing)}")
@@ -392,12 +389,12 @@ def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
             if not core.add_scalar(code, sample):
                 return _in_this_torch(f"does not tell {sample.dtype} from other dtypes by its C shim")
         if not _tells_flags(core):
-            core.forget_flags()
+            return _in_this_torch("does not tell which tensors require grad, or are conjugated")
         return _probe_modes(core) or _probe_views(core, slab)
 
 
 def _tells_flags(core: Any) -> bool:
-    """Say whether torch's C++ functions tell what the methods of a tensor do. If not, the extension asks these."""
+    """Say whether torch's C++ functions tell what the methods of a tensor do."""
     real, imaginary = torch.zeros(3, device="cpu"), torch.zeros(3, dtype=torch.complex64, device="cpu")
     return [
         core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)
@@ -428,7 +425,7 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     """
     expected = slab.view(torch.float32)[4:20].view(4, 4).t()
     shape, stride = (4, 4), (1, 4)
-    header = struct.pack("=9q", 0x70696E7374616703, 2, 2, 256, 128, 2, 0, 0, 0)
+    header = struct.pack("=9q", core.TABLE_MAGIC, 2, 2, 256, 128, 2, 0, 0, 0)
     row = struct.pack("=qqBBBxI4q", 16, 64, 1, _FLOAT32, 2, 0, *shape, *stride)
     saved, changed = views = core.Blocks.of(header + row + row, 0, 0, 0, slab).leaves([])
     for view in views:

@@ -77,10 +77,9 @@ enum { DL_CPU = 1, DL_CUDA = 2, DL_COMPLEX = 5 };
 typedef struct {
     PyTypeObject *tensor, *array;
     int (*export_tensor)(void *object, DLTensor *out);           /* DLPack exchange API, public */
-    PyObject *requires_grad_name, *is_neg, *is_conj;             /* of torch.Tensor */
-    bool (*cpp_requires_grad)(const void *impl);                 /* the same in C++; NULL if they are not there */
-    bool (*cpp_is_neg)(const void *handle);
-    bool (*cpp_is_conj)(const void *handle);
+    bool (*requires_grad)(const void *impl);                     /* C++; see `find_shim` */
+    bool (*is_neg)(const void *handle);
+    bool (*is_conj)(const void *handle);
     PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
     PyObject *count_modes;                                       /* in which torch makes other things; see `blocks.c` */
     int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
@@ -93,10 +92,10 @@ typedef struct {
                          int32_t device_index, void **out);
     int (*get_data)(void *handle, void **out);
     int (*delete_handle)(void *handle);
-    PyObject *(*wrap)(void *handle);                             /* libtorch_python's; NULL if it is not there */
-    Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
+    PyObject *(*wrap)(void *handle);                             /* C++ */
+    Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: a probe
+                                                                    failed, and none of these functions may be called */
     uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
-    DLDataType exported[MOST_DTYPES];                            /* as DLPack names it; bits 0: it does not */
     uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
     int16_t scalar[MOST_DTYPES];                                 /* that number; -1: none */
     uint8_t by_format[256];                                      /* code of a numpy format of one character; 255: none */
@@ -105,15 +104,8 @@ typedef struct {
 
 extern Torch torch;
 
-/* The at::Tensor in a tensor object, as the C shim takes it; NULL where it is not known where that is. */
-static inline void *handle_of(PyObject *object) {
-    return torch.handle_at == 0 ? NULL : (char *)object + torch.handle_at;
-}
-
-/* Flags of a tensor object; -1 with an error. */
-int requires_grad(PyObject *tensor);
-int is_neg(PyObject *tensor);
-int is_conj(PyObject *tensor);
+/* The at::Tensor in a tensor object, as the C shim takes it. */
+static inline void *handle_of(PyObject *object) { return (char *)object + torch.handle_at; }
 
 /* Whether a level of forward-mode AD is open, or it cannot be told. */
 bool may_be_dual(void);

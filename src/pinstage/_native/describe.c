@@ -65,26 +65,15 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
 }
 
 /* The code of a tensor's dtype; -1 if it is not known here. */
-static int dtype_of(PyObject *object, DLDataType type) {
+static int dtype_of(void *handle) { /* not by DLPack, which has one name for several: int8, int4 */
     int32_t number;
-    void *handle = handle_of(object);
-    if (handle != NULL) {
-        if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
-        return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
-    }
-    int found = -1; /* DLPack has one name for several dtypes: int8, int4 */
-    for (int code = 0; code < MOST_DTYPES; code++) {
-        if (!torch.exported[code].bits || memcmp(&torch.exported[code], &type, sizeof type) != 0) continue;
-        if (found >= 0) return -1;
-        found = code;
-    }
-    return found;
+    if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
+    return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
 }
 
-static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t *stride) {
+static bool fits_its_storage(void *handle, const Found *leaf, const int64_t *stride) {
     int64_t size, offset, reach = 1;
-    void *handle = handle_of(object);
-    if (handle == NULL || torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
     for (int32_t d = 0; d < leaf->ndim; d++) {
         if (stride[d] < 0) return false;
         reach += (leaf->shape[d] - 1) * stride[d];
@@ -94,23 +83,23 @@ static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t 
 
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf) {
     DLTensor tensor;
+    void *handle = handle_of(object);
+    if (torch.handle_at == 0) return NOT_PLAIN;
     if (torch.export_tensor(object, &tensor)) {
         PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
         return NOT_PLAIN;
     }
     if (tensor.device_type != device_type || (device_type != DL_CPU && tensor.device_id != device_id)) return NOT_PLAIN;
-    leaf->dtype = dtype_of(object, tensor.dtype);
+    leaf->dtype = dtype_of(handle);
     if (leaf->dtype < 0 || tensor.ndim > MAX_DIMS) return NOT_PLAIN;
     if (tensor.dtype.bits * tensor.dtype.lanes != 8 * torch.itemsize[leaf->dtype]) return NOT_PLAIN;
     leaf->ndim = tensor.ndim;
     leaf->data = (const char *)tensor.data + tensor.byte_offset;
     if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
     /* What the exchange does not tell. */
-    int odd = requires_grad(object);
-    if (odd == 0) odd = is_neg(object);
-    if (odd == 0 && tensor.dtype.code == DL_COMPLEX) odd = is_conj(object);
-    if (odd != 0) return odd < 0 ? -1 : NOT_PLAIN;
-    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(object, leaf, tensor.strides))) return NOT_PLAIN;
+    if (torch.requires_grad(*(void **)handle) || torch.is_neg(handle)) return NOT_PLAIN;
+    if (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle)) return NOT_PLAIN;
+    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides))) return NOT_PLAIN;
     return 0;
 }
 
