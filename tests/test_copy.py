@@ -4,9 +4,13 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -435,6 +439,52 @@ def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_thr
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert torch.equal(slab.view(64 * KIB, KIB), leaves[0])
+
+
+def test_a_job_keeps_its_leaves_and_its_slab():
+    source, slab = torch.zeros(32 * MIB, dtype=torch.uint8), torch.empty(32 * MIB, dtype=torch.uint8)
+    died = [weakref.ref(source), weakref.ref(slab)]
+    job = start_packing(take_apart([source]), slab, 2)
+    del source, slab
+    with job:
+        assert [one() is None for one in died] == [False, False]
+    assert [one() is None for one in died] == [True, True]
+
+
+def test_threads_that_pack_have_a_name():
+    packed(bytes_of(8 * MIB), 2)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("pinstage-pack") == _native.core.threads()
+
+
+WITHOUT_THREADS = """
+import resource, sys, warnings
+import torch
+from pinstage._copy import start_packing
+from pinstage._layout import take_apart
+
+parts = take_apart([torch.ones(8 << 20, dtype=torch.uint8)])
+slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+job = start_packing(parts, slab, 3)
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as told:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held, limits[1]))
+    with job:
+        job.wait(len(job.ends) - 1)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    with start_packing(parts, slab, 3):
+        pass
+print(slab.eq(1).all().item(), [str(one.message) for one in told])
+"""
+
+
+def test_a_thread_that_cannot_be_started_is_told_once():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
+    assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
 
 
 # -- how many threads --------------------------------------------------------------------------------------------------

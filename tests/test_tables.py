@@ -2,6 +2,7 @@
 
 import contextlib
 import struct
+import sys
 
 import numpy as np
 import oracle
@@ -328,7 +329,7 @@ def test_the_extension_stays_inside_of_the_slab_that_it_is_given_whatever_the_ta
             write_all((made and outcome_of(made.leaves, [None] * count)) or [], slab)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes, [0, 2])
-        job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, 3)
+        job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, slab, 3)
         if job is not None:
             with job:
                 for chunk, end in enumerate(job.ends):
@@ -341,7 +342,58 @@ def test_sources_of_another_table_are_refused(length):
     parts = take_apart([torch.zeros(4, 4), torch.ones(3)])
     sources = parts.sources[:length] if length < 0 else parts.sources + bytes(length)
     with guarded(parts.table.nbytes) as slab:
-        for use, more in ((_native.core.pack, ()), (_native.core.Job, (2,))):
+        for use, more in ((_native.core.pack, ()), (_native.core.Job, (None, 2))):
             with pytest.raises(ValueError, match="sources"):
                 use(parts.table.data, sources, slab.data_ptr(), slab.numel(), *more)
         assert slab.eq(0xEE).all()
+
+
+# -- what no table is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [["x"], [-1], [2], [2**70], "x"], ids=repr)
+def test_rows_that_are_left_out_must_exist(skip):
+    parts = take_apart([torch.zeros(4), torch.ones(3)])
+    with guarded(parts.table.nbytes) as slab:
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip)
+        assert slab.eq(0xEE).all()
+
+
+@pytest.mark.parametrize("thing", [object(), None, torch.nn.Parameter(torch.ones(1)), 3], ids=repr)
+def test_facts_are_asked_of_plain_tensors_only(thing):
+    with pytest.raises(TypeError, match=r"not a torch\.Tensor"):
+        _native.core.facts(thing)
+
+
+@given(st.binary(max_size=100), st.integers(-1, 200))
+@example(b"", 64)
+@example(struct.pack("=68q", 1, 8, 8, 1, *[1] * 64), 64)
+def test_samples_are_stacked_only_as_they_were_described(data, room):
+    with guarded(64) as slab:
+        with pytest.raises(ValueError, match="not what alike"):
+            _native.core.stack(data, slab.data_ptr(), room)
+        assert slab.eq(0xEE).all()
+
+
+def test_constants_of_the_table_are_those_of_the_extension():
+    table = take_apart([torch.zeros(3)]).table
+    assert HEADER.unpack_from(table.data)[0] == _native.core.TABLE_MAGIC
+    assert bytes(_native.core.TABLE_MAGIC.to_bytes(8))[:7] == b"pinstag"
+
+
+def test_functions_of_the_extension_say_what_they_do():
+    core = _native.core
+    functions = [
+        thing for owner in (core, core.Blocks, core.Job) for name, thing in vars(owner).items() if name[0] != "_"
+    ]
+    assert [thing for thing in functions if callable(thing) and not isinstance(thing, type) and not thing.__doc__] == []
+
+
+def test_references_are_kept_once_however_often_it_begins():
+    core, before = _native.core, (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray))
+    for _ in range(5):
+        core.begin(torch.Tensor, np.ndarray)
+        with contextlib.suppress(TypeError):
+            core.begin(torch.Tensor, None)
+    assert (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray)) == before

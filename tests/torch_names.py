@@ -39,7 +39,6 @@ WORKS = {
 """What comes out where nothing is missing."""
 
 SLOW_TENSORS = "tensors are described and made in Python, which takes longer: torch .*"
-ASKED = "each tensor is asked whether it has a tangent, which takes longer: "
 NOT_KNOWN = "classes that others registered with optree are not known: .*; give them to pinstage.register_node"
 NO_PYTREE = "classes that torch's pytree knows are not known: .*; give them to pinstage.register_node"
 NO_RING = "refused: ring= is not possible here: .*; leave it out, and each batch gets a fresh device slab"
@@ -216,11 +215,9 @@ CASES = {
     "getrefcount": Case(instead(sys, "getrefcount", lambda _: 2), **NO_COUNT),
     "the interpreter lock": Case(instead(sys, "_is_gil_enabled", lambda: False), **NO_COUNT),
     # -- tensors
-    "forward_ad._current_level": Case(
-        for_us_only(torch.autograd, "forward_ad", "_current_level"), "forward-mode AD", ASKED
-    ),
+    "forward_ad._current_level": Case(for_us_only(torch.autograd, "forward_ad", "_current_level"), **NO_TENSORS),
     "forward_ad._current_level is an object": Case(
-        for_us_only(torch.autograd, "forward_ad", "_current_level", object()), "forward-mode AD", ASKED
+        for_us_only(torch.autograd, "forward_ad", "_current_level", object()), **NO_TENSORS
     ),
     "is_functional_tensor": Case(gone(torch, "_is_functional_tensor"), **NO_KINDS),
     "is_functional_tensor says yes": Case(instead(torch, "_is_functional_tensor", lambda _: True), **NO_KINDS),
@@ -231,14 +228,14 @@ CASES = {
     "the exchange API of another version": Case(has_another_api, **NO_TENSORS),
     "the libraries": Case(instead(torch, "__file__", "/nowhere/torch/__init__.py"), **NO_TENSORS),
     "a function of the shim": Case(
-        in_core(find_shim=lambda real, *paths: [*real(*paths), "aoti_torch_x"]), **NO_TENSORS
+        in_core(use_torch=lambda real, exchange, functions: real(exchange, functions[1:])), **NO_TENSORS
     ),
     "Tensor._cdata": Case(of_tensors("_cdata", None), **NO_TENSORS),
     "Tensor._cdata is something else": Case(of_tensors("_cdata", id), **NO_TENSORS),
-    "the handle is elsewhere": Case(in_core(find_handle=lambda real, *args: real([], [])), **NO_TENSORS),
-    "sizes of storages": Case(in_core(storage_bytes=lambda real, tensor: (1, 0)), **NO_TENSORS),
-    "dtypes": Case(in_core(add_scalar=lambda real, *args: False), **NO_TENSORS),
-    "flags": Case(in_core(flags=lambda real, tensor: (0, 0, 0)), **NO_TENSORS),
+    "sizes of storages": Case(in_core(facts=lambda real, tensor: (1, *real(tensor)[1:])), **NO_TENSORS),
+    "dtypes": Case(in_core(facts=lambda real, tensor: (*real(tensor)[:2], 0, *real(tensor)[3:])), **NO_TENSORS),
+    "flags": Case(in_core(facts=lambda real, tensor: (*real(tensor)[:3], 0, 0, 0)), **NO_TENSORS),
+    "what counts modes": Case(instead(torch._C, "_len_torch_dispatch_stack", lambda: 0), **NO_TENSORS),
     "Tensor._base": Case(of_tensors("_base", None), **NO_TENSORS),
     "Tensor._version": Case(of_tensors("_version", lambda _: 0), **NO_TENSORS | {"doctor": "save_on_cpu, tensors"}),
     "views of a subclass": Case(

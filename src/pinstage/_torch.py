@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import importlib
-import struct
+import os
 import sys
 import threading
 import time
@@ -64,7 +65,6 @@ def problems() -> list[Problem]:
             _why_kinds_are_not_seen(),
             "those of forward-mode AD and functionalisation are refused",
         ),
-        ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
@@ -204,19 +204,10 @@ def check_storages_can_be_counted() -> None:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _why_levels_are_not_seen() -> str | None:
-    level = getattr(torch.autograd.forward_ad, "_current_level", None)  # to open one would disturb other threads
-    return None if type(level) is int else _in_this_torch("does not tell whether a level of forward-mode AD is open")
-
-
 def may_be_dual() -> bool:
-    """Say whether tensors may have a tangent: a level of forward-mode AD is open."""
-    reason = _why_levels_are_not_seen()
-    if reason is None:
-        return torch.autograd.forward_ad._current_level >= 0
-    tell_once(f"each tensor is asked whether it has a tangent, which takes longer: {reason}")
-    return True
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or it cannot be told."""
+    level = getattr(torch.autograd.forward_ad, "_current_level", None)
+    return type(level) is not int or level >= 0
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
@@ -360,113 +351,100 @@ def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
     core = _native.core
-    if _why_levels_are_not_seen() is None:  # else it takes no tensor for one without a tangent
-        core.watch_level(torch.autograd.forward_ad, "_current_level")
     try:
-        _tensors[0] = _probe_shim(core, samples)
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            _tensors[0] = _probe_tensors(core, samples)
     except _WRONG as error:
         _tensors[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
     if _tensors[0] is not None:
-        core.find_handle([], [])  # forget it
+        core.use_handle(0)
 
 
-def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
-    libraries = Path(torch.__file__).parent / "lib"
-    names = ("libtorch_cpu.so", "libc10.so", "libtorch_python.so")
-    core.use_exchange(torch.Tensor.__dlpack_c_exchange_api__)
-    missing = core.find_shim(*(str(libraries / name) for name in names))
-    if missing:
-        return _in_this_torch(f"has no {', '.join(missing)}")
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        slab = torch.arange(256, dtype=torch.uint8, device="cpu")
-        tensors = [slab, slab[64:128], slab.view(torch.float32), torch.zeros((), device="cpu"), slab.clone()]
-        if not core.find_handle(tensors, [tensor._cdata for tensor in tensors]):
-            return _in_this_torch("keeps the C++ tensor of a tensor object in an unknown place")
-        for tensor in tensors:
-            if core.storage_bytes(tensor) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
-                return _in_this_torch("tells another size of a storage by its C shim")
-        for code, sample in samples.items():
-            if not core.add_scalar(code, sample):
-                return _in_this_torch(f"does not tell {sample.dtype} from other dtypes by its C shim")
-        if not _tells_flags(core):
-            return _in_this_torch("does not tell which tensors require grad, or are conjugated")
-        return _probe_modes(core) or _probe_views(core, slab)
+_FUNCTIONS = (
+    ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
+    ("libtorch_cpu.so", "aoti_torch_get_storage_offset"),
+    ("libtorch_cpu.so", "aoti_torch_get_dtype"),
+    ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
+    ("libtorch_cpu.so", "aoti_torch__alloc_from_pool"),
+    ("libtorch_cpu.so", "aoti_torch_empty_strided"),
+    ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
+    ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
+    ("libtorch_python.so", "_Z16THPVariable_WrapON2at10TensorBaseE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE"),
+    ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
+)
+"""Functions of torch that the extension calls, with their libraries, in the order of ``_native/core.h``."""
 
 
-def _tells_flags(core: Any) -> bool:
-    """Say whether torch's C++ functions tell what the methods of a tensor do."""
-    real, imaginary = torch.zeros(3, device="cpu"), torch.zeros(3, dtype=torch.complex64, device="cpu")
-    return [
-        core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)
-    ] == [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 0, 1),
-        (0, 1, 0),
-    ]
+def _addresses() -> tuple[int, ...]:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = {name: ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for name, _ in _FUNCTIONS}
+    found = (ctypes.cast(getattr(libraries[library], name), ctypes.c_void_p).value for library, name in _FUNCTIONS)
+    return tuple(address or 0 for address in found)
 
 
-def _probe_modes(core: Any) -> str | None:
+def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
+    """Compare what the extension says of tensors, and makes, with torch's own methods; say what differs.
+
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
+    use none of them any more.
+    """
+    slab, unit = torch.arange(256, dtype=torch.uint8, device="cpu"), ctypes.sizeof(ctypes.c_void_p)
+    imaginary = torch.zeros(3, dtype=torch.complex64, device="cpu").conj()
+    tensors = [slab, slab[64:128], slab.view(torch.float32).requires_grad_(), imaginary, imaginary.imag]
+    places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
+    words = ({at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata} for one in tensors)
+    core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses())
+    core.use_handle(min(set.intersection(*words)))
+    for tensor in tensors:
+        size, offset, _, *flags = core.facts(tensor)
+        if (size, offset) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
+            return _in_this_torch("tells another size of a storage by its C shim")
+        if flags != [tensor.requires_grad, tensor.is_neg(), tensor.is_conj()]:
+            return _in_this_torch("tells other flags of a tensor by its C++ functions")
+    numbers = {code: core.facts(sample)[2] for code, sample in samples.items()}
+    if len(set(numbers.values())) < len(numbers):
+        return _in_this_torch("does not tell dtypes from one another by its C shim")
+    for code, number in numbers.items():
+        core.add_scalar(code, number)
     count = torch._C._len_torch_dispatch_stack
+    if type(torch.autograd.forward_ad._current_level) is not int:  # to open one would disturb other threads
+        return _in_this_torch("does not tell whether a level of forward-mode AD is open")
+    core.watch(torch.autograd.forward_ad, "_current_level", count)
     before = count()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
         inside = count()
     if (type(before), inside, count()) != (int, before + 1, before):
         return _in_this_torch("does not tell whether it makes views or something else")
-    core.watch_modes(count)
-    return None
+    return _probe_views(core, slab)
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
-    """Cut a slab into two views of one place, and look whether that is what torch would make.
-
-    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
-    use none of them any more.
-    """
-    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
-    shape, stride = (4, 4), (1, 4)
-    header = struct.pack("=9q", core.TABLE_MAGIC, 2, 2, 256, 128, 2, 0, 0, 0)
-    row = struct.pack("=qqBBBxI4q", 16, 64, 1, _FLOAT32, 2, 0, *shape, *stride)
-    saved, changed = views = core.Blocks.of(header + row + row, 0, 0, 0, slab).leaves([])
-    for view in views:
-        is_as_expected = (
-            type(view) is torch.Tensor
-            and torch.equal(view, expected)
-            and (view.stride(), view.data_ptr()) == (stride, expected.data_ptr())
-            and view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
-            and (view._base, view._version, view.requires_grad) == (None, 0, False)
-        )
-        if not is_as_expected:
-            return _in_this_torch("makes other views by its C shim than by its own methods")
-    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
-    changed.zero_()
-    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[16:80].any():
-        return _in_this_torch("makes views by its C shim that share their version, or not their memory")
-    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
-    if not torch.equal(gradient, saved):
-        return _in_this_torch("does not keep a view by its C shim for autograd")
-    return _probe_own(core, header + row + row, slab)
-
-
-def _probe_own(core: Any, table: bytes, slab: torch.Tensor) -> str | None:
-    """Make two tensors of their own from a slab, and look whether they are what torch would make."""
-    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
+    """Cut a slab into views, and copy it to tensors, and look whether both are what torch would make."""
+    expected = [slab.view(torch.float32)[at : at + 16].view(4, 4).t() for at in (0, 16)]
+    (table, *_), *_ = core.describe(expected, frozenset(), None, (1, 0), True)
+    changed, saved = views = core.Blocks.of(table, 0, 0, 0, slab).leaves([])
     blocks = core.Blocks.of(table, 2, 0, 0)
-    copies = blocks.copy(slab.data_ptr(), 0, 256, 0, False)
-    for made in blocks.leaves([]):
+    blocks.copy(slab.data_ptr(), 0, 256, 0, False)
+    for made, like in zip([*views, *blocks.leaves([])], expected * 2, strict=True):
+        is_view = any(made is view for view in views)
         is_as_expected = (
             type(made) is torch.Tensor
-            and torch.equal(made, expected)
-            and (made.stride(), made.storage_offset(), made.untyped_storage().nbytes()) == (expected.stride(), 0, 64)
-            and (made._base, made._version, made.requires_grad, copies) == (None, 0, False, 2)
+            and torch.equal(made, like)
+            and made.stride() == like.stride()
+            and (made.data_ptr() == like.data_ptr()) == is_view
+            and made.untyped_storage().nbytes() == (256 if is_view else 64)
+            and (made._base, made._version, made.requires_grad) == (None, 0, False)
         )
         if not is_as_expected:
-            return _in_this_torch("makes other tensors by its C shim than by its own functions")
-    return None
-
-
-_FLOAT32 = 11
-"""The code of float32 in tables; see `pinstage._layout`."""
+            return _in_this_torch("makes other tensors by its C shim than by its own methods")
+    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
+    changed.zero_()
+    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[:64].any():
+        return _in_this_torch("makes views by its C shim that share their version, or not their memory")
+    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
+    return None if torch.equal(gradient, saved) else _in_this_torch("does not keep a view by its C shim for autograd")
 
 
 # -- CUDA's current device and stream ----------------------------------------------------------------------------------

@@ -70,4 +70,5 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, 
         return None
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, threads, reuses)
+    owner = parts, slab
+    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses)

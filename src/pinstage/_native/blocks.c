@@ -696,16 +696,19 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef blocks_type_methods[] = {
-    {"of", blocks_of, METH_VARARGS | METH_CLASS, NULL},
-    {"packed_as", blocks_packed_as, METH_O, NULL},
-    {"copy", blocks_copy, METH_VARARGS, NULL},
-    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, NULL},
-    {"copy_leaves", blocks_copy_leaves, METH_VARARGS, NULL},
-    {"fill", blocks_fill, METH_VARARGS, NULL},
-    {"leaves", blocks_leaves, METH_O, NULL},
+    {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
+    {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
+    {"copy", blocks_copy, METH_VARARGS, "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
+    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
+    {"copy_leaves", blocks_copy_leaves, METH_VARARGS, "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
+    {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
+    {"leaves", blocks_leaves, METH_O, "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef blocks_getters[] = {{"tensors", blocks_tensors, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef blocks_getters[] = {
+    {"tensors", blocks_tensors, NULL, "The tensor of each block.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyType_Slot blocks_slots[] = {
     {Py_tp_dealloc, blocks_dealloc},
     {Py_tp_methods, blocks_type_methods},
@@ -725,7 +728,7 @@ int add_blocks_type(PyObject *module) {
 }
 
 PyMethodDef blocks_methods[] = {
-    {"find_driver", find_driver, METH_NOARGS, NULL},
-    {"move_few", move_few, METH_VARARGS, NULL},
+    {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream)"},
     {NULL, NULL, 0, NULL},
 };

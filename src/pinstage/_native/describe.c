@@ -446,9 +446,15 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     unsigned long long address;
     long long room;
     if (!PyArg_ParseTuple(args, "y#KL:stack", &found, &length, &address, &room)) return NULL;
-    Stack stack;
-    memcpy(&stack, found, sizeof stack);
-    if (stack.count * stack.nbytes > room) {
+    Stack stack = {0};
+    if (length >= (Py_ssize_t)sizeof stack) memcpy(&stack, found, sizeof stack);
+    int64_t each = 8 * (2 + stack.ndim), samples = (length - (int64_t)sizeof stack) / each;
+    if (length < (Py_ssize_t)sizeof stack || stack.ndim < 0 || stack.ndim > MAX_DIMS || stack.nbytes < 0 || stack.count != samples ||
+        length != (Py_ssize_t)sizeof stack + each * samples) {
+        PyErr_SetString(PyExc_ValueError, "not what alike() returned");
+        return NULL;
+    }
+    if (stack.nbytes != 0 && stack.count > room / stack.nbytes) {
         PyErr_SetString(PyExc_ValueError, "samples need more room than there is");
         return NULL;
     }
@@ -474,8 +480,8 @@ static PyObject *stack(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef describe_methods[] = {
-    {"describe", describe, METH_VARARGS, NULL},
-    {"alike", alike, METH_O, NULL},
-    {"stack", stack, METH_VARARGS, NULL},
+    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): the offset table."},
+    {"alike", alike, METH_O, "alike(samples): what stack() needs of them, or None where they differ or are not plain."},
+    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one behind the other."},
     {NULL, NULL, 0, NULL},
 };

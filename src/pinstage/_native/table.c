@@ -138,8 +138,6 @@ failed:
     return NULL;
 }
 
-/* figures(table): what a table from elsewhere says of itself, if all of it is true: nbytes, payload, packed, moved, others,
- * dtypes. */
 static PyObject *figures(PyObject *module, PyObject *object) {
     (void)module;
     Py_buffer buffer;
@@ -181,4 +179,7 @@ done:
     return result;
 }
 
-PyMethodDef table_methods[] = {{"figures", figures, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+PyMethodDef table_methods[] = {
+    {"figures", figures, METH_O, "figures(table): nbytes, payload, packed, moved, others, dtypes, if its rows agree with them."},
+    {NULL, NULL, 0, NULL},
+};
