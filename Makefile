@@ -39,6 +39,7 @@ release: ## build and check what is uploaded (REPOSITORY=https://...)
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard src/pinstage/_native/*.[ch] tests/native/*.c)
 
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy

@@ -369,6 +369,8 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 @given(st.binary(max_size=100), st.integers(-1, 200))
 @example(b"", 64)
 @example(struct.pack("=68q", 1, 8, 8, 1, *[1] * 64), 64)
+@example(struct.pack("=68q", 1, 8, 8, -2, *[1] * 64), 64)
+@example(struct.pack("=68q", 2**60, 8, 8, 0, *[1] * 64), 64)
 def test_samples_are_stacked_only_as_they_were_described(data, room):
     with guarded(64) as slab:
         with pytest.raises(ValueError, match="not what alike"):

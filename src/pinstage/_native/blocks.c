@@ -417,7 +417,8 @@ static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
 /* -- copies ---------------------------------------------------------------------------------------------------------- */
 
 /* Send bytes `start` to `end` of the host slab. */
-static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream, bool is_page_locked) {
+static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream,
+                           bool is_page_locked) {
     int64_t first = 0, last = self->run_count; /* the first run that ends behind `start` */
     while (first < last) {
         int64_t middle = (first + last) / 2;
@@ -491,7 +492,8 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
             break;
         }
         const Block *block = &self->blocks[self->block_of[index]];
-        if (row->nbytes) copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
+        if (row->nbytes)
+            copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
     }
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     copies_end(&copies);
@@ -663,7 +665,8 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
     PyObject *result = NULL;
     for (; memory != NULL && made < count; made++) {
         const Found *leaf = &found[made];
-        tensors[made] = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
+        tensors[made] =
+            new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
         if (tensors[made] == NULL) break;
     }
     int64_t nbytes = 0;
@@ -698,11 +701,14 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
-    {"copy", blocks_copy, METH_VARARGS, "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
+    {"copy", blocks_copy, METH_VARARGS,
+     "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
-    {"copy_leaves", blocks_copy_leaves, METH_VARARGS, "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
+    {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
+     "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
     {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
-    {"leaves", blocks_leaves, METH_O, "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
+    {"leaves", blocks_leaves, METH_O,
+     "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef blocks_getters[] = {

@@ -30,7 +30,7 @@ typedef struct {
     int64_t offset; /* in the slab; of an ALIAS the row that it repeats; else -1 */
     int64_t nbytes;
     uint8_t kind, dtype, ndim, nothing;
-    uint32_t block; /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
+    uint32_t block;  /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
     int64_t sizes[]; /* shape[width], stride[width] */
 } Row;
 
@@ -80,9 +80,9 @@ enum { DL_CPU = 1, DL_CUDA = 2, DL_COMPLEX = 5 };
 
 typedef struct {
     PyTypeObject *tensor, *array;
-    int (*export_tensor)(void *object, DLTensor *out);           /* DLPack exchange API, public */
-    PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
-    PyObject *count_modes;                                       /* in which torch makes other things; see `blocks.c` */
+    int (*export_tensor)(void *object, DLTensor *out); /* DLPack exchange API, public */
+    PyObject *level_owner, *level_name;                /* see `may_be_dual` */
+    PyObject *count_modes;                             /* in which torch makes other things; see `blocks.c` */
     union {
         void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._torch`, which finds and probes them */
         struct {
@@ -90,11 +90,12 @@ typedef struct {
             int (*storage_size)(void *handle, int64_t *out);
             int (*storage_offset)(void *handle, int64_t *out);
             int (*get_dtype)(void *handle, int32_t *out);
-            int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset, void **out);
+            int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset,
+                               void **out);
             int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
                                    const int64_t *strides, void **out);
-            int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype,
-                                 int32_t device_type, int32_t device_index, void **out);
+            int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
+                                 int32_t device_index, void **out);
             int (*get_data)(void *handle, void **out);
             int (*delete_handle)(void *handle);
             /* C++, where an exception would end the process. The shim has no function that makes an object of Python's, and
@@ -107,11 +108,11 @@ typedef struct {
         };
     };
     Py_ssize_t handle_at; /* where a tensor object has its at::Tensor; 0: a probe failed, none of these may be called */
-    uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
-    uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
-    int16_t scalar[MOST_DTYPES];                                 /* that number; -1: none */
-    uint8_t by_format[256];                                      /* code of a numpy format of one character; 255: none */
-    uint8_t complex_float, complex_double;                       /* of "Zf" and "Zd" */
+    uint8_t itemsize[MOST_DTYPES];         /* by the code of a dtype; 0: there is none */
+    uint8_t by_scalar[256];                /* by the number that the C shim has for it; 255: none */
+    int16_t scalar[MOST_DTYPES];           /* that number; -1: none */
+    uint8_t by_format[256];                /* code of a numpy format of one character; 255: none */
+    uint8_t complex_float, complex_double; /* of "Zf" and "Zd" */
 } Torch;
 
 extern Torch torch;

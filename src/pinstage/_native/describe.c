@@ -157,8 +157,8 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     PyObject *shape, *stride, *source, *source_stride;
     unsigned long long address;
     long long nbytes;
-    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source,
-                          &address, &source_stride))
+    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source, &address,
+                          &source_stride))
         goto done;
     leaf->nbytes = nbytes;
     leaf->data = (const char *)(uintptr_t)address;
@@ -226,7 +226,8 @@ static bool widen(Growing *table, int64_t width) {
     }
     size_t kept = (size_t)table->width * sizeof(int64_t);
     for (int64_t i = 0; i < table->count; i++) {
-        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i), *to = (Row *)(rows + row_bytes(width) * (size_t)i);
+        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i),
+            *to = (Row *)(rows + row_bytes(width) * (size_t)i);
         memcpy(to, from, sizeof(Row) + kept);
         memcpy(to->sizes + width, from->sizes + table->width, kept);
         memcpy(sources + source_bytes(width) * (size_t)i, table->sources + source_bytes(table->width) * (size_t)i,
@@ -253,9 +254,9 @@ static PyObject *described(const Growing *table, const Header *header, PyObject 
     char *to = PyBytes_AsString(data);
     memcpy(to, header, sizeof(Header));
     memcpy(to + sizeof(Header), table->rows, bytes);
-    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload, (long long)header->packed,
-                         (long long)header->moved, (long long)header->others, (long long)header->dtypes, sources, kept,
-                         PyBool_FromLong(has_lazy));
+    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload,
+                         (long long)header->packed, (long long)header->moved, (long long)header->others,
+                         (long long)header->dtypes, sources, kept, PyBool_FromLong(has_lazy));
 }
 
 /* Ask for the memory of leaves that come next: a batch's tensors are not in the caches, as a rule, and lie anywhere. */
@@ -446,11 +447,11 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     unsigned long long address;
     long long room;
     if (!PyArg_ParseTuple(args, "y#KL:stack", &found, &length, &address, &room)) return NULL;
-    Stack stack = {0};
-    if (length >= (Py_ssize_t)sizeof stack) memcpy(&stack, found, sizeof stack);
-    int64_t each = 8 * (2 + stack.ndim), samples = (length - (int64_t)sizeof stack) / each;
-    if (length < (Py_ssize_t)sizeof stack || stack.ndim < 0 || stack.ndim > MAX_DIMS || stack.nbytes < 0 || stack.count != samples ||
-        length != (Py_ssize_t)sizeof stack + each * samples) {
+    Stack stack = {.ndim = -1};
+    int64_t rest = length - (int64_t)sizeof stack, bytes;
+    if (rest >= 0) memcpy(&stack, found, sizeof stack);
+    if (stack.ndim < 0 || stack.ndim > MAX_DIMS || stack.count < 0 || stack.nbytes < 0 ||
+        __builtin_mul_overflow(stack.count, 8 * (2 + stack.ndim), &bytes) || bytes != rest) {
         PyErr_SetString(PyExc_ValueError, "not what alike() returned");
         return NULL;
     }
@@ -480,7 +481,7 @@ static PyObject *stack(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef describe_methods[] = {
-    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): the offset table."},
+    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
     {"alike", alike, METH_O, "alike(samples): what stack() needs of them, or None where they differ or are not plain."},
     {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one behind the other."},
     {NULL, NULL, 0, NULL},

@@ -47,7 +47,8 @@ static PyObject *use_torch(PyObject *module, PyObject *args) {
     torch.export_tensor = exchange->tensor_from_object;
     for (Py_ssize_t i = 0; i < count; i++) {
         torch.functions[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
-        if (torch.functions[i] == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
+        if (torch.functions[i] == NULL)
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
     }
     Py_RETURN_NONE;
 }
@@ -131,12 +132,15 @@ static PyObject *facts(PyObject *module, PyObject *tensor) {
 
 PyMethodDef torch_methods[] = {
     {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
-    {"use_torch", use_torch, METH_VARARGS, "use_torch(exchange, functions): take DLPack's capsule, and addresses of functions."},
-    {"use_handle", use_handle, METH_O, "use_handle(place): take where a tensor object has its at::Tensor, 0 for nowhere; the last."},
+    {"use_torch", use_torch, METH_VARARGS,
+     "use_torch(exchange, functions): take DLPack's capsule, and addresses of functions."},
+    {"use_handle", use_handle, METH_O,
+     "use_handle(place): take where a tensor object has its at::Tensor, 0 for nowhere; the last."},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
     {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
     {"watch", watch, METH_VARARGS, "watch(owner, name, count): take the level of forward-mode AD, and what counts modes."},
-    {"facts", facts, METH_O, "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
+    {"facts", facts, METH_O,
+     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -191,7 +195,8 @@ static PyObject *steps(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef steps_methods[] = {
-    {"steps", steps, METH_VARARGS, "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
+    {"steps", steps, METH_VARARGS,
+     "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -207,8 +212,15 @@ static int fill(PyObject *module) {
     return add_structure_type(module) != 0 || add_job_type(module) != 0 || add_blocks_type(module) != 0 ? -1 : 0;
 }
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "Describes, packs and cuts batches; see pinstage._native.", -1, NULL, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                        "_core",
+                                        "Describes, packs and cuts batches; see pinstage._native.",
+                                        -1,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL};
 
 /* In one phase: what is known of torch, and the threads that pack, are the process's, so subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {

@@ -15,7 +15,7 @@ enum { MAX_DIMS = 64 };
 /* A leaf to be moved: memory as it lies if `strides` is NULL, else element by element into contiguous memory. */
 typedef struct {
     const char *source; /* NULL for one that somebody else has written */
-    int64_t offset; /* in the batch; rising from leaf to leaf */
+    int64_t offset;     /* in the batch; rising from leaf to leaf */
     int64_t nbytes;
     const int64_t *shape;   /* of a strided leaf */
     const int64_t *strides; /* of a strided leaf, in elements; NULL for one that is copied as it lies */

@@ -260,10 +260,11 @@ static PyObject *job_enter(PyObject *object, PyObject *nothing) {
     int code = job == NULL ? 0 : job_begin(job);
     if (code != 0 && !has_warned) {
         has_warned = true;
-        if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1,
-                             "packing goes on with %d threads: no other could be started (error %d); raise the limit of threads "
-                             "(ulimit -u, pids.max of the cgroup), or pass Stager(threads=...)",
-                             pack_threads() + 1, code) != 0)
+        if (PyErr_WarnFormat(
+                PyExc_RuntimeWarning, 1,
+                "packing goes on with %d threads: no other could be started (error %d); raise the limit of threads "
+                "(ulimit -u, pids.max of the cgroup), or pass Stager(threads=...)",
+                pack_threads() + 1, code) != 0)
             return NULL;
     }
     Py_INCREF(object);
@@ -286,7 +287,7 @@ static const char job_doc[] =
     "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a context manager.\n\n"
     "owner: keeps leaves and slab alive. An exception before the block leaves nothing behind that writes to the slab.";
 static PyType_Slot job_slots[] = {
-    {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc},    {Py_tp_methods, job_methods},
+    {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
     {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},
 };
 static PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
