@@ -480,6 +480,7 @@ print(slab.eq(1).all().item(), [str(one.message) for one in told])
 """
 
 
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
 def test_a_thread_that_cannot_be_started_is_told_once():
     done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

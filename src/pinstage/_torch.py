@@ -10,12 +10,11 @@ import _thread
 import contextlib
 import ctypes
 import importlib
+import inspect
 import os
 import sys
-import threading
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
@@ -54,21 +53,12 @@ class Problem(NamedTuple):
 
 
 def problems() -> list[Problem]:
-    """Try everything here that needs neither a worker nor, where there is none, a GPU."""
+    """Return the probes that fail, but for those of workers."""
     tried = [
         ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
         ("tensors", _tensors[0], "tensors are described and made in Python, one by one"),
-        ("streams", why_streams_cannot_be_set() if torch.cuda.is_available() else None, "torch.cuda.stream is used"),
-        ("profiles", _why_profilers_are_not_seen(), "steps are not marked in torch's profiles: use pinstage.profile()"),
-        (
-            "tensors without memory",
-            _why_kinds_are_not_seen(),
-            "those of forward-mode AD and functionalisation are refused",
-        ),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
-        ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
-        ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
         ("DataLoader", _why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
         ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
@@ -83,35 +73,9 @@ def _in_this_torch(what: str) -> str:
 # -- locks -------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _why_owners_are_not_seen() -> str | None:
-    lock: Any = threading.RLock()
-    try:
-        before = lock._is_owned()
-        with lock:
-            if (before, lock._is_owned()) == (False, True):
-                return None
-    except _WRONG as error:
-        return f"threading.RLock does not tell whose it is ({error!r})"
-    return "threading.RLock does not tell whose it is"
-
-
 def ownership(lock: Any) -> Callable[[], bool]:
-    """Return what says whether the calling thread has a `threading.RLock`. What is public says so by an error."""
-    reason = _why_owners_are_not_seen()
-    if reason is None:
-        return lock._is_owned  # type: ignore[no-any-return]
-    tell_once(f"locks are asked by way of a Condition, which takes longer: {reason}")
-    condition = threading.Condition(lock)
-
-    def is_owned() -> bool:
-        try:
-            condition.notify(0)
-        except RuntimeError:
-            return False
-        return True
-
-    return is_owned
+    """Return what says whether the calling thread has a `threading.RLock`; `threading.Condition` asks the same."""
+    return lock._is_owned  # type: ignore[no-any-return]
 
 
 # -- who uses a storage ------------------------------------------------------------------------------------------------
@@ -147,8 +111,6 @@ class StorageUsers:
 @cache
 def why_storages_cannot_be_counted() -> str | None:
     """Say why it cannot be told who uses a storage; None if it can."""
-    if not has_interpreter_lock():
-        return "without the interpreter lock counts of references cannot be trusted"
     try:
         return _probe_storage_users()
     except _WRONG as error:
@@ -216,22 +178,10 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return unpack(tensor).tangent is not None
 
 
-@cache
-def _why_kinds_are_not_seen() -> str | None:
-    try:
-        if not (_PLAIN._is_zerotensor() or torch._is_functional_tensor(_PLAIN)):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
-    return _in_this_torch("takes a plain tensor for one without memory")
-
-
-_PLAIN = torch.zeros(1, device="cpu")  # made here: the first question may come in a mode that makes no such tensors
-
-
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
-    return _why_kinds_are_not_seen() is None and (torch._is_functional_tensor(tensor) or tensor._is_zerotensor())
+    kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
+    return any(is_one is not None and is_one(tensor) for is_one in kinds)
 
 
 def check_is_plain(made: torch.Tensor) -> None:
@@ -467,10 +417,15 @@ class CudaCalls(NamedTuple):
 
 @cache
 def cuda_calls() -> CudaCalls:
-    """Return the private functions, or, where these do something else, what is public. Needs a GPU."""
-    reason = why_streams_cannot_be_set()
-    if reason is None:
-        return CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
+    """Return the private functions, or, where these say something else, what is public. Needs a GPU."""
+    device = torch.cuda.current_device()
+    try:
+        found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
+        if (found.device(), found.stream(device)) == (device, ids_of(torch.cuda.current_stream(device))):
+            return found
+        reason = _in_this_torch("tells other ids of streams than their attributes")
+    except _WRONG as error:
+        reason = _in_this_torch(f"does not set streams as expected ({error!r})")
     tell_once(f"streams are made current by torch.cuda.set_stream, which takes longer: {reason}")
     return CudaCalls(
         torch.cuda.current_device,
@@ -479,36 +434,6 @@ def cuda_calls() -> CudaCalls:
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
         ),
     )
-
-
-@cache
-def why_streams_cannot_be_set() -> str | None:
-    """Say why torch's private functions for streams are of no use; None if they are of use. Needs a GPU."""
-    with torch.cuda.device(_device_in_use()):
-        return _why_streams_cannot_be_set_here()
-
-
-def _device_in_use() -> int:
-    """Return a device that has a context, where there is one: a stream on another would make one, of 500 MiB."""
-    current = torch.cuda.current_device()
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device == current)
-    return next(filter(has_context, range(torch.cuda.device_count())), current)
-
-
-def _why_streams_cannot_be_set_here() -> str | None:
-    device = torch.cuda.current_device()
-    before, another = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    try:
-        told = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(device)
-        torch._C._cuda_setStream(*ids_of(another))
-        inside = torch.cuda.current_stream(device)
-        torch._C._cuda_setStream(*told[1])
-        works = (*told, inside, torch.cuda.current_stream(device)) == (device, ids_of(before), another, before)
-    except _WRONG as error:
-        return _in_this_torch(f"does not set streams as expected ({error!r})")
-    finally:
-        torch.cuda.set_stream(before)
-    return None if works else _in_this_torch("does not set streams as expected")
 
 
 # -- optree ------------------------------------------------------------------------------------------------------------
@@ -555,52 +480,19 @@ def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
 # -- torch's pytree ----------------------------------------------------------------------------------------------------
 
 
-@cache
-def why_pytree_cannot_be_asked() -> str | None:
-    """Say why classes that are registered with torch's pytree cannot be found; None if they can."""
-    try:
-        take_apart, put_together = _pytree_entry(OrderedDict)
-        children, context = take_apart(OrderedDict(a=1, b=2))
-        if list(children) == [1, 2] and put_together([3, 4], context) == OrderedDict(a=3, b=4):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"keeps its registry of containers in another way ({error!r})")
-    return _in_this_torch("keeps its registry of containers in another way")
-
-
-def _pytree_entry(cls: type) -> Any:
-    node = torch.utils._pytree.SUPPORTED_NODES.get(cls)
-    return None if node is None else (node.flatten_fn, node.unflatten_fn)
-
-
 def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """Return how torch's pytree takes a class apart, and puts it together from a list of children and the context.
 
-    None where torch keeps this in another way: then such a class has to be registered with pinstage.
+    None where torch doesn't know the class, or keeps this in another way.
     """
-    reason = why_pytree_cannot_be_asked()
-    if reason is None:
-        return _pytree_entry(cls)  # type: ignore[no-any-return]
-    tell_once(f"classes that torch's pytree knows are not known: {reason}; give them to pinstage.register_node")
-    return None
+    node = getattr(torch.utils._pytree, "SUPPORTED_NODES", {}).get(cls)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 
-def _why_profilers_are_not_seen() -> str | None:
-    try:
-        answer: object = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        if type(answer) is bool:
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell whether a profiler runs ({error!r})")
-    return _in_this_torch("does not tell whether a profiler runs")
-
-
-is_profiling: Callable[[], bool] = (
-    (lambda: False) if _why_profilers_are_not_seen() else torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-)
+is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
@@ -629,27 +521,14 @@ def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 
-@cache
-def _sharding() -> Any:
-    """Return torch's classes of sharded tensors, of a shard and of its metadata; None if they are not as they were."""
-    try:
-        module = importlib.import_module("torch.distributed._shard.sharded_tensor")
-        found = module.ShardedTensor, module.Shard, module.ShardMetadata
-    except _WRONG:
-        return None
-    has = ("local_shards", "metadata", "_init_from_local_shards_and_global_metadata")
-    return found if all(callable(getattr(found[0], name, None)) for name in has) else None
-
-
 def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Take a sharded tensor apart, for `make_sharded`; None if it is none."""
     if "torch.distributed._shard" not in sys.modules:
         return None
-    found = _sharding()
-    if found is None or not isinstance(tensor, found[0]):
+    module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
+    if not isinstance(tensor, module.ShardedTensor):
         return None
-    sharded: Any = tensor
-    return [(shard.tensor, shard.metadata) for shard in sharded.local_shards()], sharded.metadata()
+    return [(shard.tensor, shard.metadata) for shard in tensor.local_shards()], tensor.metadata()
 
 
 def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch.Tensor:
@@ -659,15 +538,15 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
         shards: this rank's: each with the metadata that it had.
         metadata: of the whole tensor; it is changed.
     """
-    sharded_tensor, shard_of, metadata_of = _sharding()
+    module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
 
     def here(old: Any) -> Any:
-        rank = old.placement.rank()
-        return metadata_of(list(old.shard_offsets), list(old.shard_sizes), f"rank:{rank}/cpu")
+        place = f"rank:{old.placement.rank()}/cpu"
+        return module.ShardMetadata(list(old.shard_offsets), list(old.shard_sizes), place)
 
     metadata.shards_metadata = [here(shard) for shard in metadata.shards_metadata]
-    local = [shard_of(tensor, here(old)) for tensor, old in shards]
-    made: torch.Tensor = sharded_tensor._init_from_local_shards_and_global_metadata(local, metadata)
+    local = [module.Shard(tensor, here(old)) for tensor, old in shards]
+    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
     return made
 
 
@@ -677,20 +556,13 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
 @cache
 def why_pinning_cannot_be_asked() -> str | None:
     """Say why torch cannot be asked what ``DataLoader(pin_memory=True)`` does with a batch; None if it can."""
-    thing = object()
-    try:
-        if pin_as_loader([thing, "text"]) == [thing, "text"] and pin_as_loader({"a": thing}) == {"a": thing}:
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not show what pin_memory=True does ({error!r})")
-    return _in_this_torch("changes what it does not know, with pin_memory=True")
+    missing = _of_utils("pin_memory", "pin_memory") is None
+    return _in_this_torch("does not show what pin_memory=True does") if missing else None
 
 
 def pin_as_loader(batch: Any) -> Any:
     """Do what ``DataLoader(pin_memory=True)`` does with a batch."""
-    from torch.utils.data._utils import pin_memory
-
-    return pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+    return _of_utils("pin_memory", "pin_memory")(batch)
 
 
 # -- default collation -------------------------------------------------------------------------------------------------
@@ -700,18 +572,15 @@ Collate = Callable[..., Any]
 
 @cache
 def _collation() -> Any:
-    """Return torch's room for collation; None if it is not as it was."""
+    """Return torch's module for collation; None if it has other names, or `collate` no map of functions."""
     try:
         from torch.utils.data._utils import collate
 
-        stacked = collate.collate(
-            [(torch.ones(2), 1), (torch.ones(2), 2)],
-            collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: lambda batch, **_: len(batch)},
-        )
-        works = stacked[0] == 2 and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
-    except (AttributeError, ImportError, TypeError, IndexError):
+        is_known = "collate_fn_map" in inspect.signature(collate.collate).parameters
+        is_known = is_known and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
+        return collate if is_known and collate.default_collate_fn_map else None
+    except (AttributeError, ImportError, TypeError):
         return None
-    return collate if works else None
 
 
 def why_collation_is_unknown() -> str | None:
