@@ -1,7 +1,9 @@
-"""Private names of torch, CPython and optree: all that pinstage uses, each behind a probe of what it *does*.
+"""Private names of torch and optree: all that pinstage uses.
 
-A probe runs when a name is first needed. Where it fails, there is a slow way, or a clear refusal, which is told once;
-`problems` tries them all, for ``pinstage doctor``.
+Where a wrong answer would corrupt data (who uses a storage, where a tensor's memory is, whether it was changed), a
+probe looks at what a name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and
+a warning says so once; or an error, where there are none. `problems` tries all, for ``pinstage doctor``. Other names
+are those of the versions that ``pyproject.toml`` asks for and ``constraints.txt`` pins.
 """
 
 from __future__ import annotations
