@@ -39,6 +39,7 @@ release: ## build and check what is uploaded (REPOSITORY=https://...)
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard src/pinstage/_native/*.[ch] tests/native/*.c)
 
 types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
@@ -66,27 +67,23 @@ clean: ## remove what was built; .venv stays
 # The extension; a file of it that changes is compiled anew.
 NATIVE := setup.py $(wildcard src/pinstage/_native/*.[ch])
 
-# The tests need it: for them it is an error if it cannot be compiled.
-$(VENV)/.stamp-test: MUST_COMPILE := 1
-
 # One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
 # first, so that none is left of other sources.
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
 	@rm -f src/pinstage/_native/*.so
-	@PINSTAGE_NATIVE=$(MUST_COMPILE) $(BIN)/python $(PIP_INSTALL) -e '.[$*]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[$*]'
 	@touch $@
 
 # What these ask for beside torch, they do not need for what is tested, or it is in the extra: a torch with CUDA, cloud
 # storage, an older numpy. Of torchvision its tv_tensors are tested; its binary does not load beside a torch without CUDA.
 WITHOUT_DEPENDENCIES := torchrec fbgemm-gpu-cpu mosaicml-streaming
 
-$(FRAMEWORKS)/.stamp: MUST_COMPILE := 1
 $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing the frameworks into $(FRAMEWORKS), once: this takes two to ten minutes."
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	rm -f src/pinstage/_native/*.so
-	PINSTAGE_NATIVE=$(MUST_COMPILE) $(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e '.[frameworks]'
+	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e '.[frameworks]'
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(FRAMEWORKS)/torchvision-source torchvision
 	@touch $@

@@ -1,8 +1,5 @@
 """The extension in C, and the README as a package index shows it. All else is in pyproject.toml.
 
-Where it cannot be built, pinstage is installed without it, and takes the plain path; with ``PINSTAGE_NATIVE=1`` in the
-environment that is an error. ``PINSTAGE_NATIVE=0`` leaves it out.
-
 An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links
 absolute; ``make release`` sets it.
 """
@@ -14,18 +11,34 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
 
 NATIVE = Path("src/pinstage/_native")
 
-wish = os.environ.get("PINSTAGE_NATIVE")
-# Free-threaded Python has no limited API before 3.15.
-lacking = (
-    "Linux" if sys.platform != "linux" else "the limited API" if sysconfig.get_config_var("Py_GIL_DISABLED") else None
-)
-if wish == "1" and lacking:
+if sys.platform != "linux":
+    raise SystemExit(f"pinstage runs on Linux only: this is {sys.platform}; use Linux, or WSL2 on Windows")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no limited API before 3.15
     raise SystemExit(
-        f"PINSTAGE_NATIVE=1, but the extension needs {lacking}, which is not here; unset it for the plain path"
+        f"pinstage does not run on free-threaded Python yet: this is {sys.version.split()[0]} without the interpreter "
+        "lock; use the usual build of Python"
     )
+
+
+class BuildExtension(build_ext):
+    """Compile the extension, or say what that needs."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one extension."""
+        try:
+            super().build_extension(ext)
+        except (BaseError, CCompilerError) as error:
+            raise SystemExit(
+                f"pinstage's extension in C could not be compiled: {error}; install a C compiler and the headers of "
+                f"Python {sys.version_info[0]}.{sys.version_info[1]} (Debian and Ubuntu: apt install gcc python3-dev; "
+                "Fedora: dnf install gcc python3-devel), or install pinstage from a wheel"
+            ) from error
+
 
 core = Extension(
     "pinstage._native._core",
@@ -42,9 +55,7 @@ core = Extension(
     ],
     libraries=["dl", "pthread"],  # parts of libc since glibc 2.34; wheels are for older ones too
     py_limited_api=True,  # of the version that core.h says
-    optional=wish != "1",
 )
-built = wish != "0" and not lacking
 
 repository = os.environ.get("PINSTAGE_REPOSITORY", "").rstrip("/")
 readme = Path("README.md").read_text()
@@ -62,6 +73,7 @@ setup(
     long_description=readme,
     long_description_content_type="text/markdown",
     project_urls=urls,
-    ext_modules=[core] if built else [],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if built else {},
+    ext_modules=[core],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -131,11 +131,6 @@ def staging_busy() -> str:
     return staging(load("staging_busy"))
 
 
-def staging_plain() -> str:
-    """The same without the extension."""
-    return staging(load("staging_plain"))
-
-
 def staging_short() -> str:
     """Of most batches `.to()`, the best rival, and ours: as many as fit a page."""
     result = load("staging")
@@ -571,7 +566,6 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
 TABLES = {
     "staging": staging,
     "staging_busy": staging_busy,
-    "staging_plain": staging_plain,
     "staging_short": staging_short,
     "native_threads": native_threads,
     "startup": startup,

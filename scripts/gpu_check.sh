@@ -16,7 +16,6 @@
 # more than 20 minutes. Every step runs whatever became of the one before; the exit status is 1 if any failed. Python packages
 # that the machine lacks are taken from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of
 # its own is never replaced. The extension is compiled for it first; one that was carried serves where that fails.
-# PINSTAGE_NATIVE=0 goes without.
 # Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
 # FRAMEWORKS_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
 # The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by scripts/build_rival.sh if ACCV_LAB is set.
@@ -77,7 +76,6 @@ install() {
 # By the compiler alone: what a machine has of setuptools may be older than pyproject.toml needs.
 extension() {
   local folder=src/pinstage/_native include
-  [ "${PINSTAGE_NATIVE:-1}" != 0 ] || return 0
   include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   if "${CC:-cc}" -std=gnu11 -O3 -fvisibility=hidden -fPIC -shared -I"$include" "$folder"/*.c -o "$folder/_core.new" \
     -ldl -lpthread 2>&1 | tee "$OUT/extension.log"; then
@@ -86,7 +84,7 @@ extension() {
   elif [ -f "$folder/_core.abi3.so" ]; then
     say "extension: the one that was carried"
   fi
-  "$PYTHON" -c 'from pinstage import _native; raise SystemExit(_native.why_not)' 2>&1 | tee -a "$OUT/extension.log"
+  "$PYTHON" -c 'from pinstage import _torch; raise SystemExit(_torch.problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
 # step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, note how it went.
@@ -158,12 +156,6 @@ staging_busy() {
     --only to,pin_to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
 }
 
-# What the extension is worth: the same without it.
-staging_plain() {
-  PINSTAGE_NATIVE=0 comparison staging_plain 120 --batches 4x1KiB,64x1KiB,1000x256B,1000x16KiB,8x1MiB,300x1MiB \
-    --only to,pin_to,pinstage,pinstage_ring --seconds 0.3
-}
-
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
@@ -179,7 +171,7 @@ native_threads() { benchmark native_threads 120; }
 frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy staging_plain memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste
+  staging staging_busy memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste
   native_threads refusals
 )
 

@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 export CC=${CC:-cc}
-[ $# -gt 0 ] || set -- -k "not plain" tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
+[ $# -gt 0 ] || set -- tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
 build=build/sanitize
 rm -rf "$build"
 mkdir -p "$build"
@@ -54,7 +54,7 @@ began=$SECONDS
 echo "== the extension, with ${memory[*]}"
 # UBSan in the extension itself, hidden: as a library it would call ASan's functions of the same names, and set ASan's file
 # for reports in place of its own.
-PINSTAGE_NATIVE=1 CFLAGS="-Werror ${memory[*]} -static-libubsan -Wl,--exclude-libs,ALL" "$PYTHON" setup.py -q build --build-base "$build"
+CFLAGS="-Werror ${memory[*]} -static-libubsan -Wl,--exclude-libs,ALL" "$PYTHON" setup.py -q build --build-base "$build"
 # Both before all else in a process. libstdc++: ASan looks for its functions when it begins, before torch brings it.
 libraries=$("$CC" -print-file-name=libasan.so):$("$CC" -print-file-name=libstdc++.so.6)
 package=$(echo "$PWD/$build"/lib.*)

@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(params=PATHS)
 def both_paths(request):
-    """Run a test twice: with the extension, which has to be there, and in plain Python."""
+    """Run a test twice: with torch's own functions, and with its public ones, as where a probe of those fails."""
     with on_path(request.param):
         yield
 

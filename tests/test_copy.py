@@ -4,16 +4,19 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, outcome
-from paths import PATHS, on_path
 from strategies import tensor_of
 
 from pinstage import _native
@@ -24,16 +27,6 @@ from pinstage._layout import pack, take_apart
 
 KIB, MIB = 1 << 10, 1 << 20
 GUARD = 64
-
-
-@pytest.fixture
-def native():
-    with on_path("native"):
-        yield
-
-
-in_chunks = pytest.mark.usefixtures("native")
-"""Only the extension packs in chunks, and by threads."""
 
 
 def bytes_of(*sizes, skipped=0):
@@ -85,16 +78,6 @@ def batch(request):
     return leaves, torch.from_numpy(expected)
 
 
-@pytest.fixture(
-    params=[("plain", 1), *(("native", threads) for threads in (1, 2, 4, 5))], ids=lambda p: f"{p[0]} {p[1]}"
-)
-def threads(request):
-    """Every way to pack."""
-    path, count = request.param
-    with on_path(path):
-        yield count
-
-
 @contextlib.contextmanager
 def guarded(nbytes):
     """Give a slab of memory that was used before, and fail if anything beside it is written."""
@@ -131,6 +114,7 @@ def ends_of(sizes):
 # -- the same bytes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4, 5])
 def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
     leaves, expected = batch
     slab, ends = packed(leaves, threads)
@@ -138,7 +122,6 @@ def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
     assert ends[-1] == expected.numel()
 
 
-@in_chunks
 @pytest.mark.parametrize("threads", [2, 4])
 def test_what_is_reported_is_in_the_slab_already(batch, threads):
     leaves, expected = batch
@@ -155,19 +138,17 @@ def test_what_is_reported_is_in_the_slab_already(batch, threads):
             assert end == expected.numel()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_leaves_that_somebody_else_writes_are_left_out(path):
+def test_leaves_that_somebody_else_writes_are_left_out():
     leaves = [*bytes_of(5, 300 * KIB, 40), torch.ones(3, 5)[:, ::2], torch.ones(3, dtype=torch.int16)]
-    with on_path(path):
-        parts = take_apart(leaves)
-        offsets = parts.table.rows["offset"].tolist()
-        with guarded(parts.table.nbytes) as slab:
-            pack(parts, slab, skip=[1, 3])
-            for leaf, offset, skipped in zip(leaves, offsets, (False, True, False, True, False), strict=True):
-                place = slab[offset : offset + leaf.nbytes]
-                assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
-                assert place.eq(0xEE).all() == skipped
-                assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), "padding"
+    parts = take_apart(leaves)
+    offsets = parts.table.rows["offset"].tolist()
+    with guarded(parts.table.nbytes) as slab:
+        pack(parts, slab, skip=[1, 3])
+        for leaf, offset, skipped in zip(leaves, offsets, (False, True, False, True, False), strict=True):
+            place = slab[offset : offset + leaf.nbytes]
+            assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
+            assert place.eq(0xEE).all() == skipped
+            assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), "padding"
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
@@ -178,14 +159,12 @@ def test_a_small_batch_is_not_worth_a_second_thread():
     assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
 
 
-@in_chunks
 def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
     assert [end / MIB for end in ends_of([MIB] * 20)] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5, 20]
     assert [end / MIB for end in ends_of([16 * MIB])] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 16]
     assert [end / MIB for end in ends_of([MIB])] == [0.5, 1]
 
 
-@in_chunks
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -214,7 +193,6 @@ def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
     assert max(lengths) <= 4 * MIB + first + slack
 
 
-@in_chunks
 @pytest.mark.parametrize("chunk", [-1, 5, 10**30])
 def test_there_is_nothing_behind_the_last_chunk(chunk):
     parts = take_apart(bytes_of(10 * MIB))
@@ -250,7 +228,6 @@ def through_places(leaves, threads, held):
     return travelled, places, starts
 
 
-@in_chunks
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("held", [0, 2])
 def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batch, threads, held):
@@ -266,28 +243,22 @@ def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batc
         assert len(set(places)) < len(places), "no place was used twice"
 
 
-@in_chunks
 def test_one_thread_packs_a_large_batch_in_the_places_of_a_few_chunks():
     _, places, _ = through_places(bytes_of(*[5 * MIB + 1] * 20), 1, 1)
     assert len(places) > 20
     assert len(set(places)) < 12
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_places_are_reused_by_large_batches_on_cpus_that_can_demote_lines(path, monkeypatch):
-    with on_path(path):
-        large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
-        if path == "plain":
-            assert not reuses_places(take_apart(large))
-            return
-        for demotes in (True, False):
-            monkeypatch.setattr(_native.core, "demotes", demotes)
-            for leaves, expected in (
-                (large, demotes),
-                (bytes_of(REUSE_FROM_BYTES - 16), False),
-                ([*large, lazy], False),
-            ):
-                assert reuses_places(take_apart(leaves)) is expected
+def test_places_are_reused_by_large_batches_on_cpus_that_can_demote_lines(monkeypatch):
+    large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
+    for demotes in (True, False):
+        monkeypatch.setattr(_native.core, "demotes", demotes)
+        for leaves, expected in (
+            (large, demotes),
+            (bytes_of(REUSE_FROM_BYTES - 16), False),
+            ([*large, lazy], False),
+        ):
+            assert reuses_places(take_apart(leaves)) is expected
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -297,7 +268,6 @@ def tasks():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-@in_chunks
 def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
     packed(bytes_of(8 * MIB), 3)
     before, ours, of_python = tasks(), _native.core.threads(), threading.active_count()
@@ -308,7 +278,6 @@ def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
     assert tasks() <= before  # one of an earlier test may have ended
 
 
-@in_chunks
 def test_several_threads_pack_at_once():
     barrier = threading.Barrier(3)
 
@@ -330,7 +299,6 @@ def slow_leaves():
     return [tensor_of(torch.uint8, (2 * KIB,), 3).expand(64 * KIB, 2 * KIB)[:, ::2]]
 
 
-@in_chunks
 @pytest.mark.parametrize("threads", [1, 2])
 def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, background):
     parts = take_apart(slow_leaves())
@@ -356,7 +324,6 @@ def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, back
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@in_chunks
 @pytest.mark.parametrize("wait_for", [None, 0])
 @pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
 def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
@@ -378,7 +345,6 @@ def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
         assert not slab.any(), "written after its end"
 
 
-@in_chunks
 def test_a_job_writes_nothing_before_its_block():
     parts = take_apart(bytes_of(32 * MIB))
     slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
@@ -391,7 +357,6 @@ def test_a_job_writes_nothing_before_its_block():
     assert slab.any()
 
 
-@in_chunks
 def test_a_job_that_has_ended_has_no_chunks():
     parts = take_apart(bytes_of(4 * MIB))
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -404,7 +369,6 @@ def test_a_job_that_has_ended_has_no_chunks():
     job.__exit__()  # once more
 
 
-@in_chunks
 def test_a_job_does_not_end_under_a_thread_that_waits_for_it(background):
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -428,7 +392,6 @@ class Pressed(Exception):  # noqa: N818 - stands for a key
     pass
 
 
-@in_chunks
 def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on():
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -450,7 +413,6 @@ def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on(
     assert not slab.any()
 
 
-@in_chunks
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_threads():
     leaves = slow_leaves()
@@ -477,6 +439,53 @@ def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_thr
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert torch.equal(slab.view(64 * KIB, KIB), leaves[0])
+
+
+def test_a_job_keeps_its_leaves_and_its_slab():
+    source, slab = torch.zeros(32 * MIB, dtype=torch.uint8), torch.empty(32 * MIB, dtype=torch.uint8)
+    died = [weakref.ref(source), weakref.ref(slab)]
+    job = start_packing(take_apart([source]), slab, 2)
+    del source, slab
+    with job:
+        assert [one() is None for one in died] == [False, False]
+    assert [one() is None for one in died] == [True, True]
+
+
+def test_threads_that_pack_have_a_name():
+    packed(bytes_of(8 * MIB), 2)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("pinstage-pack") == _native.core.threads()
+
+
+WITHOUT_THREADS = """
+import resource, sys, warnings
+import torch
+from pinstage._copy import start_packing
+from pinstage._layout import take_apart
+
+parts = take_apart([torch.ones(8 << 20, dtype=torch.uint8)])
+slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+job = start_packing(parts, slab, 3)
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as told:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held, limits[1]))
+    with job:
+        job.wait(len(job.ends) - 1)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    with start_packing(parts, slab, 3):
+        pass
+print(slab.eq(1).all().item(), [str(one.message) for one in told])
+"""
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
+def test_a_thread_that_cannot_be_started_is_told_once():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
+    assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
 
 
 # -- how many threads --------------------------------------------------------------------------------------------------

@@ -62,7 +62,6 @@ def test_a_batch_is_what_torch_stacks_or_refuses(kinds, twice):
         assert same(found, expected | {"x": expected["x"].resolve_conj()})
 
 
-@pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
 def test_samples_that_are_alike_are_stacked_nowhere_but_in_the_slab(twice):
     samples = [(KINDS[kind](), index) for index, kind in enumerate(ALIKE)]

@@ -15,7 +15,6 @@ import torch
 from doubles import claim_in_child, record_work
 from hypothesis import given
 from own_leaves import assert_in_blocks, assert_own, few, many, of_bytes, samples, storage_bytes
-from paths import on_path
 from strategies import assert_same, batches, tensor_of
 from torch.autograd import forward_ad
 
@@ -391,7 +390,6 @@ def test_without_a_bound_the_host_never_waits(monkeypatch, kind):
         assert not waited
 
 
-@pytest.mark.usefixtures("extension")
 def test_a_few_small_leaves_are_not_bounded(monkeypatch):
     made, waited = record_work(monkeypatch)
     with ps.Stager("cpu", max_bytes="64MiB", run_ahead=1) as stager:
@@ -404,14 +402,7 @@ def test_a_few_small_leaves_are_not_bounded(monkeypatch):
 
 
 @pytest.fixture
-def extension():
-    """Have the extension, which alone moves a few leaves directly."""
-    with on_path("native"):
-        yield
-
-
-@pytest.fixture
-def moved_directly(monkeypatch, extension):
+def moved_directly(monkeypatch):
     """List of each call, whether the leaves were moved as a few small ones."""
     found = []
     whole = CpuTarget.move_few
@@ -534,7 +525,6 @@ def test_a_closed_pool_refuses_what_it_packs(method, make):
         getattr(stager, method)(make())
 
 
-@pytest.mark.usefixtures("extension")
 def test_a_closed_pool_refuses_a_few_small_leaves():
     stager = ps.Stager("cpu", max_bytes="64MiB")
     stager.close()
@@ -542,7 +532,6 @@ def test_a_closed_pool_refuses_a_few_small_leaves():
         stager.to_device([torch.ones(3), torch.zeros(2)])
 
 
-@pytest.mark.usefixtures("extension")
 def test_in_a_forked_child_a_few_small_leaves_are_refused():
     with ps.Stager("cpu", max_bytes="64MiB") as stager:
 
@@ -553,7 +542,6 @@ def test_in_a_forked_child_a_few_small_leaves_are_refused():
         claim_in_child(claim)
 
 
-@pytest.mark.usefixtures("extension")
 def test_empty_leaves_are_no_copies(stager):
     stager.to_device([torch.zeros(0), torch.ones(3)])
     assert stager.stats().copies == stager.stage([torch.zeros(0), torch.ones(3)]).copies == 1
@@ -576,7 +564,6 @@ def calls_of(work):
     return files
 
 
-@pytest.mark.usefixtures("extension")
 def test_a_warm_small_batch_takes_few_python_calls(stager):
     batch = {"x": torch.ones(100), "y": torch.arange(8)}
     for _ in range(3):

@@ -474,7 +474,7 @@ def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads
     ]
     transfer = stager.stage(batch)
     assert transfer.copies == stager.stats().copies
-    assert transfer.copies in (range(11, 15) if _native.core is not None else [3])  # the plain path has no chunks
+    assert transfer.copies in range(11, 15)
     assert_same(batch, transfer.get(), "cpu")
 
 
@@ -530,7 +530,6 @@ def batch_of_many_chunks(seed):
     }
 
 
-@pytest.mark.skipif(_native.core is None, reason="the plain path has no chunks")
 @pytest.mark.parametrize("ring", [None, 3])
 @pytest.mark.parametrize(
     ("how", "lag"),

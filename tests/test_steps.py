@@ -45,8 +45,6 @@ def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):
 
 
 def test_a_batch_in_chunks_is_packed_and_copied_in_so_many_steps():
-    if _native.core is None:
-        pytest.skip(f"the plain path has no chunks: {_native.why_not}")
     with ps.Stager("cpu", threads=2) as stager:
         large = torch.zeros(40 << 20, dtype=torch.uint8)
         with ps.profile() as steps:

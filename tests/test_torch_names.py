@@ -1,6 +1,5 @@
 """Private names of torch, CPython and optree, taken away one by one: what is left works, or refuses, and says so."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -84,8 +83,6 @@ def cuda(monkeypatch):
         current[0] = stream
 
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: current[0])
     monkeypatch.setattr("torch.cuda.Stream", Stream)
     monkeypatch.setattr("torch.cuda.set_stream", set_stream)
@@ -93,41 +90,18 @@ def cuda(monkeypatch):
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentStream": lambda device: names.ids_of(current[0]),
         "_cuda_setStream": lambda *ids: set_stream(Stream(None, *ids)),
-        "_cuda_hasPrimaryContext": lambda device: True,
     }
     for name, function in private.items():
         monkeypatch.setattr(f"torch._C.{name}", function, raising=False)
-    names.why_streams_cannot_be_set.cache_clear()
     names.cuda_calls.cache_clear()
     monkeypatch.setattr(names, "_told", set())
     yield current
-    names.why_streams_cannot_be_set.cache_clear()
     names.cuda_calls.cache_clear()
 
 
 def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
-    assert names.why_streams_cannot_be_set() is None
     assert names.cuda_calls().set_stream is torch._C._cuda_setStream
     assert cuda[0].stream_id == 0
-
-
-def test_streams_are_tried_on_a_device_that_is_in_use_already(cuda, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    entered = []
-    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext(entered.append(index)))
-    for in_use, tried in (({1, 2}, 1), (set(), 0)):
-        monkeypatch.setattr("torch._C._cuda_hasPrimaryContext", in_use.__contains__, raising=False)
-        names.why_streams_cannot_be_set.cache_clear()
-        assert names.why_streams_cannot_be_set() is None
-        assert entered.pop() == tried
-    monkeypatch.delattr("torch._C._cuda_hasPrimaryContext")
-    names.why_streams_cannot_be_set.cache_clear()
-    assert names.why_streams_cannot_be_set() is None
-    assert entered == [0]
-
-
-def refuses(*_, **__):
-    raise TypeError("incompatible function arguments")
 
 
 @pytest.mark.parametrize(
@@ -139,8 +113,6 @@ def refuses(*_, **__):
         ("_cuda_getCurrentStream", lambda device: (0, 0)),
         ("_cuda_getCurrentStream", lambda device: (7, 0, 1)),
         ("_cuda_setStream", None),
-        ("_cuda_setStream", lambda *ids: None),
-        ("_cuda_setStream", refuses),
     ],
 )
 def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda, monkeypatch, name, other):
@@ -148,7 +120,7 @@ def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda
         monkeypatch.delattr(f"torch._C.{name}")
     else:
         monkeypatch.setattr(f"torch._C.{name}", other)
-    with pytest.warns(RuntimeWarning, match=r"by torch.cuda.set_stream, which takes longer: torch .* does not set"):
+    with pytest.warns(RuntimeWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
         calls = names.cuda_calls()
     names.cuda_calls.cache_clear()
     names.cuda_calls()  # does not warn again
@@ -156,8 +128,6 @@ def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda
     assert (calls.device(), calls.stream(0)) == (0, (0, 0, 1))
     calls.set_stream(5, 0, 1)
     assert cuda[0].stream_id == 5
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert "streams" in [problem.name for problem in names.problems()]
 
 
 # -- what no probe can try ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from ._torch import is_profiling
 if TYPE_CHECKING:
     from types import TracebackType
 
-NOTHING: AbstractContextManager[Any] = nullcontext() if _native.core is None else _native.core.Nothing()
+NOTHING: AbstractContextManager[Any] = _native.core.Nothing()
 """A context that does nothing, again and again."""
 _timed: dict[int, StepTimes] = {}  # by thread
 
@@ -120,12 +120,5 @@ class _Step:
             times._add(self._name, seconds)
 
 
-def _step(name: str) -> AbstractContextManager[Any]:
-    """Return the context of one step. Its range in a profile is ``pinstage.<name>``."""
-    return _Step(name) if _timed or is_profiling() else NOTHING
-
-
-step: Callable[[str], AbstractContextManager[Any]] = (
-    _step if _native.core is None else _native.core.steps(_timed, is_profiling, _Step, NOTHING)
-)
-"""Returns the context of one step, by its name; in the extension, since a batch has eight."""
+step: Callable[[str], AbstractContextManager[Any]] = _native.core.steps(_timed, is_profiling, _Step, NOTHING)
+"""Returns the context of one step, by its name. Its range in a profile is ``pinstage.<name>``."""

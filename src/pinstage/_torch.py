@@ -1,20 +1,22 @@
-"""Private names of torch, CPython and optree: all that pinstage uses, each behind a probe of what it *does*.
+"""Private names of torch and optree: all that pinstage uses.
 
-A probe runs when a name is first needed. Where it fails, there is a slow way, or a clear refusal, which is told once;
-`problems` tries them all, for ``pinstage doctor``.
+Where a wrong answer would corrupt data (who uses a storage, where a tensor's memory is, whether it was changed), a
+probe looks at what a name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and
+a warning says so once; or an error, where there are none. `problems` tries all, for ``pinstage doctor``. Other names
+are those of the versions that ``pyproject.toml`` asks for and ``constraints.txt`` pins.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import importlib
-import struct
+import inspect
+import os
 import sys
-import threading
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
@@ -53,22 +55,12 @@ class Problem(NamedTuple):
 
 
 def problems() -> list[Problem]:
-    """Try everything here that needs neither a worker nor, where there is none, a GPU."""
+    """Return the probes that fail, but for those of workers."""
     tried = [
         ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
-        ("views", _views[0] if _views[0] != _NO_EXTENSION else None, "views of a slab are made in Python, one by one"),
-        ("streams", why_streams_cannot_be_set() if torch.cuda.is_available() else None, "torch.cuda.stream is used"),
-        ("profiles", _why_profilers_are_not_seen(), "steps are not marked in torch's profiles: use pinstage.profile()"),
-        (
-            "tensors without memory",
-            _why_kinds_are_not_seen(),
-            "those of forward-mode AD and functionalisation are refused",
-        ),
-        ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
+        ("tensors", _tensors[0], "tensors are described and made in Python, one by one"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
-        ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
-        ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
         ("DataLoader", _why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
         ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
@@ -83,35 +75,9 @@ def _in_this_torch(what: str) -> str:
 # -- locks -------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _why_owners_are_not_seen() -> str | None:
-    lock: Any = threading.RLock()
-    try:
-        before = lock._is_owned()
-        with lock:
-            if (before, lock._is_owned()) == (False, True):
-                return None
-    except _WRONG as error:
-        return f"threading.RLock does not tell whose it is ({error!r})"
-    return "threading.RLock does not tell whose it is"
-
-
 def ownership(lock: Any) -> Callable[[], bool]:
-    """Return what says whether the calling thread has a `threading.RLock`. What is public says so by an error."""
-    reason = _why_owners_are_not_seen()
-    if reason is None:
-        return lock._is_owned  # type: ignore[no-any-return]
-    tell_once(f"locks are asked by way of a Condition, which takes longer: {reason}")
-    condition = threading.Condition(lock)
-
-    def is_owned() -> bool:
-        try:
-            condition.notify(0)
-        except RuntimeError:
-            return False
-        return True
-
-    return is_owned
+    """Return what says whether the calling thread has a `threading.RLock`; `threading.Condition` asks the same."""
+    return lock._is_owned  # type: ignore[no-any-return]
 
 
 # -- who uses a storage ------------------------------------------------------------------------------------------------
@@ -147,8 +113,6 @@ class StorageUsers:
 @cache
 def why_storages_cannot_be_counted() -> str | None:
     """Say why it cannot be told who uses a storage; None if it can."""
-    if not has_interpreter_lock():
-        return "without the interpreter lock counts of references cannot be trusted"
     try:
         return _probe_storage_users()
     except _WRONG as error:
@@ -204,19 +168,10 @@ def check_storages_can_be_counted() -> None:
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def _why_levels_are_not_seen() -> str | None:
-    level = getattr(torch.autograd.forward_ad, "_current_level", None)  # to open one would disturb other threads
-    return None if type(level) is int else _in_this_torch("does not tell whether a level of forward-mode AD is open")
-
-
 def may_be_dual() -> bool:
-    """Say whether tensors may have a tangent: a level of forward-mode AD is open."""
-    reason = _why_levels_are_not_seen()
-    if reason is None:
-        return torch.autograd.forward_ad._current_level >= 0
-    tell_once(f"each tensor is asked whether it has a tangent, which takes longer: {reason}")
-    return True
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or it cannot be told."""
+    level = getattr(torch.autograd.forward_ad, "_current_level", None)
+    return type(level) is not int or level >= 0
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
@@ -225,22 +180,10 @@ def is_dual(tensor: torch.Tensor) -> bool:
     return unpack(tensor).tangent is not None
 
 
-@cache
-def _why_kinds_are_not_seen() -> str | None:
-    try:
-        if not (_PLAIN._is_zerotensor() or torch._is_functional_tensor(_PLAIN)):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell which tensors have no memory ({error!r})")
-    return _in_this_torch("takes a plain tensor for one without memory")
-
-
-_PLAIN = torch.zeros(1, device="cpu")  # made here: the first question may come in a mode that makes no such tensors
-
-
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
-    return _why_kinds_are_not_seen() is None and (torch._is_functional_tensor(tensor) or tensor._is_zerotensor())
+    kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
+    return any(is_one is not None and is_one(tensor) for is_one in kinds)
 
 
 def check_is_plain(made: torch.Tensor) -> None:
@@ -339,137 +282,121 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 # -- what the extension has to know ------------------------------------------------------------------------------------
 
-_NO_EXTENSION = "the extension is not there"
-
-_views: list[str | None] = [_NO_EXTENSION]
-"""Why views cannot be made by the extension; None if they can."""
+_tensors: list[str | None] = [None]
+"""Why the extension can't describe and make tensors by torch's own functions; None if it can."""
 
 
-def tell_of_extension() -> None:
-    """Tell, once, if it is by torch that the extension, or a part of it, is not in use."""
-    if _native.core is None and str(_native.why_not).startswith("torch "):
-        tell_once(f"batches are described and packed in Python, which takes longer: {_native.why_not}")
-    elif _native.core is not None and _views[0] is not None:
-        tell_once(f"views of a slab are made in Python, which takes longer: {_views[0]}; see `pinstage doctor`")
+def warn_of_tensors() -> None:
+    """Warn, once, if the extension describes and makes tensors by torch's public functions."""
+    if _tensors[0] is not None:
+        tell_once(f"tensors are described and made in Python, which takes longer: {_tensors[0]}; see `pinstage doctor`")
 
 
-def learn_tensors(core: Any, samples: dict[int, torch.Tensor]) -> None:
+def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
     """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
 
-    The shim (``aoti_torch_*``) is stable; that a tensor object holds an ``at::Tensor``, and where, is not promised. Nor
-    is ``THPVariable_Wrap``, nor what counts modes. Without these the extension asks Python for each tensor's storage,
-    and views are made in Python.
+    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; that a tensor object holds an
+    ``at::Tensor``, and where, is not promised. Nor are ``THPVariable_Wrap``, what tells a tensor's flags, and what
+    counts modes. If one of them does something else, tensors are described and made by torch's public functions.
 
     Args:
-        core: the extension.
         samples: a tensor of each dtype, by the dtype's code in tables.
     """
-    if _why_levels_are_not_seen() is None:  # else it takes no tensor for one without a tangent
-        core.watch_level(torch.autograd.forward_ad, "_current_level")
+    core = _native.core
     try:
-        _views[0] = _probe_shim(core, samples)
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            _tensors[0] = _probe_tensors(core, samples)
     except _WRONG as error:
-        _views[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
-    if _views[0] is not None:
-        core.find_handle([], [])  # forget it
+        _tensors[0] = _in_this_torch(f"does not do what is expected of its C shim ({error!r})")
+    if _tensors[0] is not None:
+        core.use_handle(0)
 
 
-def _probe_shim(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
-    libraries = Path(torch.__file__).parent / "lib"
-    names = ("libtorch_cpu.so", "libc10.so", "libtorch_python.so")
-    missing = core.find_shim(*(str(libraries / name) for name in names))
-    if missing:
-        return _in_this_torch(f"has no {', '.join(missing)}")
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        slab = torch.arange(256, dtype=torch.uint8, device="cpu")
-        tensors = [slab, slab[64:128], slab.view(torch.float32), torch.zeros((), device="cpu"), slab.clone()]
-        if not core.find_handle(tensors, [tensor._cdata for tensor in tensors]):
-            return _in_this_torch("keeps the C++ tensor of a tensor object in an unknown place")
-        for tensor in tensors:
-            if core.storage_bytes(tensor) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
-                return _in_this_torch("tells another size of a storage by its C shim")
-        for code, sample in samples.items():
-            if not core.add_scalar(code, sample):
-                return _in_this_torch(f"does not tell {sample.dtype} from other dtypes by its C shim")
-        if not _tells_flags(core):
-            core.forget_flags()
-        return _probe_modes(core) or _probe_views(core, slab)
+_FUNCTIONS = (
+    ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
+    ("libtorch_cpu.so", "aoti_torch_get_storage_offset"),
+    ("libtorch_cpu.so", "aoti_torch_get_dtype"),
+    ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
+    ("libtorch_cpu.so", "aoti_torch__alloc_from_pool"),
+    ("libtorch_cpu.so", "aoti_torch_empty_strided"),
+    ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
+    ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
+    ("libtorch_python.so", "_Z16THPVariable_WrapON2at10TensorBaseE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE"),
+    ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
+)
+"""Functions of torch that the extension calls, with their libraries, in the order of ``_native/core.h``."""
 
 
-def _tells_flags(core: Any) -> bool:
-    """Say whether torch's C++ functions tell what the methods of a tensor do. If not, the extension asks these."""
-    real, imaginary = torch.zeros(3, device="cpu"), torch.zeros(3, dtype=torch.complex64, device="cpu")
-    return [
-        core.flags(tensor) for tensor in (real, real.clone().requires_grad_(), imaginary.conj(), imaginary.conj().imag)
-    ] == [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 0, 1),
-        (0, 1, 0),
-    ]
+def _addresses() -> tuple[int, ...]:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = {name: ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for name, _ in _FUNCTIONS}
+    found = (ctypes.cast(getattr(libraries[library], name), ctypes.c_void_p).value for library, name in _FUNCTIONS)
+    return tuple(address or 0 for address in found)
 
 
-def _probe_modes(core: Any) -> str | None:
+def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
+    """Compare what the extension says of tensors, and makes, with torch's own methods; say what differs.
+
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
+    use none of them any more.
+    """
+    slab, unit = torch.arange(256, dtype=torch.uint8, device="cpu"), ctypes.sizeof(ctypes.c_void_p)
+    imaginary = torch.zeros(3, dtype=torch.complex64, device="cpu").conj()
+    tensors = [slab, slab[64:128], slab.view(torch.float32).requires_grad_(), imaginary, imaginary.imag]
+    places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
+    words = ({at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata} for one in tensors)
+    core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses())
+    core.use_handle(min(set.intersection(*words)))
+    for tensor in tensors:
+        size, offset, _, *flags = core.facts(tensor)
+        if (size, offset) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
+            return _in_this_torch("tells another size of a storage by its C shim")
+        if flags != [tensor.requires_grad, tensor.is_neg(), tensor.is_conj()]:
+            return _in_this_torch("tells other flags of a tensor by its C++ functions")
+    numbers = {code: core.facts(sample)[2] for code, sample in samples.items()}
+    if len(set(numbers.values())) < len(numbers):
+        return _in_this_torch("does not tell dtypes from one another by its C shim")
+    for code, number in numbers.items():
+        core.add_scalar(code, number)
     count = torch._C._len_torch_dispatch_stack
+    if type(torch.autograd.forward_ad._current_level) is not int:  # to open one would disturb other threads
+        return _in_this_torch("does not tell whether a level of forward-mode AD is open")
+    core.watch(torch.autograd.forward_ad, "_current_level", count)
     before = count()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
         inside = count()
     if (type(before), inside, count()) != (int, before + 1, before):
         return _in_this_torch("does not tell whether it makes views or something else")
-    core.watch_modes(count)
-    return None
+    return _probe_views(core, slab)
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
-    """Cut a slab into two views of one place, and look whether that is what torch would make.
-
-    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
-    use none of them any more.
-    """
-    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
-    shape, stride = (4, 4), (1, 4)
-    header = struct.pack("=9q", 0x70696E7374616703, 2, 2, 256, 128, 2, 0, 0, 0)
-    row = struct.pack("=qqBBBxI4q", 16, 64, 1, _FLOAT32, 2, 0, *shape, *stride)
-    saved, changed = views = core.Blocks.of(header + row + row, 0, 0, 0, slab).leaves([])
-    for view in views:
-        is_as_expected = (
-            type(view) is torch.Tensor
-            and torch.equal(view, expected)
-            and (view.stride(), view.data_ptr()) == (stride, expected.data_ptr())
-            and view.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
-            and (view._base, view._version, view.requires_grad) == (None, 0, False)
-        )
-        if not is_as_expected:
-            return _in_this_torch("makes other views by its C shim than by its own methods")
-    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
-    changed.zero_()
-    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[16:80].any():
-        return _in_this_torch("makes views by its C shim that share their version, or not their memory")
-    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
-    if not torch.equal(gradient, saved):
-        return _in_this_torch("does not keep a view by its C shim for autograd")
-    return _probe_own(core, header + row + row, slab)
-
-
-def _probe_own(core: Any, table: bytes, slab: torch.Tensor) -> str | None:
-    """Make two tensors of their own from a slab, and look whether they are what torch would make."""
-    expected = slab.view(torch.float32)[4:20].view(4, 4).t()
+    """Cut a slab into views, and copy it to tensors, and look whether both are what torch would make."""
+    expected = [slab.view(torch.float32)[at : at + 16].view(4, 4).t() for at in (0, 16)]
+    (table, *_), *_ = core.describe(expected, frozenset(), None, (1, 0), True)
+    changed, saved = views = core.Blocks.of(table, 0, 0, 0, slab).leaves([])
     blocks = core.Blocks.of(table, 2, 0, 0)
-    copies = blocks.copy(slab.data_ptr(), 0, 256, 0, False)
-    for made in blocks.leaves([]):
+    blocks.copy(slab.data_ptr(), 0, 256, 0, False)
+    for made, like in zip([*views, *blocks.leaves([])], expected * 2, strict=True):
+        is_view = any(made is view for view in views)
         is_as_expected = (
             type(made) is torch.Tensor
-            and torch.equal(made, expected)
-            and (made.stride(), made.storage_offset(), made.untyped_storage().nbytes()) == (expected.stride(), 0, 64)
-            and (made._base, made._version, made.requires_grad, copies) == (None, 0, False, 2)
+            and torch.equal(made, like)
+            and made.stride() == like.stride()
+            and (made.data_ptr() == like.data_ptr()) == is_view
+            and made.untyped_storage().nbytes() == (256 if is_view else 64)
+            and (made._base, made._version, made.requires_grad) == (None, 0, False)
         )
         if not is_as_expected:
-            return _in_this_torch("makes other tensors by its C shim than by its own functions")
-    return None
-
-
-_FLOAT32 = 11
-"""The code of float32 in tables; see `pinstage._layout`."""
+            return _in_this_torch("makes other tensors by its C shim than by its own methods")
+    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
+    changed.zero_()
+    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[:64].any():
+        return _in_this_torch("makes views by its C shim that share their version, or not their memory")
+    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
+    return None if torch.equal(gradient, saved) else _in_this_torch("does not keep a view by its C shim for autograd")
 
 
 # -- CUDA's current device and stream ----------------------------------------------------------------------------------
@@ -492,10 +419,15 @@ class CudaCalls(NamedTuple):
 
 @cache
 def cuda_calls() -> CudaCalls:
-    """Return the private functions, or, where these do something else, what is public. Needs a GPU."""
-    reason = why_streams_cannot_be_set()
-    if reason is None:
-        return CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
+    """Return the private functions, or, where these say something else, what is public. Needs a GPU."""
+    device = torch.cuda.current_device()
+    try:
+        found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
+        if (found.device(), found.stream(device)) == (device, ids_of(torch.cuda.current_stream(device))):
+            return found
+        reason = _in_this_torch("tells other ids of streams than their attributes")
+    except _WRONG as error:
+        reason = _in_this_torch(f"does not set streams as expected ({error!r})")
     tell_once(f"streams are made current by torch.cuda.set_stream, which takes longer: {reason}")
     return CudaCalls(
         torch.cuda.current_device,
@@ -504,36 +436,6 @@ def cuda_calls() -> CudaCalls:
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
         ),
     )
-
-
-@cache
-def why_streams_cannot_be_set() -> str | None:
-    """Say why torch's private functions for streams are of no use; None if they are of use. Needs a GPU."""
-    with torch.cuda.device(_device_in_use()):
-        return _why_streams_cannot_be_set_here()
-
-
-def _device_in_use() -> int:
-    """Return a device that has a context, where there is one: a stream on another would make one, of 500 MiB."""
-    current = torch.cuda.current_device()
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device == current)
-    return next(filter(has_context, range(torch.cuda.device_count())), current)
-
-
-def _why_streams_cannot_be_set_here() -> str | None:
-    device = torch.cuda.current_device()
-    before, another = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    try:
-        told = torch._C._cuda_getDevice(), torch._C._cuda_getCurrentStream(device)
-        torch._C._cuda_setStream(*ids_of(another))
-        inside = torch.cuda.current_stream(device)
-        torch._C._cuda_setStream(*told[1])
-        works = (*told, inside, torch.cuda.current_stream(device)) == (device, ids_of(before), another, before)
-    except _WRONG as error:
-        return _in_this_torch(f"does not set streams as expected ({error!r})")
-    finally:
-        torch.cuda.set_stream(before)
-    return None if works else _in_this_torch("does not set streams as expected")
 
 
 # -- optree ------------------------------------------------------------------------------------------------------------
@@ -580,52 +482,19 @@ def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
 # -- torch's pytree ----------------------------------------------------------------------------------------------------
 
 
-@cache
-def why_pytree_cannot_be_asked() -> str | None:
-    """Say why classes that are registered with torch's pytree cannot be found; None if they can."""
-    try:
-        take_apart, put_together = _pytree_entry(OrderedDict)
-        children, context = take_apart(OrderedDict(a=1, b=2))
-        if list(children) == [1, 2] and put_together([3, 4], context) == OrderedDict(a=3, b=4):
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"keeps its registry of containers in another way ({error!r})")
-    return _in_this_torch("keeps its registry of containers in another way")
-
-
-def _pytree_entry(cls: type) -> Any:
-    node = torch.utils._pytree.SUPPORTED_NODES.get(cls)
-    return None if node is None else (node.flatten_fn, node.unflatten_fn)
-
-
 def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """Return how torch's pytree takes a class apart, and puts it together from a list of children and the context.
 
-    None where torch keeps this in another way: then such a class has to be registered with pinstage.
+    None where torch doesn't know the class, or keeps this in another way.
     """
-    reason = why_pytree_cannot_be_asked()
-    if reason is None:
-        return _pytree_entry(cls)  # type: ignore[no-any-return]
-    tell_once(f"classes that torch's pytree knows are not known: {reason}; give them to pinstage.register_node")
-    return None
+    node = getattr(torch.utils._pytree, "SUPPORTED_NODES", {}).get(cls)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 
-def _why_profilers_are_not_seen() -> str | None:
-    try:
-        answer: object = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        if type(answer) is bool:
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell whether a profiler runs ({error!r})")
-    return _in_this_torch("does not tell whether a profiler runs")
-
-
-is_profiling: Callable[[], bool] = (
-    (lambda: False) if _why_profilers_are_not_seen() else torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-)
+is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 """Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
 
 
@@ -654,27 +523,14 @@ def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 
-@cache
-def _sharding() -> Any:
-    """Return torch's classes of sharded tensors, of a shard and of its metadata; None if they are not as they were."""
-    try:
-        module = importlib.import_module("torch.distributed._shard.sharded_tensor")
-        found = module.ShardedTensor, module.Shard, module.ShardMetadata
-    except _WRONG:
-        return None
-    has = ("local_shards", "metadata", "_init_from_local_shards_and_global_metadata")
-    return found if all(callable(getattr(found[0], name, None)) for name in has) else None
-
-
 def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Take a sharded tensor apart, for `make_sharded`; None if it is none."""
     if "torch.distributed._shard" not in sys.modules:
         return None
-    found = _sharding()
-    if found is None or not isinstance(tensor, found[0]):
+    module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
+    if not isinstance(tensor, module.ShardedTensor):
         return None
-    sharded: Any = tensor
-    return [(shard.tensor, shard.metadata) for shard in sharded.local_shards()], sharded.metadata()
+    return [(shard.tensor, shard.metadata) for shard in tensor.local_shards()], tensor.metadata()
 
 
 def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch.Tensor:
@@ -684,15 +540,15 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
         shards: this rank's: each with the metadata that it had.
         metadata: of the whole tensor; it is changed.
     """
-    sharded_tensor, shard_of, metadata_of = _sharding()
+    module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
 
     def here(old: Any) -> Any:
-        rank = old.placement.rank()
-        return metadata_of(list(old.shard_offsets), list(old.shard_sizes), f"rank:{rank}/cpu")
+        place = f"rank:{old.placement.rank()}/cpu"
+        return module.ShardMetadata(list(old.shard_offsets), list(old.shard_sizes), place)
 
     metadata.shards_metadata = [here(shard) for shard in metadata.shards_metadata]
-    local = [shard_of(tensor, here(old)) for tensor, old in shards]
-    made: torch.Tensor = sharded_tensor._init_from_local_shards_and_global_metadata(local, metadata)
+    local = [module.Shard(tensor, here(old)) for tensor, old in shards]
+    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
     return made
 
 
@@ -702,20 +558,13 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
 @cache
 def why_pinning_cannot_be_asked() -> str | None:
     """Say why torch cannot be asked what ``DataLoader(pin_memory=True)`` does with a batch; None if it can."""
-    thing = object()
-    try:
-        if pin_as_loader([thing, "text"]) == [thing, "text"] and pin_as_loader({"a": thing}) == {"a": thing}:
-            return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not show what pin_memory=True does ({error!r})")
-    return _in_this_torch("changes what it does not know, with pin_memory=True")
+    missing = _of_utils("pin_memory", "pin_memory") is None
+    return _in_this_torch("does not show what pin_memory=True does") if missing else None
 
 
 def pin_as_loader(batch: Any) -> Any:
     """Do what ``DataLoader(pin_memory=True)`` does with a batch."""
-    from torch.utils.data._utils import pin_memory
-
-    return pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+    return _of_utils("pin_memory", "pin_memory")(batch)
 
 
 # -- default collation -------------------------------------------------------------------------------------------------
@@ -725,18 +574,15 @@ Collate = Callable[..., Any]
 
 @cache
 def _collation() -> Any:
-    """Return torch's room for collation; None if it is not as it was."""
+    """Return torch's module for collation; None if it has other names, or `collate` no map of functions."""
     try:
         from torch.utils.data._utils import collate
 
-        stacked = collate.collate(
-            [(torch.ones(2), 1), (torch.ones(2), 2)],
-            collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: lambda batch, **_: len(batch)},
-        )
-        works = stacked[0] == 2 and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
-    except (AttributeError, ImportError, TypeError, IndexError):
+        is_known = "collate_fn_map" in inspect.signature(collate.collate).parameters
+        is_known = is_known and all(map(callable, (collate.collate_tensor_fn, collate.default_collate)))
+        return collate if is_known and collate.default_collate_fn_map else None
+    except (AttributeError, ImportError, TypeError):
         return None
-    return collate if works else None
 
 
 def why_collation_is_unknown() -> str | None:

@@ -88,8 +88,8 @@ static void make_strided(Random *random, Batch *batch, int64_t i, int64_t larges
         reach += strides[d] * (shape[d] - 1);
         count *= shape[d];
     }
-    batch->leaves[i] = (Leaf){
-        .nbytes = count * itemsize, .itemsize = itemsize, .ndim = ndim, .shape = shape, .strides = strides};
+    batch->leaves[i] =
+        (Leaf){.nbytes = count * itemsize, .itemsize = itemsize, .ndim = ndim, .shape = shape, .strides = strides};
     batch->memory[i] = allocate(reach * itemsize);
     fill(random, batch->memory[i], reach * itemsize);
     batch->leaves[i].source = batch->memory[i];
@@ -177,12 +177,12 @@ static void one_round(Random *random) {
         pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes, below(random, 2) == 0);
         CHECK(memcmp(batch->slab, batch->expected, (size_t)batch->nbytes) == 0);
     } else if (below(random, 8) == 0) { /* it never begins */
-        job_free(job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, 4, batch->is_reused));
+        job_free(job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, 4, batch->is_reused), -1);
     } else {
         Job *job = start(batch, 1 + (int)below(random, 6));
         int64_t chunks = below(random, 3) ? job_chunks(job) : below(random, job_chunks(job) + 1);
         wait_for_chunks(batch, job, 0, chunks, (int)below(random, 3));
-        job_free(job);
+        job_free(job, -1);
     }
     batch_free(batch);
 }
@@ -220,19 +220,19 @@ static void fork_in_the_middle(Random *random) {
     if (child == 0) {
         alarm(60); /* instead of waiting for ever */
         CHECK(pack_threads() == 0);
-        job_free(job);
+        job_free(job, -1);
         batch_free(batch);
         for (int i = 0; i < 3; i++) {
             batch = batch_new(random, 1000 * KIB);
             job = start(batch, THREADS_AFTER_FORK);
             wait_for_chunks(batch, job, 0, job_chunks(job), 1);
-            job_free(job);
+            job_free(job, -1);
             batch_free(batch);
         }
         _exit(0);
     }
     wait_for_chunks(batch, job, chunks, job_chunks(job), 1);
-    job_free(job);
+    job_free(job, -1);
     batch_free(batch);
     int status;
     CHECK(waitpid(child, &status, 0) == child);

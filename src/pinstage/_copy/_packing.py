@@ -46,9 +46,7 @@ def reuses_places(parts: Parts) -> bool:
     the last of its caches (CLDEMOTE): the bus reads slowly what lies in the near ones of a dozen CPUs. Leaves that
     torch computes lie in their own places before a job begins.
     """
-    if parts.table.nbytes < REUSE_FROM_BYTES or parts.has_lazy or not isinstance(parts.sources, bytes):
-        return False
-    return bool(_native.core.demotes)
+    return parts.table.nbytes >= REUSE_FROM_BYTES and not parts.has_lazy and bool(_native.core.demotes)
 
 
 def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, reuses: bool = False) -> Any:
@@ -67,9 +65,10 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, 
         helps, and answers Ctrl-C meanwhile. Then ``place(chunk)`` says where in the slab it begins: where it does in
         the batch, or where an earlier one did, for which ``reuse(chunk)`` was called.
     """
-    if parts.table.nbytes < PARALLEL_FROM_BYTES or not isinstance(parts.sources, bytes):
+    if parts.table.nbytes < PARALLEL_FROM_BYTES:
         pack(parts, slab)
         return None
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, threads, reuses)
+    owner = parts, slab
+    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses)

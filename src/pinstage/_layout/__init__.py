@@ -6,7 +6,7 @@ It depends on structure and shapes only, never on values, and holds nothing of a
 any pool, touches no device.
 """
 
-from ._blocks import Blocks, OwnStorage, PlainBlocks, Sharing, check_own_storage, make_blocks, sharing_of
+from ._blocks import Blocks, OwnStorage, Sharing, check_own_storage, make_blocks, make_publicly, sharing_of
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._layout import Layout, Slot, check_content, content_of
@@ -26,7 +26,6 @@ __all__ = [
     "Layout",
     "OwnStorage",
     "Parts",
-    "PlainBlocks",
     "RowKind",
     "Sharing",
     "Slot",
@@ -40,6 +39,7 @@ __all__ = [
     "dense_stride",
     "describe",
     "make_blocks",
+    "make_publicly",
     "pack",
     "sharing_of",
     "view_of",

@@ -7,7 +7,6 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -29,9 +28,9 @@ from .._tree import (
     moves_as_a_whole,
     walk,
 )
-from ._dtypes import ALIGNMENT, CODES
+from ._dtypes import CODES
 from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
-from ._table import GROUPS_FROM, MOST_DIMS, MOST_IN_BLOCK, PACKED, RowKind, Table, table_of_rows
+from ._table import MOST_DIMS, RowKind, Table
 
 _DLPACK = {"cpu": 1, "cuda": 2}
 """Kinds of devices by DLPack's numbers, as the extension knows them."""
@@ -72,8 +71,8 @@ class Parts(NamedTuple):
     """What is in them."""
     table: Table
     """A row for each leaf."""
-    sources: Any
-    """What is read: of the extension a buffer of addresses, else the `Described` of each leaf."""
+    sources: bytes
+    """What is read: a row for each leaf, of its address, and of its stride where it is strided."""
     kept: list[torch.Tensor]
     """What has to stay alive for that beside the leaves."""
     has_lazy: bool
@@ -132,52 +131,13 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         IsContainer: a leaf is none; walk again.
         LayoutError: as `take_apart`.
     """
-    plainly = partial(_describe_leaf, structure, device, arrays)
-    core = _native.core
+    plainly, place = partial(_describe_leaf, structure, device, arrays), _dlpack_device(device)
     try:
-        if core is None:
-            return _described(leaves, structure, list(map(plainly, leaves, range(len(leaves)))))
-        figures, sources, kept, has_lazy = core.describe(leaves, ATOM_TYPES, plainly, _dlpack_device(device), arrays)
+        figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
     except IsUnknown as unknown:
         raise unknown_classes(leaves, structure, unknown.args[0]) from None
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
-
-
-def _described(leaves: list[Any], structure: Structure, described: list[Described]) -> Parts:
-    """Place leaves in a slab, each at a multiple of `ALIGNMENT` bytes; see ``place_rows`` in ``_native/table.c``."""
-    rows: list[tuple[Any, ...]] = []
-    first: dict[int, int] = {}
-    dtypes = 0
-    for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
-        same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
-        if same != index:
-            rows.append((same, 0, RowKind.ALIAS, 0, 0, 0, (), ()))
-        elif found.source is None:
-            rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
-        else:
-            rows.append((-1, found.nbytes, found.kind, found.dtype, len(found.shape), 0, found.shape, found.stride))
-            dtypes |= 1 << found.dtype
-    packed = [index for index, row in enumerate(rows) if row[2] in PACKED]
-    packed.sort(key=lambda index: _sharing_key(rows[index]))
-    end = start = block = 0
-    before = None
-    for index in packed:
-        row = rows[index]
-        key, nbytes = _sharing_key(row), row[1]
-        if before is not None and (key != before or end + nbytes - start > MOST_IN_BLOCK[key[0]]):
-            block, start = block + 1, end
-        rows[index] = (end, *row[1:5], block, *row[6:])
-        before, end = key, end + -(-nbytes // ALIGNMENT) * ALIGNMENT
-    if end > _MOST_BYTES:
-        raise OverflowError("batch is larger than any memory")
-    has_lazy = any(found.kind is RowKind.LAZY for found in described)
-    return Parts(structure, leaves, table_of_rows(rows, end, dtypes), described, [], has_lazy)
-
-
-def _sharing_key(row: tuple[Any, ...]) -> tuple[int, int]:
-    """Return size group and dtype of a leaf: what leaves of one block have in common."""
-    return bisect_right(GROUPS_FROM, row[1]), row[3]
 
 
 @lru_cache

@@ -45,14 +45,13 @@ def _tell_the_extension() -> None:
                 sample = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
             except (RuntimeError, TypeError, NotImplementedError):
                 sample = None  # it travels, but is described in Python
-            _native.core.add_dtype(CODES[dtype], dtype.itemsize, sample, _FORMATS.get(name, ""))
+            _native.core.add_dtype(CODES[dtype], dtype.itemsize, _FORMATS.get(name, ""))
             if sample is not None:
                 samples[CODES[dtype]] = sample
-    learn_tensors(_native.core, samples)
+    learn_tensors(samples)
 
 
-if _native.core is not None:
-    _tell_the_extension()
+_tell_the_extension()
 
 
 def name_of(dtype: torch.dtype) -> str:

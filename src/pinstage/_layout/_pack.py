@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Protocol
 
 import torch
 
 from .. import _native
 from .._torch import check_is_plain
-from ._describe import Described, Parts
-from ._dtypes import INTEGERS
-from ._table import PACKED, RowKind
+from ._describe import Parts
+from ._table import RowKind
 from ._views import view_of
 
 
@@ -43,51 +41,13 @@ def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = N
     """
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    if isinstance(parts.sources, bytes):
-        _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skip)
-    else:
-        _pack_plainly(parts, _tensor_of(slab), frozenset(skip or ()))
-
-
-def _tensor_of(slab: torch.Tensor | HostSlab) -> torch.Tensor:
-    return slab if isinstance(slab, torch.Tensor) else slab.tensor()
+    _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skip)
 
 
 def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
     """Write those leaves to their places whose value torch has to compute."""
-    slab = _tensor_of(slab)
+    slab = slab if isinstance(slab, torch.Tensor) else slab.tensor()
     for index in parts.table.positions(RowKind.LAZY):
         place = view_of(parts.table.rows[index], slab)
         check_is_plain(place)
         place.copy_(parts.leaves[index])
-
-
-def _pack_plainly(parts: Parts, slab: torch.Tensor, skip: frozenset[int]) -> None:
-    base, end = slab.data_ptr(), 0
-    offsets = parts.table.rows["offset"].tolist()
-    for index in parts.table.by_offset(*PACKED):
-        offset, found = offsets[index], parts.sources[index]
-        ctypes.memset(base + end, 0, offset - end)
-        if index in skip:
-            pass
-        elif found.kind is RowKind.RAW:
-            ctypes.memmove(base + offset, found.address, found.nbytes)
-        elif found.kind is RowKind.STRIDED:
-            _copy_elements(found, slab[offset : offset + found.nbytes])
-        end = offset + found.nbytes
-    ctypes.memset(base + end, 0, parts.table.nbytes - end)
-
-
-def _copy_elements(found: Described, target: torch.Tensor) -> None:
-    """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
-    assert found.source is not None
-    check_is_plain(target)
-    source, size = found.source.detach(), found.source.itemsize
-    if source.data_ptr() % size:  # torch's loops want elements at multiples of their size: complex128 crashes elsewhere
-        start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
-        of_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))
-        target.view(of_bytes.shape).copy_(of_bytes)
-        return
-    integer = INTEGERS.get(source.itemsize, source.dtype)
-    target.view(integer).view(source.shape).copy_(source.view(integer))

@@ -6,7 +6,6 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
@@ -17,20 +16,10 @@ import numpy as np
 
 from .. import _native
 from ..errors import LayoutError
-from ._dtypes import ALIGNMENT, DTYPES
 
 _HEADER = struct.Struct("=9q")
-_MAGIC = 0x70696E7374616703  # "pinstag", version 3
 MOST_DIMS = 64
 """Of a leaf in a table; torch has no such limit, but for some of its functions."""
-
-
-GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
-"""The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""
-
-MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
-"""Bytes that a block of each group has at most, for the reasons in ``_native/table.c``; a leaf of the third group is
-alone."""
 
 
 class RowKind(IntEnum):
@@ -104,7 +93,7 @@ class Table(NamedTuple):
         try:
             if not isinstance(data, bytes):
                 raise ValueError(f"a {type(data).__name__}")
-            figures = _native.core.figures(data) if _native.core is not None else _figures_of(data)
+            figures = _native.core.figures(data)
         except ValueError as error:
             raise LayoutError(
                 f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
@@ -149,75 +138,3 @@ class Table(NamedTuple):
 
 def _entries(rows: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[tuple[Any, ...]]:
     return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
-
-
-def table_of_rows(rows: list[tuple[Any, ...]], nbytes: int, dtypes: int) -> Table:
-    """Write a table.
-
-    Args:
-        rows: of each leaf: offset, nbytes, kind, dtype, ndim, block, shape, stride.
-        nbytes: of the slab.
-        dtypes: the codes of the dtypes, as bits.
-    """
-    width = max((len(row[6]) for row in rows), default=1) or 1
-
-    def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return (*sizes, *[0] * (width - len(sizes)))
-
-    array = np.zeros(len(rows), dtype=row_type(width))
-    for name, column in zip(array.dtype.names or (), zip(*rows, strict=True), strict=False):
-        array[name] = list(map(padded, column)) if name in ("shape", "stride") else column
-    packed = np.isin(array["kind"], PACKED)
-    figures = (
-        nbytes,
-        int(array["nbytes"][packed].sum()),
-        int(packed.sum()),
-        int((array["kind"] == RowKind.MOVED).sum()),
-        int((array["kind"] == RowKind.OTHER).sum()),
-        dtypes,
-    )
-    return Table(_HEADER.pack(_MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)
-
-
-def _figures_of(data: bytes) -> tuple[int, ...]:
-    """Return what a table from elsewhere says of itself, if all of it is true: ``nbytes`` to ``dtypes``.
-
-    Raises:
-        ValueError: it is not.
-    """
-    magic, count, width, nbytes, *figures = _HEADER.unpack_from(data.ljust(_HEADER.size, b"\0"))
-    if magic != _MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
-        raise ValueError("its header or its length is wrong")
-    if count < 0 or len(data) != _HEADER.size + count * row_type(width).itemsize:
-        raise ValueError("its header or its length is wrong")
-    payload = packed = moved = others = dtypes = 0
-    for index, row in enumerate(_entries(np.frombuffer(data, dtype=row_type(width), offset=_HEADER.size))):
-        offset, size, kind, dtype = row[:4]
-        is_possible = True
-        if kind in PACKED:
-            is_possible = _lies_in_slab(row, nbytes)
-            payload, packed, dtypes = payload + size, packed + 1, dtypes | 1 << dtype
-        elif kind == RowKind.ALIAS:
-            is_possible = 0 <= offset < index
-        elif kind == RowKind.MOVED:
-            moved += 1
-        else:
-            is_possible = kind == RowKind.OTHER
-            others += 1
-        if not is_possible:
-            raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
-    if figures != [payload, packed, moved, others, dtypes]:
-        raise ValueError("its header says something else than its rows")
-    return (nbytes, *figures)
-
-
-def _lies_in_slab(row: tuple[Any, ...], nbytes: int) -> bool:
-    """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
-    offset, size, _, code, ndim, _, shape, stride = row
-    dtype = DTYPES[code] if code < len(DTYPES) else None
-    if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
-        return False
-    if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
-        return False
-    reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
-    return bool(offset + size <= nbytes and reach * dtype.itemsize <= size)

@@ -22,8 +22,8 @@ class Stack(NamedTuple):
     stand_in: torch.Tensor
     """What the batch has in place of the stack, of its dtype and shape ``[samples, ...]``. Nobody reads its memory."""
     samples: Any
-    found: bytes | None
-    """What the extension in C found out about the samples; None without it."""
+    found: bytes
+    """Addresses and strides of the samples."""
 
 
 Stacks = dict[int, Stack]
@@ -39,12 +39,8 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
     stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks and offsets[index] >= 0]
     pack(parts, slab, stacked)
     for index in stacked:
-        stand_in, samples, found = stacks[id(parts.leaves[index])]
-        if found is not None:
-            _native.core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
-        else:
-            place = slab[offsets[index] : offsets[index] + stand_in.nbytes]
-            torch.stack(samples, 0, out=place.view(stand_in.dtype).view(stand_in.shape))
+        stand_in, _, found = stacks[id(parts.leaves[index])]
+        _native.core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
 
 
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
@@ -58,10 +54,8 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        core = _native.core
-        found = None if core is None else core.alike(batch)
-        is_plain = _stacks_plainly(batch) if core is None else found is not None
-        if not is_plain:  # torch knows what to do, or what to say
+        found = _native.core.alike(batch)
+        if found is None:  # torch knows what to do, or what to say
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)

@@ -19,7 +19,6 @@ from ._cuda import (
     copy_error,
     disregard_captures,
     make_current,
-    start_copy,
     why_unusable,
 )
 from ._host_alloc import HostAllocMemory
@@ -52,7 +51,6 @@ __all__ = [
     "on_device",
     "record_current_streams",
     "remedy",
-    "start_copy",
     "why_unusable",
 ]
 

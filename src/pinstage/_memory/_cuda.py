@@ -55,7 +55,6 @@ class Bindings:
 
     runtime: Any
     driver: Any
-    host_to_device: Any = None
     contexts: dict[int, Any] = field(default_factory=dict)
     """The primary context of each device used. Retained once and never released, as torch does: releasing the last
     reference would destroy the context, and page-locked memory with it."""
@@ -271,14 +270,6 @@ def unregister(address: int, device: int) -> None:
     """``cudaHostUnregister``: waits for the device. The address is where a registered range begins."""
     with on_device(device):
         _call(_loaded().runtime, "cudaHostUnregister", address)
-
-
-def start_copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """``cudaMemcpyAsync`` to a device, by addresses, on a stream of the device that is current in this thread."""
-    bindings = _bindings or _loaded()
-    (code,) = bindings.runtime.cudaMemcpyAsync(target, source, nbytes, bindings.host_to_device, stream)
-    if code:
-        raise _cleared(bindings.runtime, "cudaMemcpyAsync", code, nbytes)
 
 
 def copy_error(code: int) -> CudaError:

@@ -47,6 +47,7 @@ typedef struct {
     Run *runs;
     int64_t run_count;
     bool is_cuda;
+    PyObject *make, *view; /* functions that make tensors and views; NULL where torch's C shim does */
 } Blocks;
 
 /* -- the driver ------------------------------------------------------------------------------------------------------ */
@@ -190,6 +191,8 @@ static void blocks_dealloc(PyObject *object) {
     free(self->order);
     free(self->block_of);
     free(self->runs);
+    Py_XDECREF(self->make);
+    Py_XDECREF(self->view);
     if (self->header != NULL) PyBuffer_Release(&self->table);
     freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
@@ -234,20 +237,46 @@ static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *s
     return tensor;
 }
 
+static PyObject *tuple_of(int64_t count, const int64_t *sizes) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *size = PyLong_FromLongLong(sizes[i]);
+        if (size == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, size) != 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+/* Take a tensor that torch's public functions made. */
+static bool use_tensor(Block *block, PyObject *tensor) {
+    block->tensor = tensor;
+    PyObject *address = tensor == NULL ? NULL : PyObject_CallMethod(tensor, "data_ptr", NULL);
+    block->address = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+    Py_XDECREF(address);
+    return address != NULL && !PyErr_Occurred();
+}
+
+static bool make_tensor(const Blocks *self, Block *block, int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype,
+                        int device_type, int device_index) {
+    if (self->make != NULL) {
+        PyObject *made = PyObject_CallFunction(self->make, "iNN", dtype, tuple_of(ndim, shape), tuple_of(ndim, stride));
+        return use_tensor(block, made);
+    }
+    block->tensor = new_tensor(ndim, shape, stride, dtype, device_type, device_index, &block->address);
+    return block->tensor != NULL;
+}
+
 /* Make the tensor of a block. */
 static bool allocate(Blocks *self, Block *block, int sharing, int device_type, int device_index) {
     static const int64_t one = 1;
     const Row *row = row_at(self->header, self->order[block->first]);
     block->is_leaf = sharing != ONE && block->last - block->first == 1;
     if (block->is_leaf) {
-        block->tensor = new_tensor(row->ndim, row->sizes, row->sizes + self->header->width, row->dtype, device_type,
-                                   device_index, &block->address);
-    } else {
-        int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
-        int64_t size = sharing == ONE ? self->header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
-        block->tensor = new_tensor(1, &size, &one, dtype, device_type, device_index, &block->address);
+        return make_tensor(self, block, row->ndim, row->sizes, row->sizes + self->header->width, row->dtype, device_type,
+                           device_index);
     }
-    return block->tensor != NULL;
+    int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
+    int64_t size = sharing == ONE ? self->header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
+    return make_tensor(self, block, 1, &size, &one, dtype, device_type, device_index);
 }
 
 /* Take a tensor as the one block. */
@@ -299,18 +328,23 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
     return true;
 }
 
-/* Blocks.of(table, sharing, device_type, device_index[, slab]): make the tensors of a batch on torch's current stream.
+/* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
+ * stream.
  *
- * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block.
- * Returns None where torch has to be asked for tensors by its own functions: in a mode, or where there is no memory, which they
- * say in torch's own words. */
+ * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
+ * or None. make(dtype, shape, stride) and view(tensor, dtype, offset, shape, stride): torch's public functions, which are asked
+ * if they are given. Without them it returns None where they are needed: in a mode, or where there is no memory, which they say
+ * in torch's own words. */
 static PyObject *blocks_of(PyObject *type, PyObject *args) {
-    PyObject *table, *slab = NULL;
+    PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
     int sharing, device_type, device_index;
-    if (!PyArg_ParseTuple(args, "Oiii|O!:of", &table, &sharing, &device_type, &device_index, torch.tensor, &slab)) return NULL;
+    if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab, &make, &cut)) return NULL;
     int64_t start;
-    if (!makes_views()) Py_RETURN_NONE;
-    if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
+    if (slab == Py_None) slab = NULL;
+    if (make == NULL) {
+        if (!makes_views() || (slab != NULL && Py_TYPE(slab) != torch.tensor)) Py_RETURN_NONE;
+        if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
+    }
     if (slab != NULL) sharing = ONE;
     allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
     Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
@@ -320,6 +354,12 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         goto failed;
     }
     self->is_cuda = device_type == 1;
+    if (make != NULL && cut != NULL) {
+        Py_INCREF(make);
+        Py_INCREF(cut);
+        self->make = make;
+        self->view = cut;
+    }
     self->order = rows_by_offset(self->header, &self->packed);
     if (self->order == NULL) goto failed;
     self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
@@ -330,7 +370,7 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     }
     for (int64_t i = 0; i < self->packed; i++) {
         const Row *row = row_at(self->header, self->order[i]);
-        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || torch.scalar[row->dtype] < 0) {
+        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (make == NULL && torch.scalar[row->dtype] < 0)) {
             PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
             goto failed;
         }
@@ -338,9 +378,13 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     cut_table(self, sharing);
     for (int64_t i = 0; i < self->count; i++) {
         Block *block = &self->blocks[i];
-        if (slab != NULL) {
+        if (slab != NULL && make != NULL) {
+            Py_INCREF(slab);
+            if (!use_tensor(block, slab)) goto failed;
+        } else if (slab != NULL) {
             if (!use_slab(block, slab, self->header->nbytes)) goto failed;
         } else if (!allocate(self, block, sharing, device_type, device_index)) {
+            if (make != NULL) goto failed;
             Py_DECREF(self);
             Py_RETURN_NONE;
         }
@@ -376,7 +420,8 @@ static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
 /* -- copies ---------------------------------------------------------------------------------------------------------- */
 
 /* Send bytes `start` to `end` of the host slab. */
-static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream, bool is_page_locked) {
+static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream,
+                           bool is_page_locked) {
     int64_t first = 0, last = self->run_count; /* the first run that ends behind `start` */
     while (first < last) {
         int64_t middle = (first + last) / 2;
@@ -450,7 +495,8 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
             break;
         }
         const Block *block = &self->blocks[self->block_of[index]];
-        if (row->nbytes) copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
+        if (row->nbytes)
+            copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
     }
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     copies_end(&copies);
@@ -497,7 +543,12 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
 /* -- leaves ---------------------------------------------------------------------------------------------------------- */
 
 /* Views share the block's storage, so that `record_stream` works, and each has a version counter of its own. */
-static PyObject *view(const Block *block, const Row *row, int64_t width) {
+static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
+    int64_t width = self->header->width;
+    if (self->view != NULL) {
+        return PyObject_CallFunction(self->view, "OiLNN", block->tensor, row->dtype, (long long)(row->offset - block->start),
+                                     tuple_of(row->ndim, row->sizes), tuple_of(row->ndim, row->sizes + width));
+    }
     void *base = block->storage != NULL ? block->storage : handle_of(block->tensor), *made = NULL;
     if (torch.alloc_from_pool(base, row->offset - block->start + block->skipped, torch.scalar[row->dtype], row->ndim,
                               row->sizes, row->sizes + width, &made)) {
@@ -527,7 +578,7 @@ static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
                 leaf = block->tensor;
                 Py_INCREF(leaf);
             } else {
-                leaf = view(block, row, self->header->width);
+                leaf = view(self, block, row);
             }
         } else if (row->kind == ALIAS && row->offset >= 0 && row->offset < i) {
             leaf = PyList_GetItem(leaves, (Py_ssize_t)row->offset);
@@ -621,7 +672,8 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
     PyObject *result = NULL;
     for (; memory != NULL && made < count; made++) {
         const Found *leaf = &found[made];
-        tensors[made] = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
+        tensors[made] =
+            new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
         if (tensors[made] == NULL) break;
     }
     int64_t nbytes = 0;
@@ -653,16 +705,22 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef blocks_type_methods[] = {
-    {"of", blocks_of, METH_VARARGS | METH_CLASS, NULL},
-    {"packed_as", blocks_packed_as, METH_O, NULL},
-    {"copy", blocks_copy, METH_VARARGS, NULL},
-    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, NULL},
-    {"copy_leaves", blocks_copy_leaves, METH_VARARGS, NULL},
-    {"fill", blocks_fill, METH_VARARGS, NULL},
-    {"leaves", blocks_leaves, METH_O, NULL},
+    {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
+    {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
+    {"copy", blocks_copy, METH_VARARGS,
+     "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
+    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
+    {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
+     "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
+    {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
+    {"leaves", blocks_leaves, METH_O,
+     "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef blocks_getters[] = {{"tensors", blocks_tensors, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef blocks_getters[] = {
+    {"tensors", blocks_tensors, NULL, "The tensor of each block.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyType_Slot blocks_slots[] = {
     {Py_tp_dealloc, blocks_dealloc},
     {Py_tp_methods, blocks_type_methods},
@@ -682,7 +740,7 @@ int add_blocks_type(PyObject *module) {
 }
 
 PyMethodDef blocks_methods[] = {
-    {"find_driver", find_driver, METH_NOARGS, NULL},
-    {"move_few", move_few, METH_VARARGS, NULL},
+    {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream)"},
     {NULL, NULL, 0, NULL},
 };

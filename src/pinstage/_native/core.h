@@ -6,6 +6,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "pack.h"
@@ -29,11 +30,14 @@ typedef struct {
     int64_t offset; /* in the slab; of an ALIAS the row that it repeats; else -1 */
     int64_t nbytes;
     uint8_t kind, dtype, ndim, nothing;
-    uint32_t block; /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
+    uint32_t block;  /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
     int64_t sizes[]; /* shape[width], stride[width] */
 } Row;
 
-_Static_assert(sizeof(Header) == 72 && sizeof(Row) == 24, "pinstage._layout._table reads them so");
+_Static_assert(TABLE_MAGIC >> 8 == INT64_C(0x70696e73746167), "the last byte is the version");
+_Static_assert(sizeof(Header) == 72 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
+                   offsetof(Row, sizes) == 24,
+               "pinstage._layout._table reads them so; a change needs another version");
 
 static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
 
@@ -76,44 +80,45 @@ enum { DL_CPU = 1, DL_CUDA = 2, DL_COMPLEX = 5 };
 
 typedef struct {
     PyTypeObject *tensor, *array;
-    int (*export_tensor)(void *object, DLTensor *out);           /* DLPack exchange API, public */
-    PyObject *requires_grad_name, *is_neg, *is_conj;             /* of torch.Tensor */
-    bool (*cpp_requires_grad)(const void *impl);                 /* the same in C++; NULL if they are not there */
-    bool (*cpp_is_neg)(const void *handle);
-    bool (*cpp_is_conj)(const void *handle);
-    PyObject *level_owner, *level_name;                          /* see `may_be_dual` */
-    PyObject *count_modes;                                       /* in which torch makes other things; see `blocks.c` */
-    int (*storage_size)(void *handle, int64_t *out);             /* C shim of torch, stable; NULL if it is not there */
-    int (*storage_offset)(void *handle, int64_t *out);
-    int (*get_dtype)(void *handle, int32_t *out);
-    int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset, void **out);
-    int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
-                           const int64_t *strides, void **out);
-    int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
-                         int32_t device_index, void **out);
-    int (*get_data)(void *handle, void **out);
-    int (*delete_handle)(void *handle);
-    PyObject *(*wrap)(void *handle);                             /* libtorch_python's; NULL if it is not there */
-    Py_ssize_t handle_at;                                        /* where a tensor object has its at::Tensor; 0: unknown */
-    uint8_t itemsize[MOST_DTYPES];                               /* by the code of a dtype; 0: there is none */
-    DLDataType exported[MOST_DTYPES];                            /* as DLPack names it; bits 0: it does not */
-    uint8_t by_scalar[256];                                      /* by the number that the C shim has for it; 255: none */
-    int16_t scalar[MOST_DTYPES];                                 /* that number; -1: none */
-    uint8_t by_format[256];                                      /* code of a numpy format of one character; 255: none */
-    uint8_t complex_float, complex_double;                       /* of "Zf" and "Zd" */
+    int (*export_tensor)(void *object, DLTensor *out); /* DLPack exchange API, public */
+    PyObject *level_owner, *level_name;                /* see `may_be_dual` */
+    PyObject *count_modes;                             /* in which torch makes other things; see `blocks.c` */
+    union {
+        void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._torch`, which finds and probes them */
+        struct {
+            /* torch's stable C shim: they return a code where they fail */
+            int (*storage_size)(void *handle, int64_t *out);
+            int (*storage_offset)(void *handle, int64_t *out);
+            int (*get_dtype)(void *handle, int32_t *out);
+            int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset,
+                               void **out);
+            int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
+                                   const int64_t *strides, void **out);
+            int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
+                                 int32_t device_index, void **out);
+            int (*get_data)(void *handle, void **out);
+            int (*delete_handle)(void *handle);
+            /* C++, where an exception would end the process. The shim has no function that makes an object of Python's, and
+             * none for a tensor's flags but its dispatcher of boxed values, which lacks `requires_grad`. The three that read
+             * flags have nothing to throw; `THPVariable_Wrap` throws where Python is out of memory. */
+            PyObject *(*wrap)(void *handle);
+            bool (*is_neg)(const void *handle);
+            bool (*is_conj)(const void *handle);
+            bool (*requires_grad)(const void *impl);
+        };
+    };
+    Py_ssize_t handle_at; /* where a tensor object has its at::Tensor; 0: a probe failed, none of these may be called */
+    uint8_t itemsize[MOST_DTYPES];         /* by the code of a dtype; 0: there is none */
+    uint8_t by_scalar[256];                /* by the number that the C shim has for it; 255: none */
+    int16_t scalar[MOST_DTYPES];           /* that number; -1: none */
+    uint8_t by_format[256];                /* code of a numpy format of one character; 255: none */
+    uint8_t complex_float, complex_double; /* of "Zf" and "Zd" */
 } Torch;
 
 extern Torch torch;
 
-/* The at::Tensor in a tensor object, as the C shim takes it; NULL where it is not known where that is. */
-static inline void *handle_of(PyObject *object) {
-    return torch.handle_at == 0 ? NULL : (char *)object + torch.handle_at;
-}
-
-/* Flags of a tensor object; -1 with an error. */
-int requires_grad(PyObject *tensor);
-int is_neg(PyObject *tensor);
-int is_conj(PyObject *tensor);
+/* The at::Tensor in a tensor object, as the C shim takes it. */
+static inline void *handle_of(PyObject *object) { return (char *)object + torch.handle_at; }
 
 /* Whether a level of forward-mode AD is open, or it cannot be told. */
 bool may_be_dual(void);

@@ -65,26 +65,15 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
 }
 
 /* The code of a tensor's dtype; -1 if it is not known here. */
-static int dtype_of(PyObject *object, DLDataType type) {
+static int dtype_of(void *handle) { /* not by DLPack, which has one name for several: int8, int4 */
     int32_t number;
-    void *handle = handle_of(object);
-    if (handle != NULL) {
-        if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
-        return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
-    }
-    int found = -1; /* DLPack has one name for several dtypes: int8, int4 */
-    for (int code = 0; code < MOST_DTYPES; code++) {
-        if (!torch.exported[code].bits || memcmp(&torch.exported[code], &type, sizeof type) != 0) continue;
-        if (found >= 0) return -1;
-        found = code;
-    }
-    return found;
+    if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
+    return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
 }
 
-static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t *stride) {
+static bool fits_its_storage(void *handle, const Found *leaf, const int64_t *stride) {
     int64_t size, offset, reach = 1;
-    void *handle = handle_of(object);
-    if (handle == NULL || torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
     for (int32_t d = 0; d < leaf->ndim; d++) {
         if (stride[d] < 0) return false;
         reach += (leaf->shape[d] - 1) * stride[d];
@@ -94,23 +83,23 @@ static bool fits_its_storage(PyObject *object, const Found *leaf, const int64_t 
 
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf) {
     DLTensor tensor;
+    void *handle = handle_of(object);
+    if (torch.handle_at == 0) return NOT_PLAIN;
     if (torch.export_tensor(object, &tensor)) {
         PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
         return NOT_PLAIN;
     }
     if (tensor.device_type != device_type || (device_type != DL_CPU && tensor.device_id != device_id)) return NOT_PLAIN;
-    leaf->dtype = dtype_of(object, tensor.dtype);
+    leaf->dtype = dtype_of(handle);
     if (leaf->dtype < 0 || tensor.ndim > MAX_DIMS) return NOT_PLAIN;
     if (tensor.dtype.bits * tensor.dtype.lanes != 8 * torch.itemsize[leaf->dtype]) return NOT_PLAIN;
     leaf->ndim = tensor.ndim;
     leaf->data = (const char *)tensor.data + tensor.byte_offset;
     if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
     /* What the exchange does not tell. */
-    int odd = requires_grad(object);
-    if (odd == 0) odd = is_neg(object);
-    if (odd == 0 && tensor.dtype.code == DL_COMPLEX) odd = is_conj(object);
-    if (odd != 0) return odd < 0 ? -1 : NOT_PLAIN;
-    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(object, leaf, tensor.strides))) return NOT_PLAIN;
+    if (torch.requires_grad(*(void **)handle) || torch.is_neg(handle)) return NOT_PLAIN;
+    if (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle)) return NOT_PLAIN;
+    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides))) return NOT_PLAIN;
     return 0;
 }
 
@@ -168,8 +157,8 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     PyObject *shape, *stride, *source, *source_stride;
     unsigned long long address;
     long long nbytes;
-    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source,
-                          &address, &source_stride))
+    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source, &address,
+                          &source_stride))
         goto done;
     leaf->nbytes = nbytes;
     leaf->data = (const char *)(uintptr_t)address;
@@ -237,7 +226,8 @@ static bool widen(Growing *table, int64_t width) {
     }
     size_t kept = (size_t)table->width * sizeof(int64_t);
     for (int64_t i = 0; i < table->count; i++) {
-        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i), *to = (Row *)(rows + row_bytes(width) * (size_t)i);
+        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i),
+            *to = (Row *)(rows + row_bytes(width) * (size_t)i);
         memcpy(to, from, sizeof(Row) + kept);
         memcpy(to->sizes + width, from->sizes + table->width, kept);
         memcpy(sources + source_bytes(width) * (size_t)i, table->sources + source_bytes(table->width) * (size_t)i,
@@ -264,9 +254,9 @@ static PyObject *described(const Growing *table, const Header *header, PyObject 
     char *to = PyBytes_AsString(data);
     memcpy(to, header, sizeof(Header));
     memcpy(to + sizeof(Header), table->rows, bytes);
-    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload, (long long)header->packed,
-                         (long long)header->moved, (long long)header->others, (long long)header->dtypes, sources, kept,
-                         PyBool_FromLong(has_lazy));
+    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload,
+                         (long long)header->packed, (long long)header->moved, (long long)header->others,
+                         (long long)header->dtypes, sources, kept, PyBool_FromLong(has_lazy));
 }
 
 /* Ask for the memory of leaves that come next: a batch's tensors are not in the caches, as a rule, and lie anywhere. */
@@ -457,9 +447,15 @@ static PyObject *stack(PyObject *module, PyObject *args) {
     unsigned long long address;
     long long room;
     if (!PyArg_ParseTuple(args, "y#KL:stack", &found, &length, &address, &room)) return NULL;
-    Stack stack;
-    memcpy(&stack, found, sizeof stack);
-    if (stack.count * stack.nbytes > room) {
+    Stack stack = {.ndim = -1};
+    int64_t rest = length - (int64_t)sizeof stack, bytes;
+    if (rest >= 0) memcpy(&stack, found, sizeof stack);
+    if (stack.ndim < 0 || stack.ndim > MAX_DIMS || stack.count < 0 || stack.nbytes < 0 ||
+        __builtin_mul_overflow(stack.count, 8 * (2 + stack.ndim), &bytes) || bytes != rest) {
+        PyErr_SetString(PyExc_ValueError, "not what alike() returned");
+        return NULL;
+    }
+    if (stack.nbytes != 0 && stack.count > room / stack.nbytes) {
         PyErr_SetString(PyExc_ValueError, "samples need more room than there is");
         return NULL;
     }
@@ -485,8 +481,8 @@ static PyObject *stack(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef describe_methods[] = {
-    {"describe", describe, METH_VARARGS, NULL},
-    {"alike", alike, METH_O, NULL},
-    {"stack", stack, METH_VARARGS, NULL},
+    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
+    {"alike", alike, METH_O, "alike(samples): what stack() needs of them, or None where they differ or are not plain."},
+    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one behind the other."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,6 @@
 /* The module, and what it is told of torch. */
 #include "core.h"
 
-#include <dlfcn.h>
 #include <string.h>
 
 Torch torch;
@@ -16,48 +15,60 @@ typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a header that stay
 
 enum { DLPACK_MAJOR = 1 };
 
-/* begin(capsule, tensor, array): be told of torch.Tensor and numpy.ndarray; the version of the capsule.
- *
- * capsule: torch.Tensor.__dlpack_c_exchange_api__. */
+/* Keep an object in place of the one that was there. */
+static void keep(PyObject **place, PyObject *object) {
+    PyObject *before = *place;
+    Py_INCREF(object);
+    *place = object;
+    Py_XDECREF(before);
+}
+
 static PyObject *begin(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *capsule, *tensor, *array;
-    if (!PyArg_ParseTuple(args, "OO!O!:begin", &capsule, &PyType_Type, &tensor, &PyType_Type, &array)) return NULL;
+    PyObject *tensor, *array;
+    if (!PyArg_ParseTuple(args, "O!O!:begin", &PyType_Type, &tensor, &PyType_Type, &array)) return NULL;
+    keep((PyObject **)&torch.tensor, tensor);
+    keep((PyObject **)&torch.array, array);
+    Py_RETURN_NONE;
+}
+
+static PyObject *use_torch(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *capsule, *addresses;
+    if (!PyArg_ParseTuple(args, "OO!:use_torch", &capsule, &PyTuple_Type, &addresses)) return NULL;
     Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (exchange == NULL) return NULL;
     while (exchange != NULL && exchange->major != DLPACK_MAJOR) exchange = exchange->older;
-    if (exchange == NULL || exchange->tensor_from_object == NULL) {
+    Py_ssize_t count = sizeof torch.functions / sizeof torch.functions[0];
+    if (exchange == NULL || exchange->tensor_from_object == NULL || PyTuple_Size(addresses) != count) {
         PyErr_SetString(PyExc_ImportError, "torch exchanges tensors by another major version of DLPack than 1");
         return NULL;
     }
-    PyObject *is_neg = PyObject_GetAttrString(tensor, "is_neg"), *is_conj = PyObject_GetAttrString(tensor, "is_conj");
-    PyObject *name = PyUnicode_InternFromString("requires_grad");
-    if (is_neg == NULL || is_conj == NULL || name == NULL) return NULL;
-    memset(&torch, 0, sizeof torch);
-    memset(torch.by_format, 255, sizeof torch.by_format);
-    memset(torch.by_scalar, 255, sizeof torch.by_scalar);
-    memset(torch.scalar, 255, sizeof torch.scalar);
-    torch.complex_float = torch.complex_double = 255;
-    Py_INCREF(tensor);
-    Py_INCREF(array);
-    torch.tensor = (PyTypeObject *)tensor;
-    torch.array = (PyTypeObject *)array;
-    torch.is_neg = is_neg;
-    torch.is_conj = is_conj;
-    torch.requires_grad_name = name;
     torch.export_tensor = exchange->tensor_from_object;
-    return Py_BuildValue("(II)", exchange->major, exchange->minor);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        torch.functions[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
+        if (torch.functions[i] == NULL)
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
+    }
+    Py_RETURN_NONE;
 }
 
-/* add_dtype(code, itemsize, sample, format): be told of a dtype; whether DLPack has it.
- *
- * sample: a tensor of it, or None. format: numpy's character for it, or "". */
+static PyObject *use_handle(PyObject *module, PyObject *place) {
+    (void)module;
+    Py_ssize_t before = torch.handle_at, at = PyLong_AsSsize_t(place);
+    if (PyErr_Occurred()) return NULL;
+    if (at != 0 && (at < (Py_ssize_t)sizeof(PyObject) || torch.export_tensor == NULL)) {
+        return PyErr_Format(PyExc_ValueError, "no place for a C++ tensor: %zd", at);
+    }
+    torch.handle_at = at;
+    return PyLong_FromSsize_t(before);
+}
+
 static PyObject *add_dtype(PyObject *module, PyObject *args) {
     (void)module;
     int code, itemsize;
-    PyObject *sample;
     const char *format;
-    if (!PyArg_ParseTuple(args, "iiOs:add_dtype", &code, &itemsize, &sample, &format)) return NULL;
+    if (!PyArg_ParseTuple(args, "iis:add_dtype", &code, &itemsize, &format)) return NULL;
     if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT) {
         PyErr_SetString(PyExc_ValueError, "no such dtype");
         return NULL;
@@ -68,104 +79,20 @@ static PyObject *add_dtype(PyObject *module, PyObject *args) {
     } else {
         for (; *format; format++) torch.by_format[(unsigned char)*format] = (uint8_t)code;
     }
-    DLTensor tensor;
-    if (sample == Py_None) Py_RETURN_FALSE;
-    if (torch.export_tensor(sample, &tensor)) {
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    if (tensor.dtype.bits * tensor.dtype.lanes != 8 * itemsize) Py_RETURN_FALSE;
-    torch.exported[code] = tensor.dtype;
-    Py_RETURN_TRUE;
-}
-
-/* find_shim(libtorch_cpu, libc10, libtorch_python): look for functions of torch's; the names that are missing.
- *
- * The first ones belong to its stable C shim. The others are its C++ interface, which may change: what asks for the flags
- * of a tensor is not needed, for Python can be asked. */
-static PyObject *find_shim(PyObject *module, PyObject *args) {
-    (void)module;
-    const char *paths[3];
-    if (!PyArg_ParseTuple(args, "sss:find_shim", &paths[0], &paths[1], &paths[2])) return NULL;
-    static const struct {
-        int library;
-        bool is_needed;
-        const char *name;
-        void **function;
-    } names[] = {
-        {0, true, "aoti_torch_get_storage_size", (void **)&torch.storage_size},
-        {0, true, "aoti_torch_get_storage_offset", (void **)&torch.storage_offset},
-        {0, true, "aoti_torch_get_dtype", (void **)&torch.get_dtype},
-        {0, true, "aoti_torch__reinterpret_tensor", (void **)&torch.reinterpret},
-        {0, true, "aoti_torch__alloc_from_pool", (void **)&torch.alloc_from_pool},
-        {0, true, "aoti_torch_empty_strided", (void **)&torch.empty_strided},
-        {0, true, "aoti_torch_get_data_ptr", (void **)&torch.get_data},
-        {0, true, "aoti_torch_delete_tensor_object", (void **)&torch.delete_handle},
-        {2, true, "_Z16THPVariable_WrapON2at10TensorBaseE", (void **)&torch.wrap},
-        {0, false, "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE", (void **)&torch.cpp_is_neg},
-        {0, false, "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE", (void **)&torch.cpp_is_conj},
-        {1, false, "_ZNK3c1010TensorImpl13requires_gradEv", (void **)&torch.cpp_requires_grad},
-    };
-    PyObject *missing = PyList_New(0);
-    for (size_t i = 0; missing != NULL && i < sizeof names / sizeof names[0]; i++) {
-        void *library = dlopen(paths[names[i].library], RTLD_NOW | RTLD_NOLOAD);
-        *names[i].function = library == NULL ? NULL : dlsym(library, names[i].name);
-        if (library != NULL) dlclose(library);
-        if (*names[i].function == NULL && names[i].is_needed) {
-            PyObject *name = PyUnicode_FromString(names[i].name);
-            if (name == NULL || PyList_Append(missing, name) != 0) Py_CLEAR(missing);
-            Py_XDECREF(name);
-        }
-    }
-    return missing;
-}
-
-/* 1 or 0; -1 with an error. */
-static int truth(PyObject *answer) {
-    if (answer == NULL) return -1;
-    int is_true = answer == Py_True;
-    Py_DECREF(answer);
-    return is_true;
-}
-
-int requires_grad(PyObject *tensor) {
-    void **handle = handle_of(tensor);
-    if (handle != NULL && torch.cpp_requires_grad != NULL) return torch.cpp_requires_grad(*handle);
-    return truth(PyObject_GetAttr(tensor, torch.requires_grad_name));
-}
-
-int is_neg(PyObject *tensor) {
-    void *handle = handle_of(tensor);
-    if (handle != NULL && torch.cpp_is_neg != NULL) return torch.cpp_is_neg(handle);
-    return truth(PyObject_CallFunctionObjArgs(torch.is_neg, tensor, NULL));
-}
-
-int is_conj(PyObject *tensor) {
-    void *handle = handle_of(tensor);
-    if (handle != NULL && torch.cpp_is_conj != NULL) return torch.cpp_is_conj(handle);
-    return truth(PyObject_CallFunctionObjArgs(torch.is_conj, tensor, NULL));
-}
-
-/* watch_level(owner, name): be told of the number that is not negative while tensors may be dual; see `may_be_dual`. */
-static PyObject *watch_level(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *owner, *name;
-    if (!PyArg_ParseTuple(args, "OU:watch_level", &owner, &name)) return NULL;
-    Py_INCREF(owner);
-    Py_INCREF(name);
-    torch.level_owner = owner;
-    torch.level_name = name;
     Py_RETURN_NONE;
 }
 
-/* watch_modes(count): be told of a function that says how many modes are on in which torch makes other things than views. */
-static PyObject *watch_modes(PyObject *module, PyObject *count) {
+static PyObject *watch(PyObject *module, PyObject *args) {
     (void)module;
-    Py_INCREF(count);
-    torch.count_modes = count;
+    PyObject *owner, *name, *count;
+    if (!PyArg_ParseTuple(args, "OUO:watch", &owner, &name, &count)) return NULL;
+    keep(&torch.level_owner, owner);
+    keep(&torch.level_name, name);
+    keep(&torch.count_modes, count);
     Py_RETURN_NONE;
 }
 
+/* The owner is None where it can't be told. */
 bool may_be_dual(void) {
     PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
     long found = level == NULL ? 0 : PyLong_AsLong(level);
@@ -174,90 +101,46 @@ bool may_be_dual(void) {
     return level == NULL || found >= 0;
 }
 
-/* find_handle(tensors, impls): look where a tensor object has its at::Tensor, and remember it; the offset, 0 if none.
- *
- * impls: the addresses of what these tensors are in C++ (`torch.Tensor._cdata`). An at::Tensor is a pointer to that. */
-static PyObject *find_handle(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *tensors, *impls;
-    if (!PyArg_ParseTuple(args, "O!O!:find_handle", &PyList_Type, &tensors, &PyList_Type, &impls)) return NULL;
-    Py_ssize_t count = PyList_Size(tensors), found = 0;
-    PyObject *size = PyObject_GetAttrString((PyObject *)torch.tensor, "__basicsize__");
-    Py_ssize_t basic = size == NULL ? -1 : PyLong_AsSsize_t(size);
-    Py_XDECREF(size);
-    if (basic < 0) return NULL;
-    torch.handle_at = 0;
-    if (PyList_Size(impls) != count || count == 0) return PyLong_FromLong(0);
-    for (Py_ssize_t at = (Py_ssize_t)sizeof(PyObject); at + (Py_ssize_t)sizeof(void *) <= basic; at += (Py_ssize_t)sizeof(void *)) {
-        bool everywhere = true;
-        for (Py_ssize_t i = 0; i < count && everywhere; i++) {
-            PyObject *object = PyList_GetItem(tensors, i);
-            unsigned long long impl = PyLong_AsUnsignedLongLong(PyList_GetItem(impls, i));
-            if (PyErr_Occurred()) return NULL;
-            void *word;
-            memcpy(&word, (char *)object + at, sizeof word);
-            everywhere = Py_TYPE(object) == torch.tensor && impl != 0 && (uintptr_t)word == (uintptr_t)impl;
-        }
-        if (everywhere) {
-            found = at;
-            break;
-        }
-    }
-    torch.handle_at = found;
-    return PyLong_FromSsize_t(found);
-}
-
-/* add_scalar(code, tensor): be told of a dtype's number in the C shim, by a tensor of it; whether it has one of its own. */
 static PyObject *add_scalar(PyObject *module, PyObject *args) {
     (void)module;
-    int code;
-    PyObject *tensor;
-    int32_t number;
-    if (!PyArg_ParseTuple(args, "iO:add_scalar", &code, &tensor)) return NULL;
-    void *handle = Py_TYPE(tensor) == torch.tensor ? handle_of(tensor) : NULL;
-    if (code < 0 || code >= MOST_DTYPES || handle == NULL || torch.get_dtype(handle, &number)) Py_RETURN_FALSE;
-    if (number < 0 || number > 255 || torch.by_scalar[number] != 255) Py_RETURN_FALSE;
+    int code, number;
+    if (!PyArg_ParseTuple(args, "ii:add_scalar", &code, &number)) return NULL;
+    if (code < 0 || code >= MOST_DTYPES || number < 0 || number > 254) {
+        return PyErr_Format(PyExc_ValueError, "no such dtype: %d, number %d", code, number);
+    }
     torch.by_scalar[number] = (uint8_t)code;
     torch.scalar[code] = (int16_t)number;
-    Py_RETURN_TRUE;
-}
-
-/* storage_bytes(tensor): the size of a tensor's storage and where it begins in that, as the C shim says; for a probe. */
-static PyObject *storage_bytes(PyObject *module, PyObject *tensor) {
-    (void)module;
-    int64_t size, offset;
-    void *handle = Py_TYPE(tensor) == torch.tensor ? handle_of(tensor) : NULL;
-    if (handle == NULL || torch.storage_size == NULL || torch.storage_offset == NULL) Py_RETURN_NONE;
-    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) Py_RETURN_NONE;
-    return Py_BuildValue("(LL)", (long long)size, (long long)offset);
-}
-
-/* flags(tensor): whether it requires grad, is lazily negated, is lazily conjugated. */
-static PyObject *flags(PyObject *module, PyObject *tensor) {
-    (void)module;
-    int found[] = {requires_grad(tensor), is_neg(tensor), is_conj(tensor)};
-    if (found[0] < 0 || found[1] < 0 || found[2] < 0) return NULL;
-    return Py_BuildValue("(iii)", found[0], found[1], found[2]);
-}
-
-/* forget_flags(): ask Python for these from now on. */
-static PyObject *forget_flags(PyObject *module, PyObject *nothing) {
-    (void)module, (void)nothing;
-    torch.cpp_requires_grad = torch.cpp_is_neg = torch.cpp_is_conj = NULL;
     Py_RETURN_NONE;
 }
 
+static PyObject *facts(PyObject *module, PyObject *tensor) {
+    (void)module;
+    if (Py_TYPE(tensor) != torch.tensor || torch.handle_at == 0) {
+        PyErr_SetString(PyExc_TypeError, "not a torch.Tensor, or it isn't known where one has its C++ tensor");
+        return NULL;
+    }
+    void *handle = handle_of(tensor);
+    int64_t size, offset;
+    int32_t dtype;
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &dtype)) {
+        PyErr_SetString(PyExc_RuntimeError, "torch's C shim does not describe a tensor");
+        return NULL;
+    }
+    return Py_BuildValue("(LLiiii)", (long long)size, (long long)offset, dtype, torch.requires_grad(*(void **)handle),
+                         torch.is_neg(handle), torch.is_conj(handle));
+}
+
 PyMethodDef torch_methods[] = {
-    {"flags", flags, METH_O, NULL},
-    {"forget_flags", forget_flags, METH_NOARGS, NULL},
-    {"begin", begin, METH_VARARGS, NULL},
-    {"add_dtype", add_dtype, METH_VARARGS, NULL},
-    {"find_shim", find_shim, METH_VARARGS, NULL},
-    {"watch_level", watch_level, METH_VARARGS, NULL},
-    {"watch_modes", watch_modes, METH_O, NULL},
-    {"find_handle", find_handle, METH_VARARGS, NULL},
-    {"add_scalar", add_scalar, METH_VARARGS, NULL},
-    {"storage_bytes", storage_bytes, METH_O, NULL},
+    {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
+    {"use_torch", use_torch, METH_VARARGS,
+     "use_torch(exchange, functions): take DLPack's capsule, and addresses of functions."},
+    {"use_handle", use_handle, METH_O,
+     "use_handle(place): take where a tensor object has its at::Tensor, 0 for nowhere; the last."},
+    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
+    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
+    {"watch", watch, METH_VARARGS, "watch(owner, name, count): take the level of forward-mode AD, and what counts modes."},
+    {"facts", facts, METH_O,
+     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -302,8 +185,6 @@ static PyObject *step(PyObject *self, PyObject *name) {
 
 static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
 
-/* steps(timed, is_profiling, make, nothing): a function of a name: make(name) if timed is not empty or is_profiling(), else
- * nothing. */
 static PyObject *steps(PyObject *module, PyObject *args) {
     (void)module;
     if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0))) {
@@ -313,21 +194,43 @@ static PyObject *steps(PyObject *module, PyObject *args) {
     return PyCFunction_NewEx(&step_method, args, NULL);
 }
 
-static PyMethodDef steps_methods[] = {{"steps", steps, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef steps_methods[] = {
+    {"steps", steps, METH_VARARGS,
+     "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
+    {NULL, NULL, 0, NULL},
+};
 
 static int fill(PyObject *module) {
     PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, blocks_methods, steps_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
     }
+    if (PyModule_AddObject(module, "TABLE_MAGIC", PyLong_FromLongLong(TABLE_MAGIC)) != 0) return -1;
     PyObject *nothing = PyType_FromSpec(&nothing_spec);
     if (nothing == NULL || PyModule_AddObjectRef(module, "Nothing", nothing) != 0) return -1;
     Py_DECREF(nothing);
     return add_structure_type(module) != 0 || add_job_type(module) != 0 || add_blocks_type(module) != 0 ? -1 : 0;
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "Describes, packs and cuts batches; see pinstage._native.", 0, NULL, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                        "_core",
+                                        "Describes, packs and cuts batches; see pinstage._native.",
+                                        -1,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL};
 
-PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }
+/* In one phase: what is known of torch, and the threads that pack, are the process's, so subinterpreters are refused. */
+PyMODINIT_FUNC PyInit__core(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL) return NULL;
+    memset(torch.by_format, 255, sizeof torch.by_format);
+    memset(torch.by_scalar, 255, sizeof torch.by_scalar);
+    memset(torch.scalar, 255, sizeof torch.scalar);
+    torch.complex_float = torch.complex_double = 255;
+    if (fill(module) == 0) return module;
+    Py_DECREF(module);
+    return NULL;
+}

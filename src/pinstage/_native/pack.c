@@ -9,6 +9,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -29,6 +30,9 @@ static const int64_t STREAM_BYTES = 1024;
  * it, up to LARGEST_CHUNK: a few of these fit the caches. */
 static const int64_t FIRST_CHUNK = 512 * 1024;
 static const int64_t LARGEST_CHUNK = 4 * 1024 * 1024;
+
+/* How long a job that ends waits before it looks again. */
+enum { WAIT_MS = 20 };
 
 /* Set in the place of a chunk that somebody has begun: it lies there from then on. */
 static const int64_t BEGUN = INT64_MIN;
@@ -353,6 +357,7 @@ static void leave_line(Job *job) {
 }
 
 static void *help(void *nothing) {
+    prctl(PR_SET_NAME, "pinstage-pack");
     pthread_mutex_lock(&lock);
     for (;;) {
         while (first_job == NULL) {
@@ -374,7 +379,8 @@ static void *help(void *nothing) {
     return nothing;
 }
 
-static void start_threads(int count) {
+static int start_threads(int count) {
+    int code = 0;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's affair */
@@ -384,11 +390,12 @@ static void start_threads(int count) {
     pthread_attr_setstacksize(&attributes, 256 * 1024);
     while (threads < count) {
         pthread_t thread;
-        if (pthread_create(&thread, &attributes, help, NULL) != 0) break; /* fewer help */
+        if ((code = pthread_create(&thread, &attributes, help, NULL)) != 0) break; /* fewer help */
         threads++;
     }
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return code;
 }
 
 static void in_child(void) {
@@ -434,10 +441,10 @@ Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int 
     return job;
 }
 
-void job_begin(Job *job) {
+int job_begin(Job *job) {
     int helpers = job->helpers;
     job->helpers = 0;
-    if (helpers <= 0 || job_is_lost(job)) return;
+    if (helpers <= 0 || job_is_lost(job)) return 0;
     pthread_mutex_lock(&lock);
     job->wanted = helpers;
     if (last_job != NULL) {
@@ -446,10 +453,11 @@ void job_begin(Job *job) {
         first_job = job;
     }
     last_job = job;
-    start_threads(helpers);
+    int code = start_threads(helpers);
     atomic_fetch_add(&bell, 1);
     pthread_mutex_unlock(&lock); /* before they wake, since the lock is what they ask for first */
     wake(&bell, helpers);
+    return code;
 }
 
 int64_t job_chunks(const Job *job) { return job->chunk_count; }
@@ -489,17 +497,21 @@ bool job_work(Job *job, int64_t chunk, int milliseconds) {
     }
 }
 
-void job_free(Job *job) {
+bool job_free(Job *job, int milliseconds) {
     atomic_store(&job->next, job->piece_count);
     pthread_mutex_lock(&lock);
     leave_line(job);
     pthread_mutex_unlock(&lock);
     int helping;
-    while (!job_is_lost(job) && (helping = atomic_load(&job->helping)) != 0) wait_while(&job->helping, helping, -1);
+    while (!job_is_lost(job) && (helping = atomic_load(&job->helping)) != 0) {
+        if (milliseconds >= 0 && (milliseconds -= WAIT_MS) < 0) return false;
+        wait_while(&job->helping, helping, WAIT_MS);
+    }
     /* The last helper may still have the lock in which it counted itself out. */
     pthread_mutex_lock(&lock);
     pthread_mutex_unlock(&lock);
     free(job->pieces);
     free(job->chunks);
     free(job);
+    return true;
 }

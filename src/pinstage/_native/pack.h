@@ -15,7 +15,7 @@ enum { MAX_DIMS = 64 };
 /* A leaf to be moved: memory as it lies if `strides` is NULL, else element by element into contiguous memory. */
 typedef struct {
     const char *source; /* NULL for one that somebody else has written */
-    int64_t offset; /* in the batch; rising from leaf to leaf */
+    int64_t offset;     /* in the batch; rising from leaf to leaf */
     int64_t nbytes;
     const int64_t *shape;   /* of a strided leaf */
     const int64_t *strides; /* of a strided leaf, in elements; NULL for one that is copied as it lies */
@@ -30,8 +30,9 @@ typedef struct Job Job;
  * where there is no memory. */
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int threads, bool reuses);
 
-/* Set threads to work at it; until then nothing touches slab or leaves but `job_work`. Once; a second call does nothing. */
-void job_begin(Job *job);
+/* Set threads to work at it; until then nothing touches slab or leaves but `job_work`. Once; a second call does nothing. Return
+ * the error of a thread that could not be started, or 0; the others do the work. */
+int job_begin(Job *job);
 
 /* How many chunks there are, and where in the batch each ends. The last one ends at `nbytes`. */
 int64_t job_chunks(const Job *job);
@@ -54,8 +55,9 @@ bool job_work(Job *job, int64_t chunk, int milliseconds);
  * it are that one's, and so may the slab be: here it is not worked at, and can only be freed. */
 bool job_is_lost(const Job *job);
 
-/* Leave out what nobody has begun, and return when no thread touches slab or leaves any more. Then free the job. */
-void job_free(Job *job);
+/* Leave out what nobody has begun, and free the job when no thread touches slab or leaves any more. Return false if a thread
+ * still does after `milliseconds`, -1 for no limit: then the job is never freed. */
+bool job_free(Job *job, int milliseconds);
 
 /* In one go, by the calling thread alone. `past_caches`: the bus reads the slab next, and not the cpu. */
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches);

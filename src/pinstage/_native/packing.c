@@ -83,7 +83,6 @@ failed:
     return false;
 }
 
-/* pack(table, sources, address, nbytes[, skip]): write leaves to their places, in this thread; all but those in a list, or None. */
 static PyObject *pack(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *table, *sources, *skip = NULL;
@@ -115,8 +114,8 @@ static PyObject *threads(PyObject *module, PyObject *nothing) {
 }
 
 PyMethodDef pack_methods[] = {
-    {"pack", pack, METH_VARARGS, NULL},
-    {"threads", threads, METH_NOARGS, NULL},
+    {"pack", pack, METH_VARARGS, "pack(table, sources, address, nbytes[, skip]): write all leaves but some to their places."},
+    {"threads", threads, METH_NOARGS, "threads(): how many threads for packing there are."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -125,24 +124,30 @@ PyMethodDef pack_methods[] = {
 typedef struct {
     PyObject_HEAD
     Work work;
-    Job *job;    /* NULL when it is closed */
-    int waiting; /* calls of `wait` that are under way */
+    PyObject *owner; /* of leaves and slab */
+    Job *job;        /* NULL when it is closed */
+    int waiting;     /* calls of `wait` that are under way */
 } JobObject;
 
-static void job_close(JobObject *self) {
+/* How long the end of a job that nobody closed waits for its threads: one piece takes microseconds. */
+enum { END_MS = 10 * 1000 };
+
+/* What a thread still touches after `milliseconds` (-1: never mind how long) is never freed. */
+static void job_close(JobObject *self, int milliseconds) {
     if (self->job == NULL) return;
     Job *job = self->job;
     self->job = NULL;
+    bool is_free;
     Py_BEGIN_ALLOW_THREADS
-    job_free(job);
+    is_free = job_free(job, milliseconds);
     Py_END_ALLOW_THREADS
+    if (!is_free) return;
     work_end(&self->work);
+    Py_CLEAR(self->owner);
 }
 
-/* Job(table, sources, address, nbytes, threads[, reuses]): a context manager; the caller keeps leaves and slab until its
- * end. Threads begin in `__enter__`: an exception before it leaves nothing behind that writes to the slab. */
 static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *table, *sources;
+    PyObject *table, *sources, *owner;
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
@@ -150,12 +155,10 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "OOKLi|p:Job", &table, &sources, &address, &room, &most_threads, &reuses)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    JobObject *self = (JobObject *)alloc(type, 0);
+    JobObject *self = (JobObject *)alloc(type, 0); /* all zeros */
     if (self == NULL) return NULL;
-    self->job = NULL;
-    self->waiting = 0;
     if (!work_begin(&self->work, table, sources, room, NULL)) {
         Py_DECREF(self);
         return NULL;
@@ -167,18 +170,19 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
+    Py_INCREF(owner);
+    self->owner = owner;
     return (PyObject *)self;
 }
 
 static void job_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    job_close((JobObject *)object);
+    job_close((JobObject *)object, END_MS);
     freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
     Py_DECREF(type);
 }
 
-/* Where each chunk ends, in bytes of the batch. */
 static PyObject *job_ends(PyObject *object, void *nothing) {
     (void)nothing;
     Job *job = ((JobObject *)object)->job;
@@ -203,14 +207,12 @@ static long long chunk_of(const JobObject *self, PyObject *number) {
     return -1;
 }
 
-/* place(chunk): where in the slab a complete chunk lies. */
 static PyObject *job_place(PyObject *object, PyObject *number) {
     JobObject *self = (JobObject *)object;
     long long chunk = chunk_of(self, number);
     return chunk < 0 ? NULL : PyLong_FromLongLong(job_chunk_place(self->job, chunk));
 }
 
-/* reuse(chunk): it has travelled, so that a later one may be packed in its place. */
 static PyObject *job_reuse_place(PyObject *object, PyObject *number) {
     JobObject *self = (JobObject *)object;
     long long chunk = chunk_of(self, number);
@@ -219,7 +221,6 @@ static PyObject *job_reuse_place(PyObject *object, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* wait(chunk): work until a chunk is complete; Ctrl-C is answered meanwhile. */
 static PyObject *job_wait(PyObject *object, PyObject *number) {
     JobObject *self = (JobObject *)object;
     long long chunk = chunk_of(self, number);
@@ -248,30 +249,46 @@ static PyObject *job_exit(PyObject *object, PyObject *raised) {
         PyErr_SetString(PyExc_RuntimeError, "this job is being waited for");
         return NULL;
     }
-    job_close((JobObject *)object);
+    job_close((JobObject *)object, -1);
     Py_RETURN_NONE;
 }
 
 static PyObject *job_enter(PyObject *object, PyObject *nothing) {
     (void)nothing;
+    static bool has_warned;
     Job *job = ((JobObject *)object)->job;
-    if (job != NULL) job_begin(job);
+    int code = job == NULL ? 0 : job_begin(job);
+    if (code != 0 && !has_warned) {
+        has_warned = true;
+        if (PyErr_WarnFormat(
+                PyExc_RuntimeWarning, 1,
+                "packing goes on with %d threads: no other could be started (error %d); raise the limit of threads "
+                "(ulimit -u, pids.max of the cgroup), or pass Stager(threads=...)",
+                pack_threads() + 1, code) != 0)
+            return NULL;
+    }
     Py_INCREF(object);
     return object;
 }
 
 static PyMethodDef job_methods[] = {
-    {"wait", job_wait, METH_O, NULL},
-    {"place", job_place, METH_O, NULL},
-    {"reuse", job_reuse_place, METH_O, NULL},
-    {"__enter__", job_enter, METH_NOARGS, NULL},
-    {"__exit__", job_exit, METH_VARARGS, NULL},
+    {"wait", job_wait, METH_O, "wait(chunk): work until a chunk is complete; answers Ctrl-C meanwhile."},
+    {"place", job_place, METH_O, "place(chunk): where in the slab a complete chunk is stored."},
+    {"reuse", job_reuse_place, METH_O, "reuse(chunk): let a later chunk be packed in its place, since it was copied."},
+    {"__enter__", job_enter, METH_NOARGS, "Let threads begin."},
+    {"__exit__", job_exit, METH_VARARGS, "Wait until no thread touches slab or leaves. What nobody has begun is left out."},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef job_getters[] = {{"ends", job_ends, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef job_getters[] = {
+    {"ends", job_ends, NULL, "Where each chunk ends, in bytes of the batch.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static const char job_doc[] =
+    "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a context manager.\n\n"
+    "owner: keeps leaves and slab alive. An exception before the block leaves nothing behind that writes to the slab.";
 static PyType_Slot job_slots[] = {
     {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
-    {Py_tp_getset, job_getters}, {0, NULL},
+    {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},
 };
 static PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
 

@@ -23,7 +23,8 @@ bool table_of(PyObject *object, Py_buffer *buffer, const Header **table) {
 
 bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
     int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
-    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || (row->offset & (itemsize - 1))) return false;
+    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || (row->offset & (itemsize - 1)))
+        return false;
     bool is_empty = false, overflows = false;
     int64_t bytes = itemsize, reach = 0, part;
     for (int d = 0; d < row->ndim; d++) {
@@ -138,8 +139,6 @@ failed:
     return NULL;
 }
 
-/* figures(table): what a table from elsewhere says of itself, if all of it is true: nbytes, payload, packed, moved, others,
- * dtypes. */
 static PyObject *figures(PyObject *module, PyObject *object) {
     (void)module;
     Py_buffer buffer;
@@ -181,4 +180,8 @@ done:
     return result;
 }
 
-PyMethodDef table_methods[] = {{"figures", figures, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+PyMethodDef table_methods[] = {
+    {"figures", figures, METH_O,
+     "figures(table): nbytes, payload, packed, moved, others, dtypes, if its rows agree with them."},
+    {NULL, NULL, 0, NULL},
+};

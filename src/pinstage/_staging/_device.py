@@ -14,11 +14,11 @@ import torch
 
 from .. import _native
 from .._copy import Gathering
-from .._layout import Blocks, HostSlab, Parts, PlainBlocks, Sharing, Table, make_blocks, pack
-from .._memory import DeviceEvent, copy_error, disregard_captures, make_current, start_copy, why_unusable
+from .._layout import Blocks, HostSlab, Parts, Sharing, Table, make_blocks, make_publicly, pack
+from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from .._torch import check_is_plain, cuda_calls, ids_of, tell_of_extension
+from .._torch import check_is_plain, cuda_calls, ids_of, warn_of_tensors
 from .._tree import ATOM_TYPES, WRAPPERS
 from ..errors import StagingError
 
@@ -271,9 +271,11 @@ class CudaTarget:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
-        self._has_bindings = why_unusable() is None
-        self._copies_natively = _native.core is not None and _native.core.find_driver()
-        self._make_blocks = make_blocks if self._copies_natively else PlainBlocks
+        if not _native.core.find_driver():
+            raise StagingError(
+                f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
+                "device='cpu', or move batches by .to()"
+            )
         self._events = EventCache(partial(DeviceEvent.of, self.device.index))
         self._at_once = AtOnce(self._events.record)  # no cycle: a forked child that collected events would be ended
         self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -321,10 +323,8 @@ class CudaTarget:
         try:
             if before != ids:
                 cuda.set_stream(*ids)
-            if slab is None and self._copies_natively:
-                made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index)
-                return PlainBlocks(table, sharing, self.device, self._send) if made is None else made
-            return self._make_blocks(table, sharing, self.device, self._send, slab)
+            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, slab)
+            return make_publicly(table, sharing, self.device, slab) if made is None else made
         finally:
             if before != ids:
                 cuda.set_stream(*before)
@@ -339,7 +339,7 @@ class CudaTarget:
     ) -> int:
         """See `Target`."""
         host, nbytes = lease.data_ptr(), parts.table.nbytes
-        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+        if parts.has_lazy:
             pack(parts, lease)
             return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
         copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
@@ -348,7 +348,7 @@ class CudaTarget:
     def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index, stream = self.device.index, self.consumer(None)
-        if not self._copies_natively or self._cuda.device() != index:
+        if self._cuda.device() != index:
             return None
         if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
             return None
@@ -375,7 +375,7 @@ class CudaTarget:
 
     def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
         """See `Target`."""
-        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+        if parts.has_lazy:
             copies = fill_plainly(self, blocks, parts, stream)
         else:
             copies = blocks.fill(parts.sources, stream.cuda_stream)
@@ -396,15 +396,6 @@ class CudaTarget:
         if code < 0:
             raise copy_error(-code)
         return done
-
-    def _send(self, block: torch.Tensor, place: int, host: int, nbytes: int, stream: int) -> None:
-        """Copy to a block where the extension can't."""
-        if self._has_bindings:
-            start_copy(block.data_ptr() + place, host, nbytes, stream)
-            return
-        source = (ctypes.c_ubyte * nbytes).from_address(host)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)):  # type: ignore[no-untyped-call]
-            block[place : place + nbytes].copy_(torch.frombuffer(source, dtype=torch.uint8), non_blocking=True)
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
@@ -464,7 +455,7 @@ class CpuTarget:
 
     def blocks(self, table: Table, sharing: Sharing, stream: Any = None, slab: torch.Tensor | None = None) -> Blocks:  # noqa: ARG002
         """See `Target`."""
-        return make_blocks(table, sharing, self.device, self._send, slab)
+        return make_blocks(table, sharing, self.device, slab)
 
     def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
         """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
@@ -477,8 +468,6 @@ class CpuTarget:
 
     def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
-        if _native.core is None:
-            return None
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
 
     def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
@@ -491,13 +480,9 @@ class CpuTarget:
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
         """See `Target`."""
-        if parts.has_lazy or isinstance(blocks, PlainBlocks) or not isinstance(parts.sources, bytes):
+        if parts.has_lazy:
             return fill_plainly(self, blocks, parts, stream)
         return blocks.fill(parts.sources, 0)
-
-    @staticmethod
-    def _send(block: torch.Tensor, place: int, host: int, nbytes: int, stream: int) -> None:  # noqa: ARG004
-        ctypes.memmove(block.data_ptr() + place, host, nbytes)
 
     def consumer(self, stream: Any) -> None:
         """See `Target`."""
@@ -513,7 +498,7 @@ class CpuTarget:
 
 
 def fill_plainly(target: Target, blocks: Blocks, parts: Parts, stream: Any) -> int:
-    """Do what `Target.fill` does with leaves that torch computes, or without the extension."""
+    """Do what `Target.fill` does with leaves that torch computes."""
     nbytes = parts.table.nbytes
     host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     check_is_plain(host)
@@ -528,7 +513,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
         ValueError: neither a CUDA device nor the CPU.
         StagingError: CUDA is not available.
     """
-    tell_of_extension()
+    warn_of_tensors()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

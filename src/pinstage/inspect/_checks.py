@@ -200,18 +200,6 @@ def page_locking(available: bool, why_not: str | None) -> Check:
     return Check(name, "problem", found, "see the line on versions; pip install cuda-python for this driver")
 
 
-def extension(why_not: str | None) -> Check:
-    """Say whether batches are described and packed in C; `why_not` is `pinstage._native`'s."""
-    name = "extension"
-    if why_not is None:
-        return Check(name, "ok", "batches are described and packed in C")
-    found, _, remedy = why_not.partition("; ")
-    found = f"not in use, so batches are described and packed in Python, by one thread: {found}"
-    if "PINSTAGE_NATIVE" in why_not and not remedy:  # as the user asked
-        return Check(name, "info", found)
-    return Check(name, "warning", found, remedy or "install a pinstage and a torch that go together")
-
-
 def private_names(problems: list[Problem]) -> list[Check]:
     """Say which private names of torch, CPython and optree do something else than pinstage expects."""
     if not problems:

@@ -19,7 +19,7 @@ import torch
 
 import pinstage as ps
 
-from .. import _host, _native, _torch
+from .. import _host, _torch
 from .._memory import why_unusable
 from .._sizes import count, format_bytes
 from . import _checks, _top
@@ -124,7 +124,7 @@ def diagnose(
             _checks.numa(gpu, affinity, nodes),
             _checks.host_page_tables(gpu),
         ]
-    checks += [_checks.extension(_native.why_not), *_checks.private_names(_torch.problems())]
+    checks += _checks.private_names(_torch.problems())
     checks += host_checks(root, affinity)
     shares, found = _budgets()
     checks.append(found)
