@@ -210,7 +210,7 @@ BESIDE_TORCH = {
     "_loader._loader": {"_get_iterator", "_iterator"},
     "_loader._sending": {"_in_order", "_rcvd_idx"},
     # Accelerate's mark of what it has prepared. Where it has another one, it would prepare a loader of ours again.
-    "integrations.accelerate": {"_is_accelerate_prepared"},
+    "integrations.accelerate": {"_is_accelerate_prepared", "_slabs"},
     # Lightning's one place that knows a loader's stage. The loader's settings and counters.
     "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
     "integrations._trainer_loaders": {"_settings", "_slabs"},
