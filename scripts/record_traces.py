@@ -154,7 +154,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     for name, found in about["loops"].items():
         own, saved = found["own_seconds"], found["own_seconds"] - found["pinstage_seconds"]
         path, gained = folder / f"{name}.json.gz", max(saved, 0.0)
-        promised, alone = (trace_report(path, cost=cost, step_seconds=step).worst.packing for step in (own, None))
+        promised, alone = (trace_report(path, cost=cost, step_seconds=step).packing for step in (own, None))
         noise = math.hypot(found["own_spread"], found["pinstage_spread"]) / 2
         off, near = abs(promised.saved_seconds - gained), max(NEAR * abs(saved), NEAR_SECONDS)
         word = "yes" if off <= near else "not decided" if off <= near + noise else "**no**"

@@ -361,7 +361,7 @@ links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
 devices = [path for path in map(os.path.realpath, links) if path.startswith("/dev/nvidia")]
 assert not torch.cuda.is_initialized(), "torch initialised CUDA"
 assert not devices, f"CUDA devices are open: {devices}"
-later = {"pinstage._loader", "pinstage.inspect", "pinstage._cli", "typer", "rich", "matplotlib", "cuda"}
+later = {"pinstage._loader", "pinstage.inspect", "pinstage._cli", "rich", "matplotlib", "cuda"}
 def loaded(): return later & (set(sys.modules) - torchs_own)
 assert not loaded(), loaded()
 for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspect"}.items():

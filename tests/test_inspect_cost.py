@@ -28,8 +28,8 @@ def test_what_is_kept_of_a_gpu_is_taken_for_traces_of_it_and_of_no_other(cache, 
     keep("NVIDIA A100", REFERENCE)
     assert (cost_of("NVIDIA H200"), cost_of("NVIDIA A100")) == (HERE, REFERENCE)
     assert cost_of("NVIDIA L40S") is cost_of(None) is REFERENCE
-    packing = trace_report(naive_loop().write(tmp_path / "t.json")).worst.packing
-    assert "as measured on here" in packing.assumptions[0]
+    packing = trace_report(naive_loop().write(tmp_path / "t.json")).packing
+    assert "measured on here" in packing.assumptions()[0]
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", '{"NVIDIA H200": {"seconds": 1}}'])
@@ -61,11 +61,15 @@ def test_a_batch_costs_its_leaves_and_its_bytes_over_the_slower_of_packing_and_b
     assert HERE.seconds(0, 9 * 10**9, bus=1e12) == pytest.approx(1, rel=1e-3)
 
 
-def test_doctor_keeps_what_it_measured_and_says_where(cache, monkeypatch, capsys):
+@pytest.fixture
+def measured(monkeypatch):
     from pinstage.inspect import _doctor
 
-    measured = Measured(Gpu(0, "NVIDIA H200"), (), {}, HERE)
-    monkeypatch.setattr(_doctor, "diagnose", lambda **options: Diagnosis((), measured))
+    found = Measured(Gpu(0, "NVIDIA H200"), (), {}, HERE)
+    monkeypatch.setattr(_doctor, "diagnose", lambda **options: Diagnosis((), found))
+
+
+def test_doctor_keeps_what_it_measured_and_says_where(cache, measured, capsys):
     _commands.run_doctor(device=None, measuring=True, plot=None, as_json=True)
     captured = capsys.readouterr()
     assert json.loads(captured.out)["cost"]["leaf_seconds"] == 2e-6
@@ -73,7 +77,7 @@ def test_doctor_keeps_what_it_measured_and_says_where(cache, monkeypatch, capsys
     assert cost_of("NVIDIA H200") == HERE
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_no_failure(cache, monkeypatch, capsys):
+def test_a_cache_that_cannot_be_written_is_told_and_no_failure(cache, measured, capsys):
     (cache / "pinstage").write_text("a file where a folder should be")
-    _commands._keep("NVIDIA H200", HERE)
+    assert _commands.run_doctor(device=None, measuring=True, plot=None, as_json=True) == 0
     assert "not kept, so pinstage trace takes the reference" in capsys.readouterr().err

@@ -249,15 +249,13 @@ def test_bars_are_as_long_as_the_bandwidth():
 
 def test_the_measurement_measures_every_combination():
     sizes = (1024, 4096)
-    told = []
-    found = measure("cpu", sizes=sizes, advance=lambda: told.append(1))
+    found = measure("cpu", sizes=sizes)
     assert [(point.kind, point.direction, point.nbytes) for point in found] == [
         (kind, way, nbytes)
         for kind in (PAGEABLE, PINNED, REGISTERED)
         for way in (TO_DEVICE, TO_HOST)
         for nbytes in sizes
     ]
-    assert len(told) == len(found)
     assert all(point.seconds > 0 for point in found)
 
 

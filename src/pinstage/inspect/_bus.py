@@ -8,7 +8,7 @@ from the call to the end of the copy, so it includes the cost of the call, as a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,11 +52,10 @@ def measure(
     sizes: Sequence[int] = SIZES,
     kinds: Sequence[str] = (PAGEABLE, PINNED, REGISTERED),
     directions: Sequence[str] = (TO_DEVICE, TO_HOST),
-    advance: Callable[[], None] = lambda: None,
 ) -> list[Point]:
     """Measure copies between the host and a device. Blocks for up to a few seconds; synchronises the device.
 
-    With ``"cpu"`` the same code copies from memory to memory, for tests. `advance` is called after each point.
+    With ``"cpu"`` the same code copies from memory to memory, for tests.
 
     Returns:
         A point for each combination of kind, direction and size.
@@ -71,7 +70,6 @@ def measure(
                     source, target = (here, there) if direction == TO_DEVICE else (there, here)
                     seconds = _best_copy(source[:nbytes], target[:nbytes], device)
                     points.append(Point(direction, kind, nbytes, seconds))
-                    advance()
             del here, source, target  # the pool does not take memory back that can still be seen
     return points
 

@@ -1,21 +1,19 @@
-"""What ``pinstage audit``, ``doctor`` and ``trace`` do, behind their options.
+"""The commands ``pinstage audit``, ``doctor`` and ``trace``, behind their options.
 
-Findings go to stdout: tables on a terminal, plain text elsewhere, or JSON. Progress goes to stderr, if that is a
-terminal.
+Findings go to stdout: tables on a terminal, plain text elsewhere, or JSON. Everything else goes to stderr.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,76 +21,60 @@ from torch.utils.data import DataLoader
 
 from ._audit import audit
 from ._bus import Bus
-from ._cost import Cost, keep
+from ._cost import keep
 from ._errors import InspectError, TargetError
-from ._report import Section, as_rich, as_text
+from ._report import say, show
+
+EXAMPLE = Path(__file__).with_name("example.json.gz")
 
 
 def run_audit(target: str, *, bus: str | None, as_json: bool, every_leaf: bool) -> int:
+    """Audit the first batch of a target; return the exit status."""
     figures = None if bus is None else Bus.parse(bus)
     with _prints_on_stderr():
         found = audit(first_batch(target), bus=figures)
-    _show(found.to_dict() if as_json else found._sections(every_leaf=every_leaf))
+    show(found.to_dict() if as_json else found._sections(every_leaf=every_leaf))
     return 0
 
 
 def run_doctor(*, device: str | None, measuring: bool, plot: Path | None, as_json: bool) -> int:
-    """Look at this machine; return the exit status: 1 if anything is a problem."""
-    from ._doctor import POINTS, diagnose
+    """Check this machine; return the exit status: 1 if anything is a problem."""
+    from ._doctor import diagnose
     from ._plot import save_plot
 
     index = None if device is None else _device_index(device)
     if plot is not None:
         importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
-    with _progress("measuring copies", POINTS, in_bytes=False) as advance:
-        diagnosis = diagnose(device=index, measuring=measuring, advance=lambda: advance(1))
-    _show(diagnosis.to_dict() if as_json else diagnosis.sections())
+    if measuring and torch.cuda.is_available():
+        say("measuring copies, which takes some seconds", only_on_terminal=True)
+    diagnosis = diagnose(device=index, measuring=measuring)
+    show(diagnosis.to_dict() if as_json else diagnosis.sections())
     measured = diagnosis.measured
     if measured is not None and measured.cost is not None:
-        _keep(measured.gpu.name, measured.cost)
+        try:
+            say(f"kept for pinstage trace: {keep(measured.gpu.name, measured.cost)}")
+        except (OSError, RuntimeError) as error:  # no home directory, say
+            say(f"not kept, so pinstage trace takes the reference: {error}")
     if plot is not None:
         if measured is None:
             raise InspectError(f"nothing was measured, so {plot} is not drawn; that takes a GPU, and no --no-measure")
         save_plot(measured.points, plot, title=measured.gpu.name, link_rate=measured.gpu.link_rate)
-        _say(f"written: {plot}")
+        say(f"written: {plot}")
     return int(diagnosis.has_problem)
 
 
-def run_trace(
-    path: Path | None,
-    *,
-    bus: str | None,
-    html_file: Path | None,
-    as_json: bool,
-    every_step: bool,
-    step_ms: float | None,
-    example: bool,
-) -> int:
-    """Read a trace, or a folder of them, or the one that is shipped; return the exit status."""
-    from ._trace import html, sections, trace_files, trace_report
+def run_trace(path: Path | None, *, bus: str | None, as_json: bool, step_ms: float | None) -> int:
+    """Read a trace, None for the one that is shipped; return the exit status."""
+    from ._trace import trace_report
 
-    if example == (path is not None):
-        raise InspectError("one trace is read: give a PATH, or --example for the one that comes with pinstage")
-    if step_ms is not None and step_ms <= 0:
+    path = EXAMPLE if path is None else path
+    if step_ms is not None and not step_ms > 0:
         raise InspectError(f"--step-ms must be above zero: {step_ms:g}; milliseconds of a step without the profiler")
-    path = Path(__file__).with_name("example.json.gz") if path is None else path
-    figures = None if bus is None else Bus.parse(bus)
-    total = sum(file.stat().st_size for file in trace_files(path))
-    with _progress(f"reading {path.name}", total, in_bytes=True) as advance:
-        step_seconds = None if step_ms is None else step_ms / 1e3
-        report = trace_report(path, bus=figures, step_seconds=step_seconds, advance=advance)
-    _show(report.to_dict() if as_json else sections(report, every_step=every_step))
-    if html_file is not None:
-        html_file.write_text(html(report), encoding="utf-8")
-        _say(f"written: {html_file}")
+    say(f"reading {path.name}", only_on_terminal=True)
+    seconds = None if step_ms is None else step_ms / 1e3
+    report = trace_report(path, bus=None if bus is None else Bus.parse(bus), step_seconds=seconds)
+    show(report.to_dict() if as_json else report.sections())
     return 0
-
-
-def _keep(device_name: str, cost: Cost) -> None:
-    try:
-        _say(f"kept for pinstage trace: {keep(device_name, cost)}")
-    except (OSError, RuntimeError) as error:  # no home directory, say
-        _say(f"not kept, so pinstage trace takes the reference: {error}")
 
 
 @contextmanager
@@ -108,46 +90,6 @@ def _prints_on_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _show(findings: dict[str, Any] | Sequence[Section]) -> None:
-    if isinstance(findings, dict):
-        sys.stdout.write(json.dumps(findings, indent=2) + "\n")
-        return
-    console = _console(sys.stdout)
-    if console is None:
-        sys.stdout.write(as_text(findings) + "\n")
-    else:
-        console.print(as_rich(findings))
-
-
-def _console(stream: TextIO) -> Any:
-    """Return rich's console for a stream; None where plain text is wanted, or rich is not installed."""
-    if not stream.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
-        return None
-    from rich.console import Console
-
-    return Console(file=stream, color_system=None if os.environ.get("NO_COLOR") else "auto")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-
-
-@contextmanager
-def _progress(title: str, total: int, *, in_bytes: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while the body runs, if that is a terminal with colours."""
-    console = _console(sys.stderr)
-    if console is None or console.color_system is None:
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    done = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda amount: bar.advance(task, amount)
 
 
 def _device_index(device: str) -> int:

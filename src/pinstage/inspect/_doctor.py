@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import platform
 import sysconfig
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,7 @@ from .. import _host, _native, _torch
 from .._memory import why_unusable
 from .._sizes import count, format_bytes
 from . import _checks, _top
-from ._bus import GIB, PAGEABLE, SIZES, Point, measure, page_locking_seconds
+from ._bus import GIB, PAGEABLE, Point, measure, page_locking_seconds
 from ._checks import Check, Status
 from ._cost import Cost, measure_cost
 from ._gpus import Gpu, Smi, busy_bus, find_driver, find_gpus, nvidia_smi
@@ -33,8 +33,6 @@ PINNED_BYTES = GIB
 """Bytes that are page-locked to see how long that takes."""
 _NEEDED_BYTES = 3 * PINNED_BYTES
 """With less memory left nothing is measured."""
-POINTS = len(SIZES) * 6
-"""Points that are measured on one GPU: three kinds of memory, two directions."""
 _BAR = 12
 
 
@@ -99,12 +97,11 @@ def diagnose(
     measuring: bool = True,
     root: Path = Path("/"),
     smi: Smi = nvidia_smi,
-    advance: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
     """Look at this machine, and say what can be said without a GPU. Blocks for some seconds where one is measured.
 
     `device` is the index of the GPU to measure, or None for torch's current one; it should be idle. `root` is where
-    ``proc`` and ``sys`` are. `advance` is called after each measured point, `POINTS` times.
+    ``proc`` and ``sys`` are.
     """
     available = torch.cuda.is_available()
     driver = find_driver(root, smi)
@@ -134,7 +131,7 @@ def diagnose(
     reason = _why_not_measured(gpus, measuring, root)
     if reason is not None:
         return Diagnosis((*checks, _checks.not_measured(reason)), shares=shares)
-    measured = _measure(gpus, device, advance)
+    measured = _measure(gpus, device)
     return Diagnosis((*checks, *_transfer_checks(measured)), measured, shares)
 
 
@@ -182,12 +179,12 @@ def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str |
     return None
 
 
-def _measure(gpus: Sequence[Gpu], device: int | None, advance: Callable[[], None]) -> Measured:
+def _measure(gpus: Sequence[Gpu], device: int | None) -> Measured:
     index = torch.cuda.current_device() if device is None else device
     on = torch.device("cuda", index)
     if why_unusable() is not None:
-        return Measured(gpus[index], tuple(measure(on, kinds=(PAGEABLE,), advance=advance)), {})
-    points = measure(on, advance=advance)
+        return Measured(gpus[index], tuple(measure(on, kinds=(PAGEABLE,))), {})
+    points = measure(on)
     locking = page_locking_seconds(PINNED_BYTES, on)
     return Measured(gpus[index], tuple(points), locking, measure_cost(on))
 

@@ -6,7 +6,13 @@ pipe, a log and a machine without rich get the same words as a terminal. Sizes a
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -111,6 +117,53 @@ class _RichTable:
         if table.title:
             yield Text(table.title, style="bold")
         yield drawn
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------------
+
+
+def show(findings: dict[str, Any] | Sequence[Section]) -> None:
+    """Print findings on stdout: JSON, tables on a terminal if rich is installed, or plain text."""
+    console = _console()
+    if isinstance(findings, dict):
+        sys.stdout.write(json.dumps({"schema": 1, **findings}, indent=2) + "\n")
+    elif console is None:
+        sys.stdout.write(as_text(findings) + "\n")
+    else:
+        console.print(as_rich(findings))
+
+
+def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
+    """Draw sections on the terminal again and again, `pause` seconds apart, until Ctrl-C."""
+    console = _console()
+    with suppress(KeyboardInterrupt):
+        if console is None:
+            clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
+            while True:
+                sys.stdout.write(f"{clear}{as_text(draw())}\n")
+                sys.stdout.flush()
+                time.sleep(pause)
+        from rich.live import Live
+
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(as_rich(draw()), refresh=True)
+                time.sleep(pause)
+
+
+def _console() -> Any:
+    """Return rich's console for stdout; None where plain text is wanted, or rich is not installed."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
+
+
+def say(text: str, *, only_on_terminal: bool = False) -> None:
+    """Write a line about the progress to stderr."""
+    if sys.stderr.isatty() or not only_on_terminal:
+        sys.stderr.write(f"{text}\n")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,13 @@ import dataclasses
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pinstage as ps
 
 from .._sizes import count, format_bytes
-from ._report import Line, Section, TextTable, as_rich, as_text, duration
+from ._report import Line, Section, TextTable, as_text, duration, watch
 
 _PAUSE_SECONDS = 0.9
 """Between two pictures; to ask the pools takes another 0.1."""
@@ -30,20 +29,8 @@ def run_top(*, once: bool, as_json: bool) -> int:
     elif once or not sys.stdout.isatty():
         sys.stdout.write(as_text(sections(ps.HostBudget.shares())) + "\n")
     else:
-        _show_live()
+        watch(lambda: sections(ps.HostBudget.shares()), _PAUSE_SECONDS)
     return 0
-
-
-def _show_live() -> None:
-    from rich.live import Live
-
-    with Live(auto_refresh=False) as live:
-        try:
-            while True:
-                live.update(as_rich(sections(ps.HostBudget.shares())), refresh=True)
-                time.sleep(_PAUSE_SECONDS)
-        except KeyboardInterrupt:
-            pass
 
 
 def to_dict(shares: Sequence[ps.HostShare]) -> dict[str, Any]:
