@@ -14,8 +14,6 @@ from trace_maker import naive_loop
 
 from pinstage import _cli
 
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
-
 CODE = """
 import torch
 def batch(): return {"x": [torch.zeros(256) for _ in range(50)]}
@@ -116,7 +114,7 @@ def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
     ("arguments", "message"),
     [
         (["audit", "{code}:broken"], "raised ValueError: no data here"),
-        (["audit", "nothing_like_this:x"], "no module 'nothing_like_this'"),
+        (["audit", "nothing_like_this:x"], "cannot import nothing_like_this"),
         (["audit", "{code}:batch", "--bus", "fast"], "not a bus: 'fast'"),
         (["trace", "{code}"], "isn't a profiler trace"),
         (["trace", "{code}.nope"], "No such file"),

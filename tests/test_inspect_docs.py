@@ -10,8 +10,6 @@ import pytest
 from pinstage import _cli
 from pinstage.inspect._doctor import host_checks
 
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
-
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -66,7 +64,7 @@ def test_the_trace_page_shows_what_the_command_prints_of_the_example(capsys):
 
 
 def test_the_model_s_figures_are_those_of_the_page():
-    from pinstage.inspect._cost import KEPT, REFERENCE
+    from pinstage.inspect._cost import REFERENCE
     from pinstage.inspect._trace import _analysis, _model
 
     page = " ".join((DOCS / "trace.md").read_text().split())
@@ -75,4 +73,3 @@ def test_the_model_s_figures_are_those_of_the_page():
     assert f"cost {_analysis.EVENT_UNITS} times that time, and a call of CUDA twice as much" in page
     assert f"within a factor of {_model.SPREAD:g}" in page
     assert f"at most {_model.MOST_LEAVES:,} copies and {_model.MOST_BYTES >> 20} MiB" in page
-    assert KEPT in page

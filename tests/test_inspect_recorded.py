@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from pinstage.inspect._cost import REFERENCE
+from pinstage.inspect._cost import REFERENCE, Cost
 from pinstage.inspect._trace import trace_report
-
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "record_traces.py"
 spec = importlib.util.spec_from_file_location("record_traces", SCRIPT)
@@ -108,3 +107,18 @@ def test_the_check_of_recorded_loops_fails_where_a_promise_is_not_kept(tmp_path,
     rows, missed = record_traces.check(tmp_path)
     assert rows[-1].split("|")[5].strip() == found, rows[-1]
     assert missed == (["naive"] if found == "**no**" else [])
+
+
+def test_the_cost_of_staging_is_measured():
+    found = record_traces.measure_cost(torch.device("cpu"))
+    assert 0 < found.leaf_seconds < 1e-3
+    assert 0 < found.fixed_seconds < 0.1
+    assert found.bytes_per_second > 1e6
+
+
+def test_a_batch_costs_its_leaves_and_its_bytes():
+    """Over the slower of packing and bus."""
+    cost = Cost(1e-4, 2e-6, 9e9, "here")
+    assert cost.seconds(100, 0, bus=1e9) == pytest.approx(1e-4 + 100 * 2e-6)
+    assert cost.seconds(0, 10**9, bus=1e6) == pytest.approx(1000, rel=1e-3)
+    assert cost.seconds(0, 9 * 10**9, bus=1e12) == pytest.approx(1, rel=1e-3)

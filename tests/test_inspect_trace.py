@@ -12,8 +12,6 @@ from pinstage.inspect._cost import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
 from pinstage.inspect._trace import _analysis, _events, _stream, trace_report
 
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
-
 US = 1e-6
 ADDED = 3 * _analysis.EVENT_UNITS * _analysis.UNIT_SECONDS
 """By the profiler, to an operator with a call of CUDA in it, where the trace has no measure of it."""
@@ -319,7 +317,7 @@ def test_a_batch_that_pinstage_staged_is_told_that_it_is_one_slab(report):
 
 
 def test_the_bus_that_is_given_counts(report):
-    slow = Bus.of_figures(pageable=1, pinned=2, call=0)
+    slow = Bus(pageable=1, pinned=2, call=0)
     packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).packing
     assert packing.packed_seconds == approx(250e-6 + 50 * 0.7e-6 + 50 * (1 << 20) / 2e9)
     assert packing.bytes_per_second == approx(2e9)

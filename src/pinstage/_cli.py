@@ -13,6 +13,7 @@ The commands find out why a program is slow, before you change it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -104,9 +105,14 @@ def audit(options: argparse.Namespace) -> int:
         pinstage audit train.py:make_loader
         pinstage audit mypackage.data:example_batch --bus pageable=8,pinned=55
     """
-    from .inspect import _commands
+    from .inspect import Bus, _report, _target
+    from .inspect import audit as look_at
 
-    return _commands.run_audit(options.target, bus=options.bus, as_json=options.json, every_leaf=options.all)
+    figures = None if options.bus is None else Bus.parse(options.bus)
+    with _target.prints_on_stderr():
+        found = look_at(_target.first_batch(options.target), bus=figures)
+    _report.show(found.to_dict() if options.json else found._sections(every_leaf=options.all))
+    return 0
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -118,11 +124,21 @@ def doctor(options: argparse.Namespace) -> int:
         pinstage doctor --plot bandwidth.png
         pinstage doctor --json
     """
-    from .inspect import _commands
+    from .inspect import _doctor, _plot, _report
 
-    return _commands.run_doctor(
-        device=options.device, measuring=options.measure, plot=options.plot, as_json=options.json
-    )
+    match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
+    if match is None:
+        _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
+    if options.plot is not None:
+        importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
+    found = _doctor.diagnose(device=options.device and int(match[1] or 0), measuring=options.measure)
+    _report.show(found.to_dict() if options.json else found.sections())
+    if options.plot is not None:
+        if found.gpu is None:
+            _exit(f"nothing was measured, so {options.plot} is not drawn; that takes a GPU, and no --no-measure", 2)
+        _plot.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
+        sys.stderr.write(f"written: {options.plot}\n")
+    return int(found.has_problem)
 
 
 def trace(options: argparse.Namespace) -> int:
@@ -142,11 +158,19 @@ def trace(options: argparse.Namespace) -> int:
         pinstage trace trace.json.gz --step-ms 1.7    what a step takes without the profiler: a closer estimate
         pinstage trace --example                      a trace that comes with pinstage
     """
-    from .inspect import _commands
+    from .inspect import Bus, _report, _trace
 
     if options.example == (options.path is not None):
         _exit("PATH and --example, which is another trace" if options.example else "missing PATH, or --example", 2)
-    return _commands.run_trace(options.path, bus=options.bus, as_json=options.json, step_ms=options.step_ms)
+    if options.step_ms is not None and not options.step_ms > 0:
+        _exit(f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without the profiler", 2)
+    report = _trace.trace_report(
+        options.path or Path(__file__).with_name("inspect") / "example.json.gz",
+        bus=None if options.bus is None else Bus.parse(options.bus),
+        step_seconds=None if options.step_ms is None else options.step_ms / 1e3,
+    )
+    _report.show(report.to_dict() if options.json else report.sections())
+    return 0
 
 
 def top(options: argparse.Namespace) -> int:

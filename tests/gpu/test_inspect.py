@@ -8,7 +8,6 @@ import pinstage as ps
 from pinstage import _steps
 from pinstage.inspect import Bus
 from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, SIZES, TO_DEVICE, measure
-from pinstage.inspect._cost import measure_cost
 from pinstage.inspect._doctor import diagnose
 from pinstage.inspect._trace import trace_report
 
@@ -20,7 +19,7 @@ def test_the_bus_is_measured_once_and_grows_with_size(cuda_device):
     assert Bus.measured(cuda_device) is bus
     assert bus.seconds(64 * MIB, pinned=True) < bus.seconds(64 * MIB, pinned=False)
     assert bus.seconds(4 * KIB, pinned=True) < bus.seconds(64 * MIB, pinned=True) / 10
-    assert bus.pinned_bytes_per_second > 3e9
+    assert bus.pinned > 3
 
 
 def test_an_audit_is_priced_by_the_measured_bus(cuda_device):
@@ -28,7 +27,7 @@ def test_an_audit_is_priced_by_the_measured_bus(cuda_device):
     assert found.each.copies == 100
     assert found.each.seconds > 100 * 1e-6
     assert found.slab.seconds < found.each.seconds
-    assert torch.cuda.get_device_name(cuda_device) in found.bus_source
+    assert torch.cuda.get_device_name(cuda_device) in found.bus
     assert "cannot pin a tensor on cuda:0" in found.pinning.error
 
 
@@ -57,22 +56,14 @@ def test_what_the_audit_says_of_pinning_is_what_torch_does(cuda_device):
 def test_the_doctor_measures(cuda_device):
     found = diagnose()
     assert not [check for check in found.checks if check.status == "problem"]
-    assert len(found.measured.points) == 6 * len(SIZES)
-    fastest = max(found.measured.points, key=lambda point: point.bytes_per_second)
+    assert len(found.points) == 6 * len(SIZES)
+    fastest = max(found.points, key=lambda point: point.bytes_per_second)
     assert fastest.kind != PAGEABLE
-    assert set(found.measured.page_locking) == {"pinned", "registered"}
-
-
-def test_the_doctor_measures_what_staging_costs_in_a_loop(cuda_device):
-    cost = measure_cost(torch.device(cuda_device))
-    assert 5e-6 < cost.fixed_seconds < 2e-3
-    assert 1e-7 < cost.leaf_seconds < 1e-5
-    assert 1e9 < cost.bytes_per_second < 1e11
 
 
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):
     found = diagnose(measuring=False)
-    assert found.measured is None
+    assert found.points == ()
     assert any(check.found == "not measured: as asked" for check in found.checks)
 
 

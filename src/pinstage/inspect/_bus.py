@@ -2,7 +2,7 @@
 
 `measure` times copies, by size, direction and kind of host memory. A point is the best of a few repetitions, each timed
 from the call to the end of the copy, so it includes the cost of the call, as a loop does that waits for its batch. A
-`Bus` prices a copy from such points.
+`Bus` prices a copy.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import pinstage as ps
@@ -26,14 +27,12 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 """Bytes that `pinstage doctor` measures: from a small leaf to a large batch."""
 
-_BUS_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
 _POINT_SECONDS = 0.03  # repetitions stop after this time: the best comes early, and all points together stay short
 _CALL_US = 7.5  # of one copy call where a figure is not given: 7 to 8 were measured beside an H200
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One measured copy."""
 
     direction: str  # TO_DEVICE or TO_HOST
@@ -90,19 +89,6 @@ def _resource(kind: str, device: torch.device) -> ps.MemoryResource:
     return ps.RegisteredMemory(device=device) if kind == REGISTERED else ps.HostAllocMemory(device=device)
 
 
-def page_locking_seconds(nbytes: int, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Measure how long it takes to page-lock `nbytes`, and to give them back, by kind. Waits for the device."""
-    took = {}
-    for kind in (PINNED, REGISTERED):
-        memory = _resource(kind, device)
-        began = time.perf_counter()
-        block = memory.allocate(nbytes)
-        held = time.perf_counter()
-        memory.deallocate(block)
-        took[kind] = held - began, time.perf_counter() - held
-    return took
-
-
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
     def synchronise() -> None:
         if device.type == "cuda":
@@ -119,59 +105,46 @@ def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device)
     return min(took)
 
 
-_measured: dict[str, Bus] = {}
-
-
 @dataclass(frozen=True)
 class Bus:
-    """Seconds of one host-to-device copy, by size, from pageable and from page-locked memory.
+    """The speed of host-to-device copies.
 
     Attributes:
-        pageable: pairs of bytes and seconds, bytes ascending, at least two. Time is linear between them.
-        pinned: the same from page-locked memory.
+        pageable: GB/s of large copies from pageable memory.
+        pinned: GB/s of large copies from page-locked memory.
+        call: microseconds that any copy takes, however small.
         source: where the figures come from, in words.
+
+    Raises:
+        ValueError: a bandwidth is not above zero, or `call` is negative.
     """
 
-    pageable: tuple[tuple[int, float], ...]
-    pinned: tuple[tuple[int, float], ...]
+    pageable: float
+    pinned: float
+    call: float = _CALL_US
     source: str = "as given"
 
-    @classmethod
-    def of_figures(cls, *, pageable: float, pinned: float, call: float = _CALL_US) -> Bus:
-        """Make a bus from three figures.
+    def __post_init__(self) -> None:
+        if not (self.pageable > 0 and self.pinned > 0 and self.call >= 0):
+            raise ValueError(f"the bandwidth of a bus must be above zero: {self}; give GB/s, and microseconds per call")
 
-        Args:
-            pageable: GB/s of large copies from pageable memory.
-            pinned: GB/s of large copies from page-locked memory.
-            call: microseconds that any copy takes, however small.
-
-        Raises:
-            ValueError: a bandwidth is not above zero, or `call` is negative.
-        """
-        if min(pageable, pinned) <= 0 or call < 0:
-            raise ValueError(
-                f"no such bus: pageable {pageable} GB/s, pinned {pinned} GB/s, call {call} us; give GB/s above zero"
-            )
-        start = call * 1e-6
-        return cls(
-            ((0, start), (GIB, start + GIB / (pageable * 1e9))),
-            ((0, start), (GIB, start + GIB / (pinned * 1e9))),
-            f"as given: {pageable:g} GB/s pageable, {pinned:g} GB/s pinned, {call:g} us a call",
-        )
+    def __str__(self) -> str:
+        figures = f"{self.pageable:.3g} GB/s pageable, {self.pinned:.3g} GB/s pinned, {self.call:.3g} us a call"
+        return f"{self.source}: {figures}"
 
     @classmethod
     def parse(cls, text: str) -> Bus:
-        """Read ``"pageable=8,pinned=55"``, with ``call=7.5`` if one likes: GB/s, and microseconds a call.
+        """Read ``"pageable=8,pinned=55"``, with ``call=7.5`` if one likes: GB/s, and microseconds per call.
 
         Raises:
             InspectError: it does not read like that.
         """
         try:
             pairs = [part.partition("=")[::2] for part in text.split(",")]
-            figures = {name.strip(): float(value) for name, value in pairs}
+            figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
             if len(figures) != len(pairs):
                 raise ValueError(text)
-            return cls.of_figures(**figures)
+            return cls(**figures)
         except (TypeError, ValueError):
             raise InspectError(
                 f"not a bus: {text!r}; write GB/s and microseconds, as in pageable=8,pinned=55,call=7.5"
@@ -193,30 +166,17 @@ class Bus:
         if not torch.cuda.is_available():
             return None
         asked = torch.device("cuda" if device is None else device)
-        index = torch.cuda.current_device() if str(asked) == "cuda" else asked.index
-        name = f"cuda:{index}"
-        if name not in _measured:
-            points = measure(name, sizes=_BUS_SIZES, kinds=(PAGEABLE, PINNED), directions=(TO_DEVICE,))
-            pageable, pinned = (
-                tuple((point.nbytes, point.seconds) for point in points if point.kind == kind)
-                for kind in (PAGEABLE, PINNED)
-            )
-            source = f"measured on {torch.cuda.get_device_name(index)} ({name})"
-            _measured[name] = cls(pageable, pinned, source)
-        return _measured[name]
+        return _measured(torch.cuda.current_device() if str(asked) == "cuda" else asked.index)
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""
-        if nbytes == 0:
-            return 0.0
-        sizes, seconds = zip(*(self.pinned if pinned else self.pageable), strict=True)
-        if nbytes <= sizes[-1]:
-            return float(np.interp(nbytes, sizes, seconds))
-        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        return float(seconds[-1] + max(slope, 0.0) * (nbytes - sizes[-1]))
+        return nbytes and self.call * 1e-6 + nbytes / (self.pinned if pinned else self.pageable) * 1e-9
 
-    @property
-    def pinned_bytes_per_second(self) -> float:
-        """Bandwidth of the largest page-locked copy known."""
-        nbytes, seconds = self.pinned[-1]
-        return nbytes / seconds
+
+@cache
+def _measured(index: int) -> Bus:
+    smallest, largest = SIZES[0], 64 * MIB
+    points = measure(f"cuda:{index}", sizes=(smallest, largest), kinds=(PAGEABLE, PINNED), directions=(TO_DEVICE,))
+    pageable, pinned = (point.bytes_per_second / 1e9 for point in points if point.nbytes == largest)
+    call = min(point.seconds for point in points if point.nbytes == smallest) * 1e6
+    return Bus(pageable, pinned, call, f"measured on {torch.cuda.get_device_name(index)} (cuda:{index})")

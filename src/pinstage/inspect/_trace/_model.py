@@ -60,7 +60,7 @@ class Packing:
         self.waits_for_loader = analysis.has_workers and waited > max(_WAITING * self.step_seconds, _WAITING_SECONDS)
         self.is_ours = analysis.uses_pinstage and self.leaves <= 1  # the batch is one slab already
         self.is_measured = self.leaves <= MOST_LEAVES and self.nbytes <= MOST_BYTES
-        bus_rate = bus.pinned_bytes_per_second if bus else analysis.fastest_pinned
+        bus_rate = bus.pinned * 1e9 if bus else analysis.fastest_pinned
         self.bytes_per_second = min(bus_rate or cost.bytes_per_second, cost.bytes_per_second)
         self.packed_seconds = cost.seconds(self.leaves, self.nbytes, self.bytes_per_second)  # as one slab
         # The profiler's part of a step, and the staging: of a host that waits for the device, while that is idle.

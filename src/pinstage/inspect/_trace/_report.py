@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._sizes import count, format_bytes
 from .._bus import Bus
-from .._cost import Cost, cost_of
+from .._cost import REFERENCE, Cost
 from .._report import Line, Section, TextTable, duration, rate, share
 from ._analysis import Analysis
 from ._events import read
@@ -69,7 +69,7 @@ class TraceReport:
 
 
 def trace_report(
-    path: Path | str, *, bus: Bus | None = None, step_seconds: float | None = None, cost: Cost | None = None
+    path: Path | str, *, bus: Bus | None = None, step_seconds: float | None = None, cost: Cost = REFERENCE
 ) -> TraceReport:
     """Read a trace and say what copies cost.
 
@@ -77,11 +77,11 @@ def trace_report(
         path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``.
         bus: of the machine that it is from.
         step_seconds: of a step without the profiler, if that was measured.
-        cost: of staging; None: what ``pinstage doctor`` kept for such a GPU, else the reference.
+        cost: of staging.
 
     Raises:
         TraceError: there is no such file, or it is broken, or it is something else.
     """
     trace = read(TraceFile(Path(path)))
     analysis = Analysis(trace)
-    return TraceReport(analysis, Packing(analysis, cost or cost_of(trace.device_name), bus, step_seconds))
+    return TraceReport(analysis, Packing(analysis, cost, bus, step_seconds))

@@ -72,19 +72,20 @@ class TraceFile:
 
     def _events(self) -> Iterator[Event]:
         first = self._peek()
-        if first == "[":  # the older of the two formats: events alone
-            yield from self._array()
-            return
-        if first != "{":
+        if not first or first not in "{[":
             raise self._not_a_trace("invalid JSON" if first else "empty file")
         self._at += 1
-        seen = False
-        while self._peek() != "}":
-            key = self._value()
-            if self._peek() == "[" and key == "traceEvents":
-                seen = True
-                yield from self._array()
+        inside = seen = first == "["  # the older of the two formats: events alone
+        while (character := self._peek()) != ("]" if first == "[" else "}"):
+            if inside and character == "]":
+                inside, self._at = False, self._at + 1
+            elif inside:
+                if isinstance(event := self._value(), dict):
+                    yield event
+            elif (key := self._value()) == "traceEvents" and self._peek() == "[":
+                inside, seen, self._at = True, True, self._at + 1
             else:
+                self._peek()
                 self.header[str(key)] = self._value()
         if not seen:
             keys = clean(", ".join(list(self.header)[:5])) or "nothing"
@@ -115,17 +116,6 @@ class TraceFile:
             if end < len(self._text) or isinstance(value, dict | list | str) or not self._read():
                 self._at = end
                 return value
-
-    def _array(self) -> Iterator[Event]:
-        """Yield the objects of the array that begins here."""
-        self._at += 1
-        while (first := self._peek()) != "]":
-            if not first:
-                raise json.JSONDecodeError("it ends in the middle of its events", "", 0)
-            value = self._value()
-            if isinstance(value, dict):
-                yield value
-        self._at += 1
 
     def _read(self) -> bool:
         more = self._file.read(_WINDOW)
