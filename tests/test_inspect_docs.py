@@ -64,7 +64,7 @@ def test_the_trace_page_shows_what_the_command_prints_of_the_example(capsys):
 
 
 def test_the_model_s_figures_are_those_of_the_page():
-    from pinstage.inspect._cost import REFERENCE
+    from pinstage.inspect._bus import REFERENCE
     from pinstage.inspect._trace import _analysis, _model
 
     page = " ".join((DOCS / "trace.md").read_text().split())

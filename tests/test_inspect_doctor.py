@@ -73,7 +73,7 @@ OLD = Driver("550.54", "12.4")
         (_checks.cuda("13.0", True, [H200], DRIVER), "ok", "NVIDIA H200 (cuda:0)"),
         (_checks.cuda(None, False, [], Driver(None, None)), "info", "no NVIDIA driver"),
         (_checks.cuda(None, False, [], DRIVER), "problem", "built without CUDA"),
-        (_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 cannot use it"),
+        (_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 can't use it"),
         (_checks.versions("3.12.3", DRIVER, "13.0", "13.0.1"), "ok", "cuda-python 13.0.1"),
         (_checks.versions("3.12.3", DRIVER, "12.8", "12.9.1"), "ok", "torch CUDA 12.8"),
         (_checks.versions("3.12.3", OLD, "12.4", "13.0.1"), "problem", "cuda-python is newer than the driver"),

@@ -6,28 +6,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import pinstage as ps
 from pinstage import _steps
-from pinstage.inspect import Bus
-from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, SIZES, TO_DEVICE, measure
+from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, SIZES, measure
 from pinstage.inspect._doctor import diagnose
 from pinstage.inspect._trace import trace_report
 
 pytestmark = pytest.mark.gpu
 
 
-def test_the_bus_is_measured_once_and_grows_with_size(cuda_device):
-    bus = Bus.measured(cuda_device)
-    assert Bus.measured(cuda_device) is bus
-    assert bus.seconds(64 * MIB, pinned=True) < bus.seconds(64 * MIB, pinned=False)
-    assert bus.seconds(4 * KIB, pinned=True) < bus.seconds(64 * MIB, pinned=True) / 10
-    assert bus.pinned > 3
-
-
-def test_an_audit_is_priced_by_the_measured_bus(cuda_device):
+def test_an_audit_of_device_tensors_says_what_pinning_does(cuda_device):
     found = ps.audit({"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)})
     assert found.each.copies == 100
-    assert found.each.seconds > 100 * 1e-6
-    assert found.slab.seconds < found.each.seconds
-    assert torch.cuda.get_device_name(cuda_device) in found.bus
     assert "cannot pin a tensor on cuda:0" in found.pinning.error
 
 
@@ -68,7 +56,7 @@ def test_without_measuring_the_doctor_copies_nothing(cuda_device):
 
 
 def test_small_copies_are_far_from_the_bus(cuda_device):
-    small, large = measure(cuda_device, sizes=(4 * KIB, 64 * MIB), kinds=(PINNED,), directions=(TO_DEVICE,))
+    small, large = measure(cuda_device, sizes=(4 * KIB, 64 * MIB), kinds=(PINNED,))[:2]
     assert small.bytes_per_second < large.bytes_per_second / 5
 
 

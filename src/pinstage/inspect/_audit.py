@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,8 +15,7 @@ import pinstage as ps
 from .._layout import Sharing, dense_stride, sharing_of
 from .._sizes import count, format_bytes
 from .._torch import memory_of
-from ._bus import Bus
-from ._cost import REFERENCE
+from ._bus import REFERENCE, REFERENCE_BUS, Bus
 from ._pinning import Pinning, ask_torch, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
 from ._walk import FoundLeaf, Leaf, places
@@ -25,8 +24,7 @@ _ROWS = 40
 """Leaves shown; `to_dict` has them all."""
 
 
-@dataclass(frozen=True)
-class LeafReport:
+class LeafReport(NamedTuple):
     """One tensor or array of the batch."""
 
     path: str  # as one would write it after the batch's name
@@ -44,18 +42,16 @@ class LeafReport:
     stopped_by: str | None  # the type that stops pin_memory=True on the way to it
 
 
-@dataclass(frozen=True)
-class LeafCopies:
+class LeafCopies(NamedTuple):
     """What ``.to(device)`` on each leaf would do."""
 
     copies: int  # a leaf in two places is copied twice, an empty one not at all
     nbytes: int
-    seconds: float | None  # of these copies, with the leaves as they are; None without a bus
-    seconds_pinned: float | None  # the same if every leaf were page-locked first, pinning itself not counted
+    seconds: float  # of these copies, with the leaves as they are
+    seconds_pinned: float  # the same if every leaf were page-locked first, pinning itself not counted
 
 
-@dataclass(frozen=True)
-class SlabCopy:
+class SlabCopy(NamedTuple):
     """What one slab would do."""
 
     copies: int  # one, and one for each leaf that cannot be packed
@@ -63,7 +59,7 @@ class SlabCopy:
     unpackable: int  # leaves that are copied by their own .to()
     smallest_bytes: int  # of the smallest packed leaf; 0 if there is none
     kept_bytes: int  # of device memory that this leaf keeps, with own_storage="auto"
-    seconds: float | None  # to stage it in a training loop; None without a bus
+    seconds: float  # to stage it in a training loop
     error: str | None  # why pinstage would not take the batch as it is
 
 
@@ -76,14 +72,14 @@ class Audit:
         pinning: what ``DataLoader(pin_memory=True)`` would do.
         each: what ``.to()`` on each leaf would do.
         slab: what one slab would do.
-        bus: the figures of the bus, or why there are none.
+        bus: the figures that the copies were priced with.
     """
 
     leaves: tuple[LeafReport, ...]
     pinning: Pinning
     each: LeafCopies
     slab: SlabCopy
-    bus: str
+    bus: Bus
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +97,7 @@ class Audit:
         """Return everything as plain dicts, lists and numbers, ready for JSON. Seconds and bytes."""
         left = self.left_pageable
         return {
-            "leaves": [dataclasses.asdict(leaf) | {"shape": list(leaf.shape)} for leaf in self.leaves],
+            "leaves": [leaf._asdict() | {"shape": list(leaf.shape)} for leaf in self.leaves],
             "totals": self._counts(),
             "pin_memory": {
                 "pinned_leaves": sum(leaf.loader_pins for leaf in self.leaves),
@@ -111,9 +107,9 @@ class Audit:
                 "error": self.pinning.error,
                 "unknown": self.pinning.unknown,
             },
-            "to_each": dataclasses.asdict(self.each),
-            "slab": dataclasses.asdict(self.slab),
-            "bus": self.bus,
+            "to_each": self.each._asdict(),
+            "slab": self.slab._asdict(),
+            "bus": dataclasses.asdict(self.bus),
         }
 
     def _sections(self, *, every_leaf: bool = False) -> list[Section]:
@@ -154,26 +150,24 @@ class Audit:
             lines = [Line(f"what pin_memory=True would pin is not known: {self.pinning.unknown}", "info")]
         elif self.pinning.error is not None:
             lines = [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
-        elif not left:
-            text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))} and leave none pageable"
-            lines = [Line(text, "ok")]
         else:
-            text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}, and silently leave "
-            lines = [Line(f"{text}{len(left):,} pageable ({format_bytes(_sum(left))}):", "warning")]
+            text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}"
+            lines = [Line(f"{text} and leave none pageable", "ok")]
+            if left:
+                text += f", and silently leave {len(left):,} pageable ({format_bytes(_sum(left))}):"
+                lines = [Line(text, "warning")]
             for name, found in self._by_stop().items():
-                example = found[0].path or "the batch itself"
-                size = format_bytes(_sum(found))
-                lines.append(Line(f"  {name} stops it: {_leaves(len(found))}, {size}, such as {example}"))
+                what = f"{_leaves(len(found))}, {format_bytes(_sum(found))}"
+                lines.append(Line(f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"))
         each, slab = self.each, self.slab
         text = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
-        if each.seconds is not None and each.seconds_pinned is not None:
-            text += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf were pinned, "
-            text += "not counting the pinning"
+        text += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf were pinned, "
+        text += "not counting the pinning"
         lines.append(Line(text))
-        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}"
-        lines.append(
-            Line(text if slab.seconds is None else f"{text}; to stage it takes about {duration(slab.seconds)}")
+        text = (
+            f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; to stage it takes about "
         )
+        lines.append(Line(text + duration(slab.seconds)))
         if slab.smallest_bytes:
             kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
             lines.append(Line(f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the whole slab"))
@@ -193,34 +187,24 @@ class Audit:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
 
 
-def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | int | None = None) -> Audit:
+def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     """Say what a batch is made of, what ``pin_memory=True`` would really pin of it, and what moving it costs.
 
-    Looks into any object, known to pinstage or not. Moves, pins and changes nothing. With a GPU, the first call
-    measures the bus, which takes about half a second and synchronises the device.
+    Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Needs no GPU, and uses none.
 
     Args:
         batch: what a loader yields, however nested.
-        bus: prices the copies, for a machine that is not this one: ``Bus(pageable=8, pinned=55)``, in GB/s, from
-            ``pinstage.inspect``. None: this machine's, measured once a process; without a GPU nothing is priced.
-        device: the CUDA device whose bus is measured; None: the current one.
+        bus: prices the copies: ``Bus(pageable=8, pinned=55)``, in GB/s, from ``pinstage.inspect``. None: as on an H200.
 
     Returns:
         The findings. ``print`` shows them as text, rich as a table, `Audit.to_dict` gives them to programs.
 
     Raises:
         TypeError: `batch` is a DataLoader.
-        ValueError: `device` is not a CUDA device.
     """
     if isinstance(batch, DataLoader):
         raise TypeError("audit looks at a batch, and this is a DataLoader: pass next(iter(loader))")
-    if device is not None and torch.device(device).type != "cuda":
-        raise ValueError(f"there is no bus to {device}: name a CUDA device, or none")
-    why_not = "no CUDA device here; figures can be given (bus=, --bus)"
-    try:
-        bus = Bus.measured(device) if bus is None else bus
-    except RuntimeError as error:
-        why_not = str(error)
+    bus = REFERENCE_BUS if bus is None else bus
     found = list(places(batch))
     pinning = ask_torch(batch, found)
     leaves = tuple(_reports(found, pinning))
@@ -229,10 +213,10 @@ def audit(batch: Any, *, bus: Bus | None = None, device: torch.device | str | in
         for place, leaf in zip(found, leaves, strict=True)
         if leaf.device == "cpu" and leaf.nbytes and _becomes_tensor(place.leaf)
     ]
-    seconds = None if bus is None else sum(bus.seconds(nbytes, pinned=pinned) for nbytes, pinned in moved)
-    seconds_pinned = None if bus is None else sum(bus.seconds(nbytes, pinned=True) for nbytes, _ in moved)
+    seconds = sum(bus.seconds(nbytes, pinned=pinned) for nbytes, pinned in moved)
+    seconds_pinned = sum(bus.seconds(nbytes, pinned=True) for nbytes, _ in moved)
     each = LeafCopies(len(moved), sum(nbytes for nbytes, _ in moved), seconds, seconds_pinned)
-    return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), str(bus) if bus else f"not measured: {why_not}")
+    return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus)
 
 
 def _sum(leaves: Iterable[LeafReport]) -> int:
@@ -248,7 +232,7 @@ def _becomes_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
 
 
-def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabCopy:
+def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
     """Find what a slab would hold once all classes are registered, and whether the batch can be staged as it is."""
     error = None
     try:
@@ -260,9 +244,7 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus | None) -> SlabC
     packed = [leaf for leaf in staged if _is_packable(leaf)]
     layout = ps.Layout.of(packed)
     unpackable = len(staged) - len(packed)
-    seconds = None
-    if bus is not None:
-        seconds = REFERENCE.seconds(len(packed), layout.nbytes, bus.pinned * 1e9)
+    seconds = REFERENCE.seconds(len(packed), layout.nbytes, bus.pinned * 1e9)
     copies = bool(layout.nbytes) + unpackable
     return SlabCopy(copies, layout.nbytes, unpackable, *_kept(layout), seconds, error)
 

@@ -123,14 +123,9 @@ def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver
     if driver.version is None:
         return Check("CUDA", "info", "no NVIDIA driver here: what follows is about the host, and nothing is measured")
     if built_for is None:
-        found = f"driver {driver.version} is there, and this torch is built without CUDA"
-        wanted = f"CUDA {driver.cuda or ''}".rstrip()
-        return Check(
-            "CUDA", "problem", found, f"install a torch built for {wanted}: https://pytorch.org/get-started/locally"
-        )
-    found = (
-        f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, and torch for CUDA {built_for} cannot use it"
-    )
+        found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, and this torch is built without CUDA"
+        return Check("CUDA", "problem", found, "install a torch for that CUDA: https://pytorch.org/get-started/locally")
+    found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, and torch for CUDA {built_for} can't use it"
     remedy = "nvidia-smi must list a GPU; then: is CUDA_VISIBLE_DEVICES empty, is the driver too old for this torch, "
     return Check("CUDA", "problem", found, remedy + "does the container have --gpus all?")
 
@@ -146,11 +141,11 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
         remedy = f"pip install {_bindings_for(served or _major(built_for))}: memory cannot be page-locked"
         return Check(name, "problem", found, remedy)
     if served is not None and (_major(bindings) or 0) > served:
-        found += ": cuda-python is newer than the driver serves"
-        return Check(name, "problem", found, f"pip install {_bindings_for(served)}, or a newer driver")
+        remedy = f"pip install {_bindings_for(served)}, or a newer driver"
+        return Check(name, "problem", f"{found}: cuda-python is newer than the driver serves", remedy)
     if served is not None and (_major(built_for) or 0) > served:
-        found += ": torch is newer than the driver serves"
-        return Check(name, "problem", found, f"a newer driver, or a torch for CUDA {driver.cuda}")
+        remedy = f"a newer driver, or a torch for CUDA {driver.cuda}"
+        return Check(name, "problem", f"{found}: torch is newer than the driver serves", remedy)
     return Check(name, "ok", found)
 
 

@@ -120,9 +120,8 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
 
 
 def _bindings_version() -> str | None:
-    for name in ("cuda-bindings", "cuda-python"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("cuda-bindings")  # of which cuda-python consists
     return None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .._bus import KIB, MIB
-from ._events import COPY, INSIDE_TO_OP, OUR_OP, PIN, SYNCHRONISE, TO_DEVICE, TO_HOST, TO_OP, Trace
+from . import _events
+from ._events import CALL, CALLS, COPY, HOST, KERNEL, OUR_OP, STEP, TO_DEVICE, TO_HOST, Events, Trace
 from ._intervals import ALWAYS, EMPTY, Intervals, Times, containing, intersection, subtract, total, union, within
 
 _SHORTEST = 1e-9  # of a trace of one moment, so that shares of it can be taken
@@ -29,32 +31,30 @@ class Analysis:
     """What a trace says."""
 
     def __init__(self, trace: Trace) -> None:
-        copies = _Copies(trace)
-        kernels = {
-            int(device): union(trace.kernels.spans()[trace.kernels["device"] == device])
-            for device in np.unique(trace.kernels["device"])
-        }
-        # Without kernels, the device with most copies.
-        by_copies = int(np.bincount(copies.device).argmax()) if len(copies.device) else 0
-        # The figures of steps are about the GPU with the most work.
+        events = trace.events
+        copies = _Copies(events, trace.ways)
+        devices = np.unique(events.of(KERNEL).place)
+        kernels = {int(device): union(events.of(KERNEL, place=device).spans) for device in devices}
+        # The figures of steps are about the GPU with the most work; without kernels, with most copies.
+        by_copies = int(np.bincount(copies.place).argmax()) if len(copies) else 0
         self.device = max(kernels, key=lambda device: total(kernels[device]), default=by_copies)
         # The training loop's thread has the steps, else most calls of CUDA, else most of everything.
-        threads = next((found["thread"] for found in (trace.steps, trace.calls, trace.host) if len(found)), ())
-        thread = int(np.bincount(threads).argmax()) if len(threads) else 0
+        threads = next(filter(len, (events.of(*kinds).place for kinds in ((STEP,), CALLS, HOST))), ())
+        loop = events.of(*HOST, place=int(np.bincount(threads).argmax()) if len(threads) else 0)
         self.path, self.device_name = trace.path, trace.device_name
-        self.has_gpu, self.has_workers = trace.has_gpu, trace.has_workers
-        self.annotated = bool(len(trace.steps))  # if not, one step is the whole trace
-        self.uses_pinstage = bool(((trace.ops["thread"] == thread) & (trace.ops["kind"] == OUR_OP)).any())
+        self.has_workers = trace.has_workers
+        self.annotated = bool(len(events.of(STEP)))  # if not, one step is the whole trace
+        self.uses_pinstage = bool(len(loop.of(OUR_OP)))
         self.groups = _groups(copies, kernels)
         # What the profiler added to each operator or range, and twice to each call of CUDA.
-        self.event_seconds = EVENT_UNITS * _profiler_unit(trace, thread)
+        self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
-        self.figures = _figures(trace, copies, thread, self.device, busy, self.event_seconds)  # of each step
+        self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)  # of each step
         self.seconds = float((self.figures["start"] + self.figures["seconds"]).max() - self.figures["start"][0])
         uploads = copies.direction == TO_DEVICE
         self.small_copies = int((uploads & (copies.nbytes < SMALL_BYTES)).sum())
         # Bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none.
-        large = uploads & (copies.kind == "pinned") & (copies.nbytes >= MIB) & (copies.seconds > 0)
+        large = uploads & (copies.memory == "pinned") & (copies.nbytes >= MIB) & (copies.seconds > 0)
         self.fastest_pinned = float((copies.nbytes[large] / copies.seconds[large]).max(initial=0))
 
     @property
@@ -77,48 +77,48 @@ class Analysis:
         return {name: getattr(self, name) for name in plain} | {"copies": self.groups}
 
 
-class _Copies:
-    """The copies of a trace, an array for each figure."""
+class _Copies(Events):
+    """The copies of a trace."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.spans = trace.copies.spans()
+    def __init__(self, events: Events, ways: Sequence[tuple[str, str]]) -> None:
+        super().__init__(events.of(COPY).rows)
         self.seconds = self.spans[:, 1] - self.spans[:, 0]
-        self.device, self.nbytes = trace.copies["device"], trace.copies["nbytes"]
-        self.correlation = trace.copies["correlation"]
-        self.direction, self.kind = np.array(trace.ways, dtype=object).reshape(-1, 2).T
+        self.direction, self.memory = np.array(ways, dtype=object).reshape(-1, 2).T  # of the host: pageable, pinned
 
 
 def _figures(
-    trace: Trace, copies: _Copies, thread: int, device: int, busy: Intervals, unit: float
+    events: Events, loop: Events, copies: _Copies, device: int, busy: Intervals, unit: float
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return a column of figures for all steps, by name."""
-    bounds, numbers = _bounds(trace)
-    uploads, downloads = (_host_copying(trace, copies, thread, way) for way in (TO_DEVICE, TO_HOST))
-    mine = trace.ops["thread"] == thread
-    host = union(uploads, trace.ops.spans()[mine & (trace.ops["kind"] == OUR_OP)], gap=_GAP)
-    if not trace.has_gpu:  # then the operators that would copy are all that can be told
-        host = union(trace.ops.spans()[mine])
+    """Return a column of figures for all steps, by name; `loop` has the events on the loop's thread."""
+    bounds, numbers = _bounds(events)
+    uploads, downloads = (_host_copying(loop, copies, way) for way in (TO_DEVICE, TO_HOST))
+    host = union(uploads, loop.of(OUR_OP).spans, gap=_GAP)
     downloads = subtract(downloads, host)
-    on_it = copies.device == device
+    on_it = copies.place == device
     both_ways = union(copies.spans[on_it & np.isin(copies.direction, (TO_DEVICE, TO_HOST))])
     staging = union(host, copies.spans[on_it & (copies.direction == TO_DEVICE)])
     stalls = subtract(staging, busy)
-    waited = trace.calls.spans()[(trace.calls["group"] == SYNCHRONISE) & (trace.calls["thread"] == thread)]
+    waits, starts = events.of(_events.WAIT).spans, np.sort(loop.spans[:, 0])
+    # A loop that gets a batch does something with it, which shows as operators.
+    got_it = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
+    idle = np.column_stack([waits[:, 0], np.minimum(waits[:, 1], got_it)])
     times = {
         "copy_seconds": both_ways,  # a copy to the device, or from it, ran
         "kernel_seconds": busy,  # a kernel ran, or the next of a run was about to
         "staging_seconds": staging,  # the host was staging, or a copy to the device ran
         "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
-        "synchronise_seconds": subtract(union(waited), staging),  # the host waited for the device, outside staging
-        "wait_seconds": union(trace.waits.spans()),  # the loop waited for its loader
-        "idle_wait_seconds": _idle_waits(trace, thread),  # of that, until a batch was there to be unpickled
+        "synchronise_seconds": subtract(
+            union(loop.of(_events.CALL_SYNCHRONISE).spans), staging
+        ),  # the host waited for the device, outside staging
+        "wait_seconds": union(waits),  # the loop waited for its loader
+        "idle_wait_seconds": union(idle),  # of that, until a batch was there to be unpickled
         "host_staging_seconds": host,  # the loop's thread was staging
         "download_seconds": downloads,  # the loop's thread was in operators and calls that copy to the host
         "exposed_download_seconds": subtract(downloads, busy),  # of that, without a kernel
     }
     figures = {"number": numbers, "start": bounds[:, 0], "seconds": bounds[:, 1] - bounds[:, 0]}
     figures |= {name: within(spans, bounds[:, 0], bounds[:, 1]) for name, spans in times.items()}
-    launched = _launch_times(trace, copies)
+    launched = _launch_times(events, copies)
     for way, number, size in ((TO_DEVICE, "copies", "nbytes"), (TO_HOST, "downloads", "download_bytes")):
         here = copies.direction == way
         figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
@@ -132,21 +132,19 @@ def _figures(
         "profiler_stall_seconds": subtract(stalls, under_way),
         "profiler_idle_seconds": subtract(ALWAYS, union(busy, under_way)),
     }
-    mine = trace.host["thread"] == thread
-    starts, added = trace.host.spans()[mine, 0], unit * trace.host["weight"][mine]
+    starts, added = loop.spans[:, 0], unit * (1 + (loop.kind <= CALL))
     for name, part in parts.items():
         figures[name] = _sums(starts, added * (containing(part, starts) >= 0), bounds)
     return figures
 
 
-def _bounds(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int64]]:
+def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
     """Return start and end of each step, in the order of time, and its number, as the profiler counts."""
-    if len(trace.steps):
-        bounds = trace.steps.spans()
-        order = np.argsort(bounds[:, 0], kind="stable")
-        return bounds[order], trace.steps["number"][order]
-    parts = (trace.kernels, trace.copies, trace.calls) if trace.has_gpu else (trace.host,)
-    everything = np.concatenate([part.spans() for part in parts])
+    steps = events.of(STEP)
+    if len(steps):
+        order = np.argsort(steps.spans[:, 0], kind="stable")
+        return steps.spans[order], steps.number[order]
+    everything = events.of(KERNEL, COPY, *CALLS).spans
     first, last = everything[:, 0].min(), everything[:, 1].max()
     return np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
 
@@ -160,47 +158,38 @@ def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
     return found
 
 
-def _idle_waits(trace: Trace, thread: int) -> Intervals:
-    """Return when the loop waited for a batch that was not there: what it does with one shows as operators."""
-    waits, starts = trace.waits.spans(), np.sort(trace.host.spans()[trace.host["thread"] == thread, 0])
-    after = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
-    return union(np.column_stack([waits[:, 0], np.minimum(waits[:, 1], after)]))
-
-
-def _host_copying(trace: Trace, copies: _Copies, thread: int, way: str) -> Intervals:
+def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
     """Return when the loop's thread was copying in one direction: calls that do, and operators around them.
 
     A copy's call is short beside the operators that lead to it (`aten::to` takes some 10 us for the smallest tensor),
     so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. What other
     threads do, the loader's pinning for instance, holds nobody up by itself.
     """
-    group = trace.calls["group"]
-    mine = copies.correlation[(copies.direction == way) & (copies.correlation >= 0)]
-    relevant = (group == COPY) & np.isin(trace.calls["correlation"], mine)
-    if way == TO_DEVICE:
-        relevant |= group == PIN
-    relevant &= trace.calls["thread"] == thread
-    calls = trace.calls.spans()[relevant]
-    around = union(trace.ops.spans()[(trace.ops["thread"] == thread) & (trace.ops["kind"] != OUR_OP)])
-    holding = np.unique(containing(around, calls[:, 0]))
-    return union(calls, around[holding[holding >= 0]])
+    calls = loop.of(_events.CALL_COPY)
+    mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
+    relevant = [calls.spans[np.isin(calls.number, mine)], loop.of(_events.CALL_PIN).spans][
+        : 2 if way == TO_DEVICE else 1
+    ]
+    spans = np.concatenate(relevant)
+    around = union(loop.of(_events.TO_OP, _events.INSIDE_TO_OP, _events.MOVING_OP).spans)
+    holding = np.unique(containing(around, spans[:, 0]))
+    return union(spans, around[holding[holding >= 0]])
 
 
-def _profiler_unit(trace: Trace, thread: int) -> float:
+def _profiler_unit(loop: Events) -> float:
     """Return how long it takes from the beginning of an operator to that of the one that it calls at once."""
-    kinds, starts = trace.ops["kind"], trace.ops.spans()[:, 0]
-    mine = trace.ops["thread"] == thread
-    outer, inner = np.sort(starts[mine & (kinds == TO_OP)]), starts[mine & (kinds == INSIDE_TO_OP)]
+    outer, inner = np.sort(loop.of(_events.TO_OP).spans[:, 0]), loop.of(_events.INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
         return UNIT_SECONDS
     return float(np.median((inner - outer[before])[before >= 0]))
 
 
-def _launch_times(trace: Trace, copies: _Copies) -> Times:
+def _launch_times(events: Events, copies: _Copies) -> Times:
     """Return when each copy was asked for; when it ran, if its call was not recorded."""
-    asked = dict(zip(trace.calls["correlation"].tolist(), trace.calls.spans()[:, 0].tolist(), strict=True)) | {-1: None}
-    ran = zip(copies.correlation.tolist(), copies.spans[:, 0].tolist(), strict=True)
+    calls = events.of(*CALLS)
+    asked = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True)) | {-1: None}
+    ran = zip(copies.number.tolist(), copies.spans[:, 0].tolist(), strict=True)
     return np.array([start if (when := asked.get(number)) is None else when for number, start in ran])
 
 
@@ -210,16 +199,16 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, An
     ``seconds`` is the sum of the durations on the device. ``hidden_seconds`` is the time in which a copy and a kernel
     ran on its device, ``exposed_seconds`` that in which a copy ran and no kernel did.
     """
-    pairs = set(zip(copies.direction, copies.kind, strict=True))
+    pairs = set(zip(copies.direction, copies.memory, strict=True))
     found = []
     for way, kind in sorted(pairs, key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE, pair)):
-        mine = (copies.direction == way) & (copies.kind == kind)
+        mine = (copies.direction == way) & (copies.memory == kind)
         group: dict[str, Any] = {"direction": way, "kind": kind, "copies": int(mine.sum())}
         group |= {"nbytes": int(copies.nbytes[mine].sum()), "seconds": float(copies.seconds[mine].sum())}
         group["bytes_per_second"] = group["nbytes"] / (group["seconds"] or np.inf)
         group["hidden_seconds"] = group["exposed_seconds"] = 0.0
-        for device in np.unique(copies.device[mine]):
-            spans = union(copies.spans[mine & (copies.device == device)])
+        for device in np.unique(copies.place[mine]):
+            spans = union(copies.spans[mine & (copies.place == device)])
             hidden = total(intersection(spans, kernels.get(int(device), EMPTY)))
             group["hidden_seconds"] += hidden
             group["exposed_seconds"] += total(spans) - hidden

@@ -1,4 +1,4 @@
-"""The events of a trace that matter here, as columns of numbers.
+"""The events of a trace that matter here, as rows of numbers.
 
 Times are seconds since the first event that was kept.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -17,35 +17,40 @@ import numpy.typing as npt
 
 from .._errors import TraceError
 from .._report import clean
-from ._intervals import Intervals
 from ._stream import Event, TraceFile
 
 TO_DEVICE, TO_HOST = "HtoD", "DtoH"
 
-COPY, PIN, SYNCHRONISE = range(3)
-_CALLS = (
-    re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)"),
-    re.compile(r"(cuda|hip|cu)(Mem)?(Host(Alloc|Malloc|Register|Unregister|Free)|(Malloc|Alloc|Free)Host)"),
-    re.compile(r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize"),
+KERNEL, COPY, CALL_COPY, CALL_PIN, CALL_SYNCHRONISE, CALL, TO_OP, INSIDE_TO_OP, MOVING_OP, OUR_OP, STEP, WAIT, OTHER = (
+    range(13)
 )
-"""Names of the host calls that copy, pin and synchronise."""
-
-_COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
-_MOVING_OPS = re.compile(r"aten::(copy_|_?pin_memory|cuda|cpu|item|_local_scalar_dense)$")
-"""Operators that copy between host and device, beside ``aten::to``; one without such a copy in it isn't counted."""
-_OURS = "pinstage."
-_OUR_DOWNLOADS = frozenset(("pinstage.to_host", "pinstage.gather", "pinstage.wait"))
-MOVING_OP, OUR_OP, TO_OP, INSIDE_TO_OP, _STEP_RANGE, _WAIT_RANGE, _NO_COPY = range(7)
-"""Kinds of operators and ranges. `aten::to` does nothing but call `aten::_to_copy`: see `_analysis`."""
-_WAITS = ("enumerate(DataLoader)", "pinstage.loader.wait")
-_WORKERS = "_MultiProcessing"
-_STEP = re.compile(r"ProfilerStep#\d+$")
+"""Kinds of events. Those from `CALL_COPY` on are on the host; up to `CALL` they are calls of CUDA. `aten::to` does
+nothing but call `aten::_to_copy`: see `_analysis`. While memory is set, the device is at work as with a kernel."""
+CALLS, HOST = range(CALL_COPY, CALL), range(CALL_COPY, OTHER + 1)
 
 _CATEGORIES = {
-    "gpu_memcpy": "memcpy", "kernel": "kernel", "gpu_memset": "kernel", "cuda_runtime": "call", "cuda_driver": "call",
-    "hip_runtime": "call", "cpu_op": "op", "user_annotation": "op", "python_function": "python",
+    "gpu_memcpy": COPY, "kernel": KERNEL, "gpu_memset": KERNEL, "cuda_runtime": CALL, "cuda_driver": CALL,
+    "hip_runtime": CALL, "cpu_op": MOVING_OP, "user_annotation": MOVING_OP, "python_function": OTHER,
 }  # fmt: skip
-"""Kineto's names of categories. While memory is set, the device is at work as with a kernel."""
+"""Kineto's names of categories, and the kind of their events as far as it doesn't depend on the name."""
+_NAMES = {
+    CALL: (
+        (CALL_COPY, re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)")),
+        (CALL_PIN, re.compile(r"(cuda|hip|cu)(Mem)?(Host(M?[aA]lloc|(Unr|R)egister|Free)|(Malloc|Alloc|Free)Host)")),
+        (CALL_SYNCHRONISE, re.compile(r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize")),
+    ),
+    MOVING_OP: (
+        (TO_OP, re.compile(r"aten::to$")),
+        (INSIDE_TO_OP, re.compile(r"aten::_to_copy$")),
+        (MOVING_OP, re.compile(r"aten::(copy_|_?pin_memory|cuda|cpu|item|_local_scalar_dense)$")),
+        (STEP, re.compile(r"ProfilerStep#\d+$")),
+        (WAIT, re.compile(r"enumerate\(DataLoader\)|pinstage\.loader\.wait")),
+        (OUR_OP, re.compile(r"pinstage\.(?!(to_host|gather|wait)$)")),
+    ),
+}
+"""Kinds by name. An operator that may copy between host and device isn't counted without such a copy in it."""
+_WORKERS = re.compile(r"pinstage|.*_MultiProcessing")
+_COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
 
 _LONGEST_US = 1e15
 """Of a trace, in microseconds: 30 years."""
@@ -53,93 +58,80 @@ _MOST, _MOST_DEVICES = 1 << 53, 1 << 16
 """Bytes and correlations are kept as floats, which are exact up to here."""
 
 
-class Columns:
-    """Events of one sort, a row of numbers each: start, end, and an integer for each further name."""
+class Events:
+    """Some events of a trace, a row each."""
 
-    def __init__(self, *names: str) -> None:
-        self._names = ("start", "end", *names)
-        self._rows = array("d")
-
-    def add(self, start: float, end: float, *values: int) -> None:
-        """Append an event."""
-        self._rows.extend((start, end, *values))
+    def __init__(self, rows: npt.NDArray[np.float64]) -> None:
+        self.rows = rows
+        self.spans = rows[:, :2]  # start and end
+        # The place is a device or a thread, by its index; the number that of a step, or a correlation.
+        self.kind, self.place, self.number, self.nbytes = rows[:, 2:].astype(np.int64).T
 
     def __len__(self) -> int:
-        return len(self._rows) // len(self._names)
+        return len(self.rows)
 
-    def __getitem__(self, name: str) -> npt.NDArray[np.int64]:
-        return self._table()[:, self._names.index(name)].astype(np.int64)
-
-    def spans(self) -> Intervals:
-        """Return start and end of each event, ``[n, 2]``, in the order of the file."""
-        return self._table()[:, :2]
-
-    def _table(self) -> npt.NDArray[np.float64]:
-        return np.array(self._rows, dtype=np.float64).reshape(-1, len(self._names))
+    def of(self, *kinds: int, place: int | None = None) -> Events:
+        """Return the events of some kinds, of all places or of one."""
+        chosen = np.isin(self.kind, kinds)
+        return Events(self.rows[chosen if place is None else chosen & (self.place == place)])
 
 
 class Trace:
-    """The events of one file. In the columns, a thread is an index."""
+    """The events of one file.
 
-    def __init__(self, path: str) -> None:
-        self.path = path  # the file's name, for people
-        self.device_name: str | None = None
-        self.has_gpu = False  # whether anything in it is of a GPU
-        self.events = 0  # how many the file has, kept or not
-        self.kernels = Columns("device")
-        self.copies = Columns("device", "nbytes", "correlation")
+    Raises:
+        TraceError: the file cannot be read, is broken, isn't a trace of the PyTorch profiler, or not of a GPU.
+    """
+
+    def __init__(self, file: TraceFile) -> None:
+        self.path = clean(file.path.name)
         self.ways: list[tuple[str, str]] = []  # direction and kind of host memory of each copy
-        self.calls = Columns("thread", "group", "correlation")  # on the host: to copy, pin or synchronise
-        self.host = Columns("thread", "weight")  # all that was recorded on the host: each cost the profiler time
-        self.ops = Columns("thread", "kind")  # operators that may copy, and ranges of pinstage
-        self.waits = Columns()  # of the loop for its loader
-        self.has_workers = False  # whether some of these waits are for worker processes
-        self.steps = Columns("thread", "number")
+        self.has_workers = False  # whether the loop waited for worker processes of its loader
+        self._rows = array("d")
         self._threads: dict[Any, int] = {}
         self._zero: float | None = None
-
-    def take(self, events: Iterable[Event]) -> None:
-        """Keep the events that matter."""
-        for event in events:
-            self.events += 1
+        for number, event in enumerate(file, 1):
             category = event.get("cat")
-            sort = _CATEGORIES.get(category) if isinstance(category, str) else None
-            if event.get("ph") != "X" or sort is None:
+            kind = _CATEGORIES.get(category) if isinstance(category, str) else None
+            if event.get("ph") != "X" or kind is None:
                 continue
             try:
-                self._keep(event, sort)
+                self._keep(event, kind)
             except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(
-                    f"{self.path} isn't a trace of the PyTorch profiler: event {self.events:,} ({category}) has no "
-                    f"usable {error!s:.100}"
+                    f"{self.path} isn't a trace of the PyTorch profiler: event {number:,} ({category}) has no usable "
+                    f"{error!s:.100}"
                 ) from error
+        self.events = Events(np.array(self._rows, dtype=np.float64).reshape(-1, 6))  # in the order of the file
+        if not len(self.events.of(KERNEL, COPY, *CALLS)):
+            raise TraceError(
+                f"{file.shown} holds no event of a GPU; record the loop on a GPU with activities="
+                "[ProfilerActivity.CPU, ProfilerActivity.CUDA], until the end of an active step"
+            )
+        self.device_name: str | None = None
+        with suppress(AttributeError, LookupError, TypeError):  # where it isn't written, or is something else
+            self.device_name = clean(file.header["deviceProperties"][0]["name"]) or None
 
-    def _keep(self, event: Event, sort: str) -> None:
+    def _keep(self, event: Event, kind: int) -> None:
         start, end = self._times(event)
         name, arguments = event["name"], event.get("args") or {}
         if not (isinstance(name, str) and isinstance(arguments, dict)):
             raise TypeError("name or args")
-        name = clean(name)
-        if sort == "kernel":
-            self.kernels.add(start, end, _whole(arguments, "device", 0, _MOST_DEVICES))
-            return
-        if sort == "memcpy":
-            device, nbytes = _whole(arguments, "device", 0, _MOST_DEVICES), _whole(arguments, "bytes", 0)
-            self.copies.add(start, end, device, nbytes, _whole(arguments, "correlation", -1))
-            self.ways.append(_direction_and_kind(name))
-            return
-        thread = self._threads.setdefault((event.get("pid"), event.get("tid")), len(self._threads))
-        self.host.add(start, end, thread, 2 if sort == "call" else 1)  # see `_analysis.EVENT_UNITS`
-        if sort == "call" and (group := group_of_call(name)) is not None:
-            self.calls.add(start, end, thread, group, _whole(arguments, "correlation", -1))
-        elif sort == "op" and (kind := _kind_of_op(name)) != _NO_COPY:
-            if kind == _WAIT_RANGE:
-                self.waits.add(start, end)
-                self.has_workers |= _WORKERS in name or name.startswith(_OURS)
-            elif kind == _STEP_RANGE:
-                self.steps.add(start, end, thread, _whole({"step": name.rpartition("#")[2]}, "step", 0))
-            else:
-                self.ops.add(start, end, thread, kind)
+        kind, number, nbytes = kind_of(kind, name), -1, 0
+        if kind in (KERNEL, COPY):
+            place = _whole(arguments, "device", 0, _MOST_DEVICES)
+        else:
+            place = self._threads.setdefault((event.get("pid"), event.get("tid")), len(self._threads))
+        if kind == COPY:
+            nbytes = _whole(arguments, "bytes", 0)
+            self.ways.append(_direction_and_kind(clean(name)))
+        if kind == STEP:
+            number = _whole({"step": name.rpartition("#")[2]}, "step", 0)
+        elif kind == COPY or kind in CALLS:
+            number = _whole(arguments, "correlation", -1)
+        elif kind == WAIT:
+            self.has_workers |= bool(_WORKERS.match(name))
+        self._rows.extend((start, end, kind, place, number, nbytes))
 
     def _times(self, event: Event) -> tuple[float, float]:
         start, lasts = float(event["ts"]), float(event.get("dur", 0))
@@ -163,6 +155,14 @@ def _whole(values: Mapping[str, Any], name: str, default: int, limit: int = _MOS
 
 
 @cache
+def kind_of(kind: int, name: str) -> int:
+    """Return the kind of an event by its name."""
+    if kind not in _NAMES:
+        return kind
+    return next((found for found, names in _NAMES[kind] if names.match(name)), CALL if kind == CALL else OTHER)
+
+
+@cache
 def _direction_and_kind(name: str) -> tuple[str, str]:
     match = _COPY_NAME.match(name)
     if match is None:
@@ -170,40 +170,3 @@ def _direction_and_kind(name: str) -> tuple[str, str]:
     direction = f"{match[1].upper()}to{match[2].upper()}"
     host = match[3] if direction == TO_DEVICE else match[4]
     return direction, (host or "unknown").lower()
-
-
-@cache
-def group_of_call(name: str) -> int | None:
-    """Return what a host call is for, by its name."""
-    return next((group for group, pattern in enumerate(_CALLS) if pattern.match(name)), None)
-
-
-@cache
-def _kind_of_op(name: str) -> int:
-    if _STEP.match(name):
-        return _STEP_RANGE
-    if name.startswith(_WAITS):
-        return _WAIT_RANGE
-    if _MOVING_OPS.match(name):
-        return MOVING_OP
-    ours = OUR_OP if name.startswith(_OURS) and name not in _OUR_DOWNLOADS else _NO_COPY
-    return {"aten::to": TO_OP, "aten::_to_copy": INSIDE_TO_OP}.get(name, ours)
-
-
-def read(file: TraceFile) -> Trace:
-    """Read a trace.
-
-    Raises:
-        TraceError: the file cannot be read, is broken, or isn't a trace of the PyTorch profiler.
-    """
-    trace = Trace(clean(file.path.name))
-    trace.take(file)
-    trace.has_gpu = any(map(len, (trace.copies, trace.kernels, trace.calls)))
-    if not (trace.has_gpu or len(trace.host)):
-        raise TraceError(
-            f"{file.shown} holds {trace.events:,} events and none of a host or a GPU; record with activities="
-            "[ProfilerActivity.CPU, ProfilerActivity.CUDA], until the end of an active step"
-        )
-    with suppress(AttributeError, LookupError, TypeError):  # where it isn't written, or is something else
-        trace.device_name = clean(file.header["deviceProperties"][0]["name"]) or None
-    return trace

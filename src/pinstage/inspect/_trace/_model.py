@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._sizes import count, format_bytes
-from .._bus import MIB, Bus
-from .._cost import Cost
-from .._report import duration, rate, share
-from ._analysis import SMALL_BYTES, Analysis
-from ._events import TO_DEVICE
+from ..._sizes import format_bytes
+from .._bus import MIB, Bus, Cost
+from .._report import duration, rate
+from ._analysis import Analysis
 
 SPREAD = 1.4
 """What the profiler costs, and what pinstage costs, is known within this factor: the range of the saving."""
 MOST_LEAVES, MOST_BYTES = 1000, 40 * MIB
 """Of a batch in the loops that the model was tried on."""
-_SMALL = 0.05
+SMALL = 0.05
 """Neither a stall nor a saving below this share of a step is worth a change."""
 _WAITING, _WAITING_SECONDS = 0.1, 0.2e-3
 """A loop that waits longer than both, as a share of a step and in seconds, is held up by its loader: to take a batch
@@ -69,7 +67,7 @@ class Packing:
         self._profiled = middle("profiler_staging_seconds"), middle("profiler_stall_seconds")
         self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # the profiler
 
-        can_save = analysis.has_gpu and self.is_measured and not self.is_ours
+        can_save = self.is_measured and not self.is_ours
         can_now = can_save and not self.waits_for_loader
         spread = SPREAD if step_seconds is None else 1.0
         self.saved_seconds = self._saved(1.0, 1.0) if can_now else 0.0  # by which a step would be shorter
@@ -101,7 +99,7 @@ class Packing:
     @property
     def is_stalled(self) -> bool:
         """Whether the GPU waits for staging long enough to matter."""
-        return self.stall_seconds >= _SMALL * self.step_seconds
+        return self.stall_seconds >= SMALL * self.step_seconds
 
     def assumptions(self) -> list[str]:
         """Return what the prediction rests on, as sentences."""
@@ -134,69 +132,11 @@ class Packing:
             return f"Were the loader fast enough, one slab would save up to {duration(most)} of a step."
         if self.is_stalled and self.packed_seconds > self.real_staging_seconds:
             return f"One slab would take about {ours} to stage, longer than this, {theirs}: leave it as it is."
-        if most < _SMALL * real:
+        if most < SMALL * real:
             return "Packing them into one slab wouldn't help."
         text = f"One slab would take about {ours} to stage, where this takes about {theirs}, and save"
-        if least < _SMALL * real:
+        if least < SMALL * real:
             text += f" up to {duration(most)}, perhaps nothing."
         else:
             text += f" {duration(least)} to {duration(most)} of a step."
         return text if self._given else f"{text} --step-ms, a step's time without the profiler, narrows this."
-
-
-def verdict(analysis: Analysis, packing: Packing) -> list[str]:
-    """Say what cannot be gained, what staging costs, what packing would change, and what downloads cost."""
-    step = "step" if analysis.annotated else "trace"
-    if not analysis.has_gpu:
-        waits, moves = (share(analysis.middle(f"{n}_seconds"), packing.step_seconds) for n in ("wait", "host_staging"))
-        text = "Nothing of a GPU is in this trace, so it says nothing about copies to one. "
-        text += (
-            f"Of a {step} of {duration(packing.step_seconds)}, the loop waits {waits} for its loader and is {moves} in "
-        )
-        text += "operators that copy tensors (to, copy_, item). If it ran on a GPU, record it again with "
-        return [text + "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]."]
-    found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
-    if analysis.sum_of("copies"):
-        found = [_limit(analysis, packing, step), _finding(analysis, packing, step), packing.advice()]
-    names = ("downloads", "download_bytes", "download_seconds", "exposed_download_seconds")
-    copies, nbytes, seconds, exposed = map(analysis.middle, names)
-    if round(copies):
-        found.append(
-            f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
-            f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.to_host fetches "
-            "them together, and lets the host run ahead until it needs them."
-        )
-    return found
-
-
-def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
-    real, kernels = packing.real_seconds, packing.kernel_seconds
-    if packing.waits_for_loader:
-        wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
-        return (
-            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
-            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
-        )
-    if real - kernels < _SMALL * real:
-        most = duration(max(real - kernels, 0.0))
-        return f"The GPU is at work for {share(kernels, real)} of a {step}: staging can save {most} at most."
-    return (
-        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes {duration(packing.step_seconds)} "
-        f"here, and about {duration(real)} without the profiler."
-    )
-
-
-def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
-    stall, copies, nbytes = packing.stall_seconds, analysis.sum_of("copies"), analysis.sum_of("nbytes")
-    nature = "the trace does not tell their bytes"  # as those of AMD's GPUs do not
-    if nbytes:
-        pageable = sum(g["nbytes"] for g in analysis.groups if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable"))
-        nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
-        nature += f"{share(pageable, nbytes)} of the bytes from pageable memory"
-    what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
-    part = f"{share(stall, packing.step_seconds)} of a {step}"
-    if packing.is_stalled:
-        return f"The GPU stands still for {part} ({duration(stall)}) while the host stages: {what}."
-    hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
-    return f"Staging holds the GPU up for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."

@@ -1,4 +1,4 @@
-"""The report of `pinstage trace`."""
+"""The report of `pinstage trace`, in words and tables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._sizes import count, format_bytes
-from .._bus import Bus
-from .._cost import REFERENCE, Cost
+from .._bus import REFERENCE, Bus, Cost
 from .._report import Line, Section, TextTable, duration, rate, share
-from ._analysis import Analysis
-from ._events import read
-from ._model import Packing, verdict
+from ._analysis import SMALL_BYTES, Analysis
+from ._events import TO_DEVICE, Trace
+from ._model import SMALL, Packing
 from ._stream import TraceFile
 
 _TIMES = {
@@ -35,19 +34,17 @@ class TraceReport:
 
     @property
     def verdict(self) -> str:
-        """It in a few sentences: what cannot be gained, what staging costs, what packing would change."""
-        return " ".join(verdict(self.analysis, self.packing))
+        """The same in a few sentences: what cannot be gained, what staging costs, what packing would change."""
+        return " ".join(_verdict(self.analysis, self.packing))
 
     def sections(self) -> list[Section]:
         """Return what is printed: one screen."""
         analysis = self.analysis
         style = "warning" if self.packing.is_stalled else "ok"
-        shown: list[Section] = [Line(text, style) for text in verdict(analysis, self.packing)]
+        shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
         steps = count(len(analysis.steps), "step") if analysis.annotated else "no steps annotated"
-        device = f"{analysis.device_name or 'GPU'} (device {analysis.device})" if analysis.has_gpu else "no GPU"
+        device = f"{analysis.device_name or 'GPU'} (device {analysis.device})"
         shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {steps}, {device}"))
-        if not analysis.has_gpu:
-            return shown
         rows = [
             [
                 *(group["direction"], group["kind"], f"{group['copies']:,}", format_bytes(group["nbytes"])),
@@ -82,6 +79,55 @@ def trace_report(
     Raises:
         TraceError: there is no such file, or it is broken, or it is something else.
     """
-    trace = read(TraceFile(Path(path)))
-    analysis = Analysis(trace)
+    analysis = Analysis(Trace(TraceFile(Path(path))))
     return TraceReport(analysis, Packing(analysis, cost, bus, step_seconds))
+
+
+def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
+    """Say what cannot be gained, what staging costs, what packing would change, and what downloads cost."""
+    step = "step" if analysis.annotated else "trace"
+    found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
+    if analysis.sum_of("copies"):
+        found = [_limit(analysis, packing, step), _finding(analysis, packing, step), packing.advice()]
+    names = ("downloads", "download_bytes", "download_seconds", "exposed_download_seconds")
+    copies, nbytes, seconds, exposed = map(analysis.middle, names)
+    if round(copies):
+        found.append(
+            f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
+            f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
+            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.to_host fetches "
+            "them together, and lets the host run ahead until it needs them."
+        )
+    return found
+
+
+def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
+    real, kernels = packing.real_seconds, packing.kernel_seconds
+    if packing.waits_for_loader:
+        wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
+        return (
+            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
+            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+        )
+    if real - kernels < SMALL * real:
+        most = duration(max(real - kernels, 0.0))
+        return f"The GPU is at work for {share(kernels, real)} of a {step}: staging can save {most} at most."
+    return (
+        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes {duration(packing.step_seconds)} "
+        f"here, and about {duration(real)} without the profiler."
+    )
+
+
+def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
+    stall, copies, nbytes = packing.stall_seconds, analysis.sum_of("copies"), analysis.sum_of("nbytes")
+    nature = "the trace does not tell their bytes"  # as those of AMD's GPUs do not
+    if nbytes:
+        pageable = sum(g["nbytes"] for g in analysis.groups if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable"))
+        nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
+        nature += f"{share(pageable, nbytes)} of the bytes from pageable memory"
+    what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
+    part = f"{share(stall, packing.step_seconds)} of a {step}"
+    if packing.is_stalled:
+        return f"The GPU stands still for {part} ({duration(stall)}) while the host stages: {what}."
+    hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
+    return f"Staging holds the GPU up for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."
