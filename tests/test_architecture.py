@@ -199,7 +199,14 @@ def test_the_checker_finds_a_program_that_uses_a_private_name(tmp_path):
 
 # -- private names of others -------------------------------------------------------------------------------------------
 
-PRIVATE_BUT_DOCUMENTED = {"_fields", "_replace", "_exit", "_getframe", "_current_frames"}  # of named tuples, os, sys
+PRIVATE_BUT_DOCUMENTED = {
+    "_asdict",
+    "_fields",
+    "_replace",
+    "_exit",
+    "_getframe",
+    "_current_frames",
+}  # of named tuples, os, sys
 
 OF_TORCHS_LOADER = frozenset(_torch._ITERATOR_HAS) | {"_iterator", "_get_iterator"}
 """Names that ours have in common with torch's."""

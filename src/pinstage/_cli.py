@@ -111,7 +111,7 @@ def audit(options: argparse.Namespace) -> int:
     figures = None if options.bus is None else Bus.parse(options.bus)
     with _target.prints_on_stderr():
         found = look_at(_target.first_batch(options.target), bus=figures)
-    _report.show(found.to_dict() if options.json else found._sections(every_leaf=options.all))
+    _report.show(found.to_dict() if options.json else found.sections(every_leaf=options.all))
     return 0
 
 

@@ -112,7 +112,7 @@ class Audit:
             "bus": dataclasses.asdict(self.bus),
         }
 
-    def _sections(self, *, every_leaf: bool = False) -> list[Section]:
+    def sections(self, *, every_leaf: bool = False) -> list[Section]:
         """Return what is printed: the verdict, then the table."""
         if not self.leaves:
             return [Line("there is no tensor and no array in this batch", "warning")]
@@ -178,10 +178,10 @@ class Audit:
         return [*lines, Line(f"bus: {self.bus}", "info")]
 
     def __str__(self) -> str:
-        return as_text(self._sections())
+        return as_text(self.sections())
 
     def __rich__(self) -> Any:
-        return as_rich(self._sections())
+        return as_rich(self.sections())
 
     def __repr__(self) -> str:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
