@@ -1,5 +1,6 @@
 """What an audit says of a batch: every leaf, what torch's own pinning would do with it, and what moving it costs."""
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -14,7 +15,8 @@ from strategies import batches
 from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
-from pinstage.inspect import Bus, InspectError, TargetError
+from pinstage import _cli
+from pinstage.inspect import Bus, TargetError
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._target import first_batch
 from pinstage.inspect._walk import places
@@ -337,12 +339,12 @@ def test_a_bus_of_figures_is_a_call_and_a_bandwidth():
     ],
 )  # fmt: skip
 def test_a_bus_that_does_not_read_says_how_it_should(text):
-    with pytest.raises(InspectError, match="write GB/s and microseconds"):
-        Bus.parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="write GB/s and microseconds"):
+        _cli._bus(text)
 
 
 def test_a_bus_reads_as_written():
-    assert Bus.parse("pageable=5, pinned=50,call=10").seconds(1, pinned=True) == BUS.seconds(1, pinned=True)
+    assert _cli._bus("pageable=5, pinned=50,call=10") == BUS
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pinstage.inspect._bus import (
     measure,
 )
 from pinstage.inspect._checks import Check
-from pinstage.inspect._doctor import Diagnosis, bars, diagnose
+from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose
 from pinstage.inspect._gpus import Driver, Gpu, Link, describe, find_driver, query
 from pinstage.inspect._plot import save_plot
 from pinstage.inspect._report import as_text
@@ -184,12 +184,10 @@ def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_
     assert _checks.bandwidth(slow, Gpu(0, "NVIDIA GH200", H200.link))[0].status == "ok"
 
 
-def test_bars_are_as_long_as_the_bandwidth():
-    table = bars(points())
-    assert table.rows[2][:2] == [TO_DEVICE, "256.00 MiB"]
-    assert table.rows[2][4:6] == ["54.9", "#" * 12]
-    assert table.rows[2][2:4] == ["9.0", "#" * 2]
-    assert table.rows[0][3] == ""
+def test_the_bandwidth_is_a_table_of_kinds():
+    table = bandwidth(points())
+    assert list(table.columns) == ["", ">size", ">pageable", ">pinned", ">registered"]
+    assert table.rows[2] == [TO_DEVICE, "256.00 MiB", "9.0", "54.9", "54.9"]
 
 
 def test_the_measurement_measures_every_combination():

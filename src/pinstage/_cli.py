@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = command(audit)
     add("target", metavar="TARGET", help="module:callable or file.py:callable")
-    add("--bus", help=_BUS)
+    add("--bus", type=_bus, help=_BUS)
     add("--all", action="store_true", help="show all leaves, not the first 40")
     add = command(doctor)
     add("--device", help="the GPU to measure, such as cuda:1")
@@ -88,12 +88,25 @@ def build_parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
     add = command(trace)
     add("path", metavar="PATH", nargs="?", type=Path, help="a .json or .json.gz file of the profiler")
-    add("--bus", help=_BUS)
+    add("--bus", type=_bus, help=_BUS)
     add("--step-ms", type=float, metavar="MS", help="milliseconds of a step without the profiler; else estimated")
     add("--example", action="store_true", help="read the trace that comes with pinstage")
     add = command(top)
     add("--once", action="store_true", help="print it once, as plain text")
     return parser
+
+
+def _bus(text: str) -> Any:
+    """Read ``"pageable=8,pinned=55"``, with ``call=7.5`` if one likes."""
+    from .inspect import Bus
+
+    try:
+        pairs = [part.partition("=")[::2] for part in text.split(",")]
+        figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
+        return Bus(**figures) if len(figures) == len(pairs) else Bus(0, 0)
+    except (TypeError, ValueError):
+        example = "pageable=8,pinned=55,call=7.5"
+        raise argparse.ArgumentTypeError(f"not a bus: {text!r}; write GB/s and microseconds, as in {example}") from None
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -105,12 +118,11 @@ def audit(options: argparse.Namespace) -> int:
         pinstage audit train.py:make_loader
         pinstage audit mypackage.data:example_batch --bus pageable=8,pinned=55
     """
-    from .inspect import Bus, _report, _target
+    from .inspect import _report, _target
     from .inspect import audit as look_at
 
-    figures = None if options.bus is None else Bus.parse(options.bus)
     with _target.prints_on_stderr():
-        found = look_at(_target.first_batch(options.target), bus=figures)
+        found = look_at(_target.first_batch(options.target), bus=options.bus)
     _report.show(found.to_dict() if options.json else found.sections(every_leaf=options.all))
     return 0
 
@@ -158,7 +170,7 @@ def trace(options: argparse.Namespace) -> int:
         pinstage trace trace.json.gz --step-ms 1.7    what a step takes without the profiler: a closer estimate
         pinstage trace --example                      a trace that comes with pinstage
     """
-    from .inspect import Bus, _report, _trace
+    from .inspect import _report, _trace
 
     if options.example == (options.path is not None):
         _exit("PATH and --example, which is another trace" if options.example else "missing PATH, or --example", 2)
@@ -166,7 +178,7 @@ def trace(options: argparse.Namespace) -> int:
         _exit(f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without the profiler", 2)
     report = _trace.trace_report(
         options.path or Path(__file__).with_name("inspect") / "example.json.gz",
-        bus=None if options.bus is None else Bus.parse(options.bus),
+        bus=options.bus,
         step_seconds=None if options.step_ms is None else options.step_ms / 1e3,
     )
     _report.show(report.to_dict() if options.json else report.sections())

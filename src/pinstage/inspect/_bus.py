@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import pinstage as ps
-
-from ._errors import InspectError
 
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 PAGEABLE, PINNED, REGISTERED = "pageable", "pinned", "registered"
@@ -119,24 +117,6 @@ class Bus:
 
     def __str__(self) -> str:
         return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us a call"
-
-    @classmethod
-    def parse(cls, text: str) -> Bus:
-        """Read ``"pageable=8,pinned=55"``, with ``call=7.5`` if one likes: GB/s, and microseconds per call.
-
-        Raises:
-            InspectError: it does not read like that.
-        """
-        try:
-            pairs = [part.partition("=")[::2] for part in text.split(",")]
-            figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
-            if len(figures) != len(pairs):
-                raise ValueError(text)
-            return cls(**figures)
-        except (TypeError, ValueError):
-            raise InspectError(
-                f"not a bus: {text!r}; write GB/s and microseconds, as in pageable=8,pinned=55,call=7.5"
-            ) from None
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""

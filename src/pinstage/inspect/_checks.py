@@ -167,8 +167,6 @@ def extension(why_not: str | None) -> Check:
         return Check(name, "ok", "batches are described and packed in C")
     found, _, remedy = why_not.partition("; ")
     found = f"not in use, so batches are described and packed in Python, by one thread: {found}"
-    if "PINSTAGE_NATIVE" in why_not and not remedy:  # as the user asked
-        return Check(name, "info", found)
     return Check(name, "warning", found, remedy or "install a pinstage and a torch that go together")
 
 

@@ -28,7 +28,6 @@ from ._report import Line, Section, TextTable
 
 _NEEDED_BYTES = 1024 * MIB
 """With less memory left nothing is measured."""
-_BAR = 12
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Diagnosis:
         if self.shares:
             sections += _top.sections(self.shares)
         if self.points:
-            sections.append(bars(self.points))
+            sections.append(bandwidth(self.points))
         sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
         problems = sum(check.status == "problem" for check in urgent)
         worst: Status = "problem" if problems else "warning" if urgent else "ok"
@@ -135,17 +134,12 @@ def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str |
     return None
 
 
-def bars(points: Sequence[Point]) -> TextTable:
-    """Draw the bandwidth as bars of text: a row for each direction and size, a bar for each kind."""
+def bandwidth(points: Sequence[Point]) -> TextTable:
+    """Return a row for each direction and size, with the rate of each kind of memory."""
     kinds = list(dict.fromkeys(point.kind for point in points))
-    rates = {(point.direction, point.nbytes, point.kind): point.bytes_per_second for point in points}
-    fastest = max(rates.values())
-    rows = []
-    for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points):
-        row = [direction, format_bytes(nbytes)]
-        for kind in kinds:
-            rate = rates.get((direction, nbytes, kind), 0.0)
-            row += [f"{rate / 1e9:.1f}", "#" * round(_BAR * rate / fastest)]
-        rows.append(row)
-    columns = ["", ">size", *(cell for kind in kinds for cell in (f">{kind}", ""))]
-    return TextTable(columns, rows, "bandwidth, GB/s, the call included")
+    rates = {(point.direction, point.nbytes, point.kind): f"{point.bytes_per_second / 1e9:.1f}" for point in points}
+    rows = [
+        [direction, format_bytes(nbytes), *(rates.get((direction, nbytes, kind), "-") for kind in kinds)]
+        for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points)
+    ]
+    return TextTable(["", ">size", *(f">{kind}" for kind in kinds)], rows, "bandwidth, GB/s, the call included")

@@ -15,7 +15,6 @@ from .. import _host
 
 _FIELDS = ("uuid", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 _LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-_SMI_SECONDS = 20
 
 Smi = Callable[[Sequence[str]], str]
 """Runs nvidia-smi with arguments and returns its output; empty if there is none or it fails."""
@@ -58,9 +57,9 @@ class Driver(NamedTuple):
 
 
 def nvidia_smi(arguments: Sequence[str]) -> str:
-    command = ["nvidia-smi", *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SMI_SECONDS).stdout
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
