@@ -250,6 +250,13 @@ def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
     assert "The GPU stands" in findings
 
 
+def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
+    trace = naive_loop(steps=2000, leaves=1).write(tmp_path / "trace.json.gz")  # more JSON than a pipe holds
+    command = f"{sys.executable} -m pinstage trace {trace} --json | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, check=False)
+    assert (done.stdout, done.stderr) == (b"{\n", b"")
+
+
 def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):
     done = subprocess.run([sys.executable, "-m", "pinstage", "trace", trace], capture_output=True, check=True)
     assert b"\x1b" not in done.stdout + done.stderr

@@ -39,7 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.print_help()
         sys.exit(2)
     try:
-        sys.exit(options.run(options))
+        status = options.run(options)
+        sys.stdout.flush()
+        sys.exit(status)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     except Exception as error:  # the last frame: whatever it is, the user gets a message
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
@@ -176,11 +183,8 @@ def trace(options: argparse.Namespace) -> int:
         _exit("PATH and --example, which is another trace" if options.example else "missing PATH, or --example", 2)
     if options.step_ms is not None and not options.step_ms > 0:
         _exit(f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without the profiler", 2)
-    report = _trace.trace_report(
-        options.path or Path(__file__).with_name("inspect") / "example.json.gz",
-        bus=options.bus,
-        step_seconds=None if options.step_ms is None else options.step_ms / 1e3,
-    )
+    path = options.path or Path(__file__).with_name("inspect") / "example.json.gz"
+    report = _trace.trace_report(path, bus=options.bus, step_seconds=options.step_ms and options.step_ms / 1e3)
     _report.show(report.to_dict() if options.json else report.sections())
     return 0
 

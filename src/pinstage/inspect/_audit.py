@@ -162,12 +162,9 @@ class Audit:
         each, slab = self.each, self.slab
         text = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
         text += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf were pinned, "
-        text += "not counting the pinning"
-        lines.append(Line(text))
-        text = (
-            f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; to stage it takes about "
-        )
-        lines.append(Line(text + duration(slab.seconds)))
+        lines.append(Line(text + "not counting the pinning"))
+        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; to stage it takes "
+        lines.append(Line(f"{text}about {duration(slab.seconds)}"))
         if slab.smallest_bytes:
             kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
             lines.append(Line(f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the whole slab"))
@@ -338,6 +335,5 @@ def _table(leaves: Sequence[LeafReport]) -> TextTable:
         rows.append([*row, "pins" if leaf.loader_pins else pins, same or ""])
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return TextTable(
-        columns, rows, "", ["warning" if leaf.stopped_by and leaf.device == "cpu" else "" for leaf in leaves]
-    )
+    styles = ["warning" if leaf.stopped_by and leaf.device == "cpu" else "" for leaf in leaves]
+    return TextTable(columns, rows, "", styles)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pinstage as ps
 
 from .._sizes import count, format_bytes
-from ._report import Line, Section, TextTable, as_text, duration, watch
+from ._report import Line, Section, TextTable, as_text, duration, show, watch
 
 _PAUSE_SECONDS = 0.9
 """Between two pictures; to ask the pools takes another 0.1."""
@@ -25,7 +24,7 @@ _COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">i
 def run_top(*, once: bool, as_json: bool) -> int:
     """Show the budgets of this host, again and again on a terminal, until Ctrl-C; return the exit status."""
     if as_json:
-        sys.stdout.write(json.dumps(to_dict(ps.HostBudget.shares()), indent=2) + "\n")
+        show(to_dict(ps.HostBudget.shares()))
     elif once or not sys.stdout.isatty():
         sys.stdout.write(as_text(sections(ps.HostBudget.shares())) + "\n")
     else:
