@@ -20,7 +20,7 @@ import pinstage as ps
 from .. import _host, _native, _torch
 from .._memory import why_unusable
 from .._sizes import count, format_bytes
-from . import _checks, _top
+from . import _checks
 from ._bus import MIB, PAGEABLE, PINNED, REGISTERED, Point, measure
 from ._checks import Check, Status
 from ._gpus import Gpu, Smi, find_driver, find_gpus, nvidia_smi
@@ -35,7 +35,6 @@ class Diagnosis:
     """The doctor's report."""
 
     checks: tuple[Check, ...]
-    shares: tuple[ps.HostShare, ...] = ()  # of budgets
     gpu: Gpu | None = None  # that was measured
     points: tuple[Point, ...] = ()
 
@@ -49,15 +48,12 @@ class Diagnosis:
             "problem": self.has_problem,
             "checks": [check._asdict() for check in self.checks],
             "bandwidth": [point._asdict() | {"bytes_per_second": point.bytes_per_second} for point in self.points],
-            **_top.to_dict(self.shares),
         }
 
     def sections(self) -> list[Section]:
         urgent = [check for check in self.checks if check.status in ("problem", "warning")]
         rows = [(c.status.upper() if c in urgent else c.status, c.name, c.found) for c in self.checks]
         sections: list[Section] = [TextTable(["", "what", "found"], rows, "", [check.status for check in self.checks])]
-        if self.shares:
-            sections += _top.sections(self.shares)
         if self.points:
             sections.append(bandwidth(self.points))
         sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
@@ -87,10 +83,8 @@ def diagnose(
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
     checks += [_checks.extension(_native.why_not), *_checks.private_names(_torch.problems())]
     checks += host_checks(root, affinity)
-    shares: tuple[ps.HostShare, ...] = ()
     try:
-        shares = tuple(ps.HostBudget.shares())
-        checks.append(_checks.host_budgets(shares))
+        checks.append(_checks.host_budgets(ps.HostBudget.shares()))
     except ps.errors.HostBudgetError as error:
         remedy = "make the ledger usable, or use no HostBudget"
         checks.append(Check("host budgets", "warning", str(error), remedy))
@@ -99,11 +93,11 @@ def diagnose(
         measuring = False
     reason = _why_not_measured(gpus, measuring, root)
     if reason is not None:
-        return Diagnosis((*checks, Check("bandwidth", "info", f"not measured: {reason}")), shares)
+        return Diagnosis((*checks, Check("bandwidth", "info", f"not measured: {reason}")))
     index = torch.cuda.current_device() if device is None else device
     kinds = (PAGEABLE, PINNED, REGISTERED) if why_not is None else (PAGEABLE,)
     points = tuple(measure(f"cuda:{index}", kinds=kinds))
-    return Diagnosis((*checks, *_checks.bandwidth(points, gpus[index])), shares, gpus[index], points)
+    return Diagnosis((*checks, *_checks.bandwidth(points, gpus[index])), gpus[index], points)
 
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
