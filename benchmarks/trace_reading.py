@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import record
-from pinstage.inspect._trace import html, trace_report
+from pinstage.inspect._trace import trace_report
 
 Event = dict[str, Any]
 
@@ -39,11 +39,10 @@ def main() -> None:
         began = time.perf_counter()
         report = trace_report(path)
         read = time.perf_counter() - began
-        text = html(report)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
         print(f"{nbytes / 1e6:.0f} MB, {detail}: read in {read:.1f} s")
-        print(f"{len(report.worst.analysis.steps):,} steps; HTML report of {len(text) / 1e3:.0f} kB")
+        print(f"{len(report.analysis.steps):,} steps")
     if options.out:
         row = record.Row("trace_reading", f"{options.megabytes} MB", "pinstage trace", "ok", detail, ours=True)
         row.nbytes, row.unit = nbytes, "s"

@@ -96,8 +96,7 @@ def traced(bring: Bring, batches: list[RaggedBatch], device: torch.device, path:
 def read(path: Path) -> dict[str, Any]:
     """Return what `pinstage trace` says of a trace."""
     command = [sys.executable, "-m", "pinstage", "trace", str(path), "--json"]
-    (rank,) = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["ranks"]
-    found: dict[str, Any] = rank
+    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return found
 
 

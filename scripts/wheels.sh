@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=${1:-3.12}
-HAVE=${HAVE:-torch numpy cuda-python pytest pytest-timeout hypothesis rich typer matplotlib psutil}
+HAVE=${HAVE:-torch numpy cuda-python pytest pytest-timeout hypothesis rich matplotlib psutil}
 WANTED=${WANTED:-pinstage[test]}
 python=${VENV:-.venv}/bin/python
 platforms=(--platform manylinux2014_x86_64)

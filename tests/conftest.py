@@ -176,12 +176,6 @@ def no_polling(monkeypatch):
 
 
 @pytest.fixture
-def no_kept_costs(monkeypatch, tmp_path):
-    """Take the reference for what staging costs, whatever `pinstage doctor` kept on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(fake, fake))

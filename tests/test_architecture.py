@@ -199,7 +199,14 @@ def test_the_checker_finds_a_program_that_uses_a_private_name(tmp_path):
 
 # -- private names of others -------------------------------------------------------------------------------------------
 
-PRIVATE_BUT_DOCUMENTED = {"_fields", "_replace", "_exit", "_getframe", "_current_frames"}  # of named tuples, os, sys
+PRIVATE_BUT_DOCUMENTED = {
+    "_asdict",
+    "_fields",
+    "_replace",
+    "_exit",
+    "_getframe",
+    "_current_frames",
+}  # of named tuples, os, sys
 
 OF_TORCHS_LOADER = frozenset(_torch._ITERATOR_HAS) | {"_iterator", "_get_iterator"}
 """Names that ours have in common with torch's."""
@@ -361,7 +368,7 @@ links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
 devices = [path for path in map(os.path.realpath, links) if path.startswith("/dev/nvidia")]
 assert not torch.cuda.is_initialized(), "torch initialised CUDA"
 assert not devices, f"CUDA devices are open: {devices}"
-later = {"pinstage._loader", "pinstage.inspect", "pinstage._cli", "typer", "rich", "matplotlib", "cuda"}
+later = {"pinstage._loader", "pinstage.inspect", "pinstage._cli", "rich", "matplotlib", "cuda"}
 def loaded(): return later & (set(sys.modules) - torchs_own)
 assert not loaded(), loaded()
 for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspect"}.items():

@@ -100,6 +100,16 @@ def test_objects_print_as_what_they_are(stager):
     assert max(map(len, repr(loader.stats()).splitlines())) <= 120
 
 
+def test_stats_print_one_line_for_a_log(stager):
+    stager.to_device({"x": torch.ones(MIB)})
+    assert re.match(r"1 batch, 4.00 MiB in \d .*; pool 4.00 MiB of 8.00 MiB, waited 0.000 s$", str(stager.stats()))
+    loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
+    assert str(loader.stats()).startswith("0 batches, 0 B in 0 copies in 0.000 s")
+    list(loader)
+    line = str(loader.stats())
+    assert re.match(r"2 batches, \d+ B in 2 copies in .* s waiting for a batch; 0 without a slab; pool .*", line), line
+
+
 def test_the_loader_s_typed_arguments_are_torch_s():
     torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
     tree = ast.parse(Path(_loader.__file__).read_text())

@@ -1,5 +1,6 @@
 """What an audit says of a batch: every leaf, what torch's own pinning would do with it, and what moving it costs."""
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -14,13 +15,14 @@ from strategies import batches
 from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
-from pinstage.inspect import Bus, InspectError, TargetError
-from pinstage.inspect._commands import first_batch
-from pinstage.inspect._cost import REFERENCE
+from pinstage import _cli
+from pinstage.inspect import Bus, TargetError
+from pinstage.inspect._bus import REFERENCE
+from pinstage.inspect._target import first_batch
 from pinstage.inspect._walk import places
 
 approx = pytest.approx
-BUS = Bus.of_figures(pageable=5, pinned=50, call=10)
+BUS = Bus(pageable=5, pinned=50, call=10)
 
 
 class Sample:
@@ -128,16 +130,12 @@ def test_contiguity_is_told(leaf, answer):
     assert by_path([leaf])["[0]"].contiguous == answer
 
 
-def test_aliases_and_views_of_one_storage_are_named():
+def test_aliases_are_named():
     x = torch.zeros(4, 4)
-    array = np.zeros((3, 3))
-    leaves = by_path({"x": x, "again": x, "view": x[1:], "y": torch.zeros(4), "a": array, "b": array[:2]})
+    leaves = by_path({"x": x, "again": x, "view": x[1:], "y": torch.zeros(4)})
     assert leaves["['again']"].alias_of == "['x']"
-    assert leaves["['again']"].shares_storage_with is None
-    assert leaves["['view']"].shares_storage_with == "['x']"
-    assert leaves["['b']"].shares_storage_with == "['a']"
-    for path in ("['x']", "['y']", "['a']"):
-        assert (leaves[path].alias_of, leaves[path].shares_storage_with) == (None, None)
+    for path in ("['x']", "['view']", "['y']"):
+        assert leaves[path].alias_of is None
 
 
 def test_totals_count_an_alias_once():
@@ -276,19 +274,17 @@ def test_a_copy_is_counted_for_each_place_and_none_for_empty_leaves():
     assert found.each.seconds_pinned == approx(3 * (10e-6 + 1000 / 50e9))
 
 
-def test_staging_takes_packing_and_the_copy_and_at_least_what_pinstage_takes(no_kept_costs):
-    small, large = ps.audit([torch.zeros(5)] * 3, bus=BUS).slab, ps.audit(torch.zeros(1 << 24), bus=BUS).slab
-    assert small.seconds == approx(REFERENCE.seconds(1, 20, BUS.pinned_bytes_per_second), rel=0.01)
-    assert large.seconds >= large.pack_seconds + BUS.seconds(1 << 26, pinned=True)
+def test_staging_costs_what_pinstage_takes():
+    small = ps.audit([torch.zeros(5)] * 3, bus=BUS).slab
+    assert small.seconds == approx(REFERENCE.seconds(1, 32, 50e9))
 
 
 def test_a_slab_is_one_copy_of_all_leaves():
     found = ps.audit({"a": [torch.zeros(5), np.zeros(5)], "s": torch.eye(2).to_sparse()}, bus=BUS)
     slab = found.slab
-    assert (slab.nbytes, slab.padding_bytes) == (80, 20)
+    assert slab.nbytes == 80
     assert (slab.copies, slab.unpackable) == (2, 1)
     assert slab.error is None
-    assert slab.seconds > slab.pack_seconds + 10e-6 + 80 / 50e9
 
 
 def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
@@ -315,22 +311,15 @@ def test_a_slab_is_priced_even_where_a_class_has_to_be_registered_first():
     assert "register_node(Sample)" in str(found)
 
 
-def test_without_a_bus_nothing_is_priced_and_it_is_said():
-    if torch.cuda.is_available():
-        pytest.skip("there is a bus to measure")
+def test_without_a_bus_the_reference_s_is_taken():
     found = ps.audit({"x": torch.zeros(4)})
-    assert (found.bus, found.each.seconds, found.slab.seconds) == (None, None, None)
-    assert "bus: not measured: no CUDA device here" in str(found)
+    assert found.each.seconds == approx(found.bus.seconds(16, pinned=False))
+    assert "bus: as on an H200 (pinstage doctor measures yours" in str(found)
 
 
 def test_a_loader_in_place_of_a_batch_is_refused():
     with pytest.raises(TypeError, match=r"pass next\(iter\(loader\)\)"):
         ps.audit(torch.utils.data.DataLoader(torch.zeros(3)))
-
-
-def test_a_device_without_a_bus_is_refused():
-    with pytest.raises(ValueError, match="no bus to cpu"):
-        ps.audit({}, device="cpu")
 
 
 # -- the bus -----------------------------------------------------------------------------------------------------------
@@ -342,14 +331,6 @@ def test_a_bus_of_figures_is_a_call_and_a_bandwidth():
     assert BUS.seconds(5_000_000_000_000, pinned=False) == approx(1000, rel=1e-6)
 
 
-def test_a_measured_bus_is_linear_between_its_points_and_goes_on_beyond_them():
-    bus = Bus(pageable=((1000, 1.0), (2000, 3.0)), pinned=((1000, 1.0), (2000, 1.0)))
-    assert bus.seconds(1500, pinned=False) == approx(2.0)
-    assert bus.seconds(3000, pinned=False) == approx(5.0)
-    assert bus.seconds(10, pinned=False) == 1.0  # the call
-    assert bus.seconds(3000, pinned=True) == 1.0
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -358,15 +339,21 @@ def test_a_measured_bus_is_linear_between_its_points_and_goes_on_beyond_them():
     ],
 )  # fmt: skip
 def test_a_bus_that_does_not_read_says_how_it_should(text):
-    with pytest.raises(InspectError, match="write GB/s and microseconds"):
-        Bus.parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="write GB/s and microseconds"):
+        _cli._bus(text)
 
 
 def test_a_bus_reads_as_written():
-    assert Bus.parse("pageable=5, pinned=50,call=10").seconds(1, pinned=True) == BUS.seconds(1, pinned=True)
+    assert _cli._bus("pageable=5, pinned=50,call=10") == BUS
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_comes_before_the_table():
+    text = str(ps.audit([Sample(torch.zeros(4))], bus=BUS))
+    assert text.startswith("pin_memory=True would pin 0 of 2 leaves")
+    assert text.index("bus: ") < text.index("\n[0].value ") < text.index("total: 2 leaves")
 
 
 def test_forty_leaves_are_shown_and_the_rest_counted():
@@ -441,10 +428,10 @@ def test_a_callable_gives_a_batch_or_the_first_of_many(module, spelling, name, p
         ("users_code:broken", "raised ValueError: no data here"),
         ("users_code:needs", "raised TypeError: needs.* missing 1 required"),
         ("users_code:empty", "empty .*there is no batch"),
-        ("no_such_module:x", "no module 'no_such_module' in"),
-        ("no_such_file.py:x", "no file no_such_file.py"),
-        ("syntax.py:x", "raised SyntaxError"),
-        ("imports.py:x", "importing imports.py failed: No module named 'not_there'"),
+        ("no_such_module:x", "cannot import no_such_module, from .*: No module named 'no_such_module'"),
+        ("no_such_file.py:x", "cannot import no_such_file.py, from .*No such file"),
+        ("syntax.py:x", "cannot import syntax.py, from .*: SyntaxError"),
+        ("imports.py:x", "cannot import imports.py, from .*: No module named 'not_there'"),
     ],
 )
 def test_a_target_that_cannot_be_had_is_a_message(module, tmp_path, target, message):

@@ -14,11 +14,6 @@ from trace_maker import naive_loop
 
 from pinstage import _cli
 
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
-
-pytest.importorskip("typer", reason="the command's extra is not installed")
-pytest.importorskip("rich", reason="the command's extra is not installed")
-
 CODE = """
 import torch
 def batch(): return {"x": [torch.zeros(256) for _ in range(50)]}
@@ -59,7 +54,7 @@ def trace(tmp_path):
     [
         ("audit", ["--bus", "--all", "--json", "module:callable", "pageable=8,pinned=55"]),
         ("doctor", ["--device", "--no-measure", "--plot", "--json", "exit status is 1"]),
-        ("trace", ["--html", "--bus", "--all", "--json", "export_chrome_trace", "profiler.step()"]),
+        ("trace", ["--bus", "--step-ms", "--json", "export_chrome_trace", "profiler.step()"]),
     ],
 )
 def test_help_of_each_command_names_every_option_and_has_examples(run, command, words):
@@ -119,12 +114,10 @@ def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
     ("arguments", "message"),
     [
         (["audit", "{code}:broken"], "raised ValueError: no data here"),
-        (["audit", "nothing_like_this:x"], "no module 'nothing_like_this'"),
+        (["audit", "nothing_like_this:x"], "cannot import nothing_like_this"),
         (["audit", "{code}:batch", "--bus", "fast"], "not a bus: 'fast'"),
-        (["trace", "{code}"], "is no trace"),
-        (["trace", "{code}.nope"], "no file"),
-        (["trace"], "give a PATH, or --example"),
-        (["trace", "{code}", "--example"], "give a PATH, or --example"),
+        (["trace", "{code}"], "isn't a profiler trace"),
+        (["trace", "{code}.nope"], "No such file"),
         (["trace", "--example", "--step-ms", "0"], "--step-ms must be above zero"),
         (["doctor", "--device", "gpu1"], "not a CUDA device: 'gpu1'"),
     ],
@@ -189,20 +182,6 @@ def test_doctor_exits_with_1_if_the_device_is_not_there(run):
     assert "no cuda:63: torch sees" in out
 
 
-def test_doctor_works_in_a_base_install_plainly(run, monkeypatch, tmp_path):
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("typer", "rich")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("typer", "rich"):
-        monkeypatch.setitem(sys.modules, name, None)
-    status, out, err = run("doctor", "--no-measure")
-    assert (status, err) == (0, "")
-    assert "not measured" in out
-    assert run("doctor", "--no-measure", "--json")[1].startswith("{")
-    status, out, _ = run("doctor", "-h")
-    assert (status, "--no-measure" in out) == (0, True)
-    assert run("doctor", "--devcie", "cuda")[0] == 2
-
-
 # -- trace -------------------------------------------------------------------------------------------------------------
 
 
@@ -212,15 +191,7 @@ def test_trace_prints_plain_text_into_a_pipe(run, trace):
     assert "\x1b" not in out
     assert out.startswith("A step cannot be shorter than its kernels")
     assert "One slab would take" in out
-    assert "the 12 of 20 steps" in out
-    assert "the 12 of 20 steps" not in run("trace", trace, "--all")[1]
-
-
-def test_trace_writes_the_report(run, trace, tmp_path):
-    status, _, err = run("trace", trace, "--html", tmp_path / "report.html")
-    assert status == 0
-    assert err == f"written: {tmp_path / 'report.html'}\n"
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert len(out.splitlines()) < 30
 
 
 def test_trace_shows_an_example_that_is_shipped(run):
@@ -231,14 +202,16 @@ def test_trace_shows_an_example_that_is_shipped(run):
 
 
 def test_trace_takes_the_step_without_the_profiler(run):
-    found = json.loads(run("trace", "--example", "--json", "--step-ms", "1.68")[1])["ranks"][0]["packing"]
+    found = json.loads(run("trace", "--example", "--json", "--step-ms", "1.68")[1])["packing"]
     assert found["real_seconds"] == pytest.approx(1.68e-3)
 
 
 def test_trace_prints_json_with_the_given_bus(run, trace):
     status, out, _ = run("trace", trace, "--json", "--bus", "pageable=8,pinned=40")
     assert status == 0
-    assert json.loads(out)["ranks"][0]["packing"]["bus_bytes_per_second"] == pytest.approx(40e9, rel=1e-3)
+    found = json.loads(out)
+    assert found["schema"] == 1
+    assert found["packing"]["bytes_per_second"] == pytest.approx(40e9, rel=1e-3)
 
 
 def in_terminal(trace, **environment):
@@ -263,6 +236,7 @@ def in_terminal(trace, **environment):
 
 
 def test_a_terminal_gets_tables_with_colours(trace):
+    pytest.importorskip("rich")
     text = in_terminal(trace)
     assert "\x1b[" in text
     assert "─" in text
@@ -274,6 +248,13 @@ def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
     findings = in_terminal(trace, **environment)
     assert "\x1b" not in findings
     assert "The GPU stands" in findings
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
+    trace = naive_loop(steps=2000, leaves=1).write(tmp_path / "trace.json.gz")  # more JSON than a pipe holds
+    command = f"{sys.executable} -m pinstage trace {trace} --json | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, check=False)
+    assert (done.stdout, done.stderr) == (b"{\n", b"")
 
 
 def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):

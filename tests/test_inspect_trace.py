@@ -3,20 +3,17 @@
 import gzip
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
 
 from pinstage.inspect import Bus, TraceError
-from pinstage.inspect._cost import REFERENCE
+from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
-from pinstage.inspect._trace import _analysis, _stream, html, sections, trace_report
-
-pytestmark = pytest.mark.usefixtures("no_kept_costs")
+from pinstage.inspect._trace import _analysis, _events, _stream, trace_report
 
 US = 1e-6
-ADDED = (_analysis.OP_UNITS + _analysis.CALL_UNITS) * _analysis._UNIT_SECONDS
+ADDED = 3 * _analysis.EVENT_UNITS * _analysis.UNIT_SECONDS
 """By the profiler, to an operator with a call of CUDA in it, where the trace has no measure of it."""
 approx = pytest.approx
 
@@ -33,7 +30,7 @@ def report(tmp_path):
 
 @pytest.fixture
 def analysis(report):
-    return lambda trace: report(trace).worst.analysis
+    return lambda trace: report(trace).analysis
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -48,56 +45,40 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
         .copy(60, 5, 64, way="DtoH")
         .copy(70, 5, 512, way="DtoD")
     )
-    found = {(group.direction, group.kind): group for group in analysis(trace).groups}
+    found = {(group["direction"], group["kind"]): group for group in analysis(trace).groups}
     assert set(found) == {("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device")}
     pageable = found["HtoD", "pageable"]
-    assert (pageable.copies, pageable.nbytes, pageable.median_bytes) == (2, 4000, 2000)
-    assert pageable.seconds == approx(20 * US)
-    assert pageable.bytes_per_second == approx(4000 / (20 * US))
-    assert found["HtoD", "pinned"].copies == 1
+    assert (pageable["copies"], pageable["nbytes"]) == (2, 4000)
+    assert pageable["seconds"] == approx(20 * US)
+    assert pageable["bytes_per_second"] == approx(4000 / (20 * US))
+    assert found["HtoD", "pinned"]["copies"] == 1
 
 
 def test_copies_to_the_device_come_first(analysis):
     trace = TraceMaker().copy(0, 1, 1, way="DtoD").copy(2, 1, 1, way="DtoH").copy(4, 1, 1)
-    assert [group.direction for group in analysis(trace).groups] == ["HtoD", "DtoH", "DtoD"]
-
-
-def test_sizes_fall_into_their_buckets(analysis):
-    trace = TraceMaker()
-    for index, nbytes in enumerate((4095, 4096, 65535, 65536, 1 << 20, 16 << 20)):
-        trace.copy(index * 10, 5, nbytes)
-    trace.copy(100, 5, 10, way="DtoH")
-    found = {(bucket.direction, bucket.label): bucket.copies for bucket in analysis(trace).buckets}
-    assert found == {
-        ("HtoD", "< 4 KiB"): 1,
-        ("HtoD", "4 to 64 KiB"): 2,
-        ("HtoD", "64 KiB to 1 MiB"): 1,
-        ("HtoD", "1 to 16 MiB"): 1,
-        ("HtoD", ">= 16 MiB"): 1,
-        ("DtoH", "< 4 KiB"): 1,
-    }
+    assert [group["direction"] for group in analysis(trace).groups] == ["HtoD", "DtoH", "DtoD"]
 
 
 def test_what_runs_beside_a_kernel_is_hidden_and_the_rest_is_exposed(analysis):
     trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)  # kernels until 15, the copy from 10 to 30
     (group,) = analysis(trace).groups
-    assert group.hidden_seconds == approx(5 * US)
-    assert group.exposed_seconds == approx(15 * US)
+    assert group["hidden_seconds"] == approx(5 * US)
+    assert group["exposed_seconds"] == approx(15 * US)
 
 
 def test_kernels_of_another_device_hide_nothing(analysis):
     trace = TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=0)
     (group,) = analysis(trace).groups
-    assert (group.hidden_seconds, group.exposed_seconds) == (0, approx(20 * US))
+    assert (group["hidden_seconds"], group["exposed_seconds"]) == (0, approx(20 * US))
     (group,) = analysis(TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=1)).groups
-    assert (group.hidden_seconds, group.exposed_seconds) == (approx(20 * US), 0)
+    assert (group["hidden_seconds"], group["exposed_seconds"]) == (approx(20 * US), 0)
 
 
 def test_overlapping_copies_are_exposed_once(analysis):
     trace = TraceMaker().copy(0, 10, 1).copy(5, 10, 1)
     (group,) = analysis(trace).groups
-    assert group.seconds == approx(20 * US)
-    assert group.exposed_seconds == approx(15 * US)
+    assert group["seconds"] == approx(20 * US)
+    assert group["exposed_seconds"] == approx(15 * US)
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -115,50 +96,44 @@ def test_overlapping_copies_are_exposed_once(analysis):
         ("cudaStreamWaitEvent", None), ("cudaEventQuery", None),
     ],
 )  # fmt: skip
-def test_host_calls_are_known_by_what_they_are_for(analysis, name, group):
-    calls = analysis(TraceMaker().kernel(0, 5).call(name, 0, 7)).calls
-    assert [(call.group, call.name) for call in calls] == ([] if group is None else [(group, name)])
-
-
-def test_host_time_is_added_up_by_call(analysis):
-    trace = TraceMaker().kernel(0, 1).call("cudaStreamSynchronize", 0, 5).call("cudaStreamSynchronize", 9, 20)
-    (call,) = analysis(trace.call("cudaLaunchKernel", 40, 1)).calls
-    assert (call.calls, call.seconds, call.longest_seconds) == (2, approx(25 * US), approx(20 * US))
+def test_host_calls_are_known_by_their_names(name, group):
+    names = {_events.CALL_COPY: "copy", _events.CALL_PIN: "pin", _events.CALL_SYNCHRONISE: "synchronise"}
+    assert names.get(_events.kind_of(_events.CALL, name)) == group
 
 
 def test_the_operator_around_a_copy_to_the_device_is_staging(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
     (step,) = analysis(trace.copy(20, 2, 64, asked=15)).steps
-    assert step.staging_seconds == approx(30 * US)
-    assert step.stall_seconds == approx(30 * US)
+    assert step["staging_seconds"] == approx(30 * US)
+    assert step["stall_seconds"] == approx(30 * US)
 
 
 def test_an_operator_without_a_copy_to_the_device_is_no_staging(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
     (step,) = analysis(trace.copy(55, 2, 64, way="DtoH", asked=52)).steps
-    assert step.staging_seconds == 0
-    assert step.copy_seconds == approx(2 * US)
+    assert step["staging_seconds"] == 0
+    assert step["copy_seconds"] == approx(2 * US)
 
 
 def test_pinning_in_the_loop_is_staging_and_in_another_thread_is_not(analysis):
     loop = TraceMaker().step(1, 0, 100).kernel(90, 10).op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20)
     other = TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
-    assert analysis(loop).steps[0].staging_seconds == approx(30 * US)
-    assert analysis(other).steps[0].staging_seconds == 0
+    assert analysis(loop).steps[0]["staging_seconds"] == approx(30 * US)
+    assert analysis(other).steps[0]["staging_seconds"] == 0
 
 
 def test_waiting_for_the_device_outside_staging_is_synchronisation(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 30).copy(5, 2, 64, asked=2)
     trace.call("cudaStreamSynchronize", 10, 10).call("cudaStreamSynchronize", 50, 10).kernel(50, 9)
     (step,) = analysis(trace).steps
-    assert step.synchronise_seconds == approx(10 * US)
+    assert step["synchronise_seconds"] == approx(10 * US)
 
 
 def test_ranges_of_pinstage_are_staging_and_its_waits_are_waits(analysis):
     trace = TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
     (step,) = analysis(trace.add("user_annotation", "pinstage.loader.wait", 50, 7)).steps
-    assert step.staging_seconds == approx(15 * US)
-    assert step.wait_seconds == approx(7 * US)
+    assert step["staging_seconds"] == approx(15 * US)
+    assert step["wait_seconds"] == approx(7 * US)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -167,24 +142,24 @@ def test_ranges_of_pinstage_are_staging_and_its_waits_are_waits(analysis):
 def test_a_stall_is_staging_without_a_kernel(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35)
     (step,) = analysis(trace).steps
-    assert step.kernel_seconds == approx(35 * US)
-    assert step.staging_seconds == approx(50 * US)  # the operator until 40, the copy until 50
-    assert step.stall_seconds == approx(15 * US)
-    assert step.copy_seconds == approx(20 * US)
+    assert step["kernel_seconds"] == approx(35 * US)
+    assert step["staging_seconds"] == approx(50 * US)  # the operator until 40, the copy until 50
+    assert step["stall_seconds"] == approx(15 * US)
+    assert step["copy_seconds"] == approx(20 * US)
 
 
 def test_a_copy_belongs_to_the_step_that_asked_for_it(analysis):
     trace = TraceMaker().step(1, 0, 100).step(2, 100, 100).copy(150, 10, 64, asked=90).kernel(0, 1)
     first, second = analysis(trace).steps
-    assert (first.copies, first.nbytes, second.copies) == (1, 64, 0)
-    assert second.copy_seconds == approx(10 * US)  # and runs in the next one
+    assert (first["copies"], first["nbytes"], second["copies"]) == (1, 64, 0)
+    assert second["copy_seconds"] == approx(10 * US)  # and runs in the next one
 
 
 def test_steps_come_in_order_of_time_with_their_numbers(analysis):
     trace = TraceMaker().step(8, 100, 50).step(7, 0, 100).kernel(0, 1).wait(20, 30)
     found = analysis(trace)
-    assert [(step.number, step.seconds) for step in found.steps] == [(7, approx(100 * US)), (8, approx(50 * US))]
-    assert found.steps[0].wait_seconds == approx(30 * US)
+    assert [(step["number"], step["seconds"]) for step in found.steps] == [(7, approx(100 * US)), (8, approx(50 * US))]
+    assert found.steps[0]["wait_seconds"] == approx(30 * US)
     assert found.annotated
 
 
@@ -192,7 +167,7 @@ def test_without_annotated_steps_the_whole_trace_is_one(analysis):
     found = analysis(TraceMaker().kernel(10, 20).copy(50, 50, 64))
     assert not found.annotated
     (step,) = found.steps
-    assert (step.number, step.copies, step.seconds) == (-1, 1, approx(90 * US))
+    assert (step["number"], step["copies"], step["seconds"]) == (-1, 1, approx(90 * US))
 
 
 def test_annotations_of_the_device_are_no_steps(analysis):
@@ -204,7 +179,7 @@ def test_the_figures_of_steps_are_about_the_device_with_most_work(analysis):
     trace = TraceMaker().step(1, 0, 100).kernel(0, 5, device=0).kernel(0, 50, device=3)
     found = analysis(trace)
     assert found.device == 3
-    assert found.steps[0].kernel_seconds == approx(50 * US)
+    assert found.steps[0]["kernel_seconds"] == approx(50 * US)
 
 
 # -- model and verdict -------------------------------------------------------------------------------------------------
@@ -219,7 +194,7 @@ def waiting_loop(**options):
 
 
 def test_a_loop_that_waits_for_the_gpu_saves_what_staging_takes_less_without_the_profiler(report):
-    packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).worst.packing
+    packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).packing
     added = 700 * ADDED
     assert packing.waits_for_device
     assert (packing.leaves, packing.nbytes) == (700, 700 * 4096)
@@ -229,7 +204,6 @@ def test_a_loop_that_waits_for_the_gpu_saves_what_staging_takes_less_without_the
     assert packing.packed_seconds == approx(250e-6 + 700 * 0.7e-6 + 700 * 4096 / 42e9)
     assert packing.saved_seconds == approx(14e-3 - added - packing.packed_seconds, rel=1e-3)
     assert packing.least_saved_seconds < packing.saved_seconds < packing.most_saved_seconds
-    assert packing.speedup == approx(packing.real_seconds / (packing.real_seconds - packing.saved_seconds))
 
 
 def test_many_small_calls_cost_the_profiler_and_that_is_no_saving(report):
@@ -238,18 +212,18 @@ def test_many_small_calls_cost_the_profiler_and_that_is_no_saving(report):
     for step in range(6):
         for index in range(100 * 30):
             many.op("aten::empty", step * 4000 + index * 2000 / 3000, 0.1)
-    few, many = (report(trace).worst.packing for trace in (few, many))
+    few, many = (report(trace).packing for trace in (few, many))
     assert few.saved_seconds > 1.3e-3
     assert many.saved_seconds < few.saved_seconds - 1.2e-3
 
 
 def test_the_step_that_is_given_says_what_the_profiler_cost(report):
     trace = waiting_loop(leaves=100, kernel_us=2000)  # 4 ms
-    given = report(trace, step_seconds=3.5e-3).worst.packing
+    given = report(trace, step_seconds=3.5e-3).packing
     assert given.real_seconds == approx(3.5e-3)
     assert given.saved_seconds == approx(2e-3 - 0.5e-3 - given.packed_seconds, abs=1e-5)
-    assert "a step takes 3.50 ms, as given" in " ".join(given.assumptions)
-    loose = report(trace).worst.packing
+    assert "a step takes 3.50 ms, as given" in " ".join(given.assumptions())
+    loose = report(trace).packing
     width = loose.most_saved_seconds - loose.least_saved_seconds
     assert given.most_saved_seconds - given.least_saved_seconds < width
 
@@ -262,7 +236,7 @@ def test_what_the_profiler_cannot_explain_of_a_given_step_is_the_pace_of_the_hos
         trace.step(number, start, 9000).op("aten::to", start, 8000)
         trace.copy(start + 10, 7900, 32 << 20, asked=start + 5, call_lasts=7900)
         trace.kernel(start + 8000, 1000).call("cudaStreamSynchronize", start + 8001, 999)
-    found = report(trace, step_seconds=5e-3).worst.packing
+    found = report(trace, step_seconds=5e-3).packing
     assert found.real_staging_seconds == approx(4e-3, rel=0.01)
     assert found.saved_seconds == approx(4e-3 - found.packed_seconds, rel=0.01)
 
@@ -276,17 +250,17 @@ def test_the_profiler_s_cost_is_measured_by_the_trace_itself(report):
             for leaf in range(100):
                 at = start + leaf * 20
                 found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(at + 9, 2, 64, asked=at + 8)
-        return report(found).worst
+        return report(found)
 
     quick, slow = trace(0.2), trace(0.8)
-    assert slow.analysis.op_seconds == approx(_analysis.OP_UNITS * 0.8 * US, rel=0.01)
-    assert quick.analysis.call_seconds == approx(_analysis.CALL_UNITS * 0.2 * US, rel=0.01)
+    assert slow.analysis.event_seconds == approx(_analysis.EVENT_UNITS * 0.8 * US, rel=0.01)
+    assert quick.analysis.event_seconds == approx(_analysis.EVENT_UNITS * 0.2 * US, rel=0.01)
     assert slow.packing.real_seconds < quick.packing.real_seconds
 
 
 def test_gaps_within_a_run_of_kernels_cannot_be_saved(analysis):
     run = TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20).op("aten::to", 90, 5)
-    assert analysis(run).steps[0].kernel_seconds == approx(62 * US)
+    assert analysis(run).steps[0]["kernel_seconds"] == approx(62 * US)
 
 
 def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
@@ -303,28 +277,28 @@ def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
 
 
 def test_a_loop_that_is_bound_by_its_model_saves_nothing_and_is_told_so_first(report):
-    worst = report(loop_ahead(host_us=3000, kernel_us=9999)).worst
+    worst = report(loop_ahead(host_us=3000, kernel_us=9999))
     assert not worst.packing.waits_for_device
     assert worst.packing.most_saved_seconds < 10e-6
-    assert worst.verdict.startswith("The GPU is at work for 100% of a step: staging cannot save more than")
-    assert "change nothing worth having" in worst.verdict
+    assert worst.verdict.startswith("The GPU is at work for 100% of a step: staging can save")
+    assert "wouldn't help" in worst.verdict
 
 
 def test_of_overlapped_copies_the_host_s_part_can_be_saved_down_to_the_kernels(report):
-    packing = report(loop_ahead(host_us=3000, kernel_us=50)).worst.packing
+    packing = report(loop_ahead(host_us=3000, kernel_us=50)).packing
     added = 100 * ADDED
     assert packing.saved_seconds == approx(3e-3 - added - REFERENCE.seconds(100, 6400, 55e9), rel=0.01)
-    bound = report(loop_ahead(host_us=3000, kernel_us=2000)).worst.packing
+    bound = report(loop_ahead(host_us=3000, kernel_us=2000)).packing
     assert bound.saved_seconds == approx(3.1e-3 - added - 2e-3, rel=0.01)
 
 
 def test_the_promise_errs_on_the_low_side_of_what_is_uncertain(report):
-    verdict = report(waiting_loop(leaves=40, leaf_us=12, kernel_us=400)).worst.verdict
-    assert re.search(r"and save up to [\d.]+ us, perhaps nothing\. The profiler's own time makes", verdict), verdict
+    verdict = report(waiting_loop(leaves=40, leaf_us=12, kernel_us=400)).verdict
+    assert re.search(r"and save up to [\d.]+ us, perhaps nothing\. --step-ms", verdict), verdict
 
 
 def test_a_loop_that_stages_faster_than_one_slab_is_told_to_stay(report):
-    worst = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400)).worst
+    worst = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400))
     assert worst.packing.saved_seconds == 0
     assert worst.verdict.endswith(
         "One slab would take about 256 us to stage, longer than this, 73.0 us: leave it as it is."
@@ -337,44 +311,52 @@ def test_a_batch_that_pinstage_staged_is_told_that_it_is_one_slab(report):
         start = 1000 * number
         trace.step(number, start, 1000).add("user_annotation", "pinstage.stage", start, 300)
         trace.kernel(start + 400, 500).copy(start + 250, 50, 1 << 20, kind="Pinned", asked=start + 240)
-    worst = report(trace).worst
+    worst = report(trace)
     assert worst.packing.most_saved_seconds == 0
     assert worst.verdict.endswith("pinstage stages it as one slab already.")
 
 
 def test_the_bus_that_is_given_counts(report):
-    slow = Bus.of_figures(pageable=1, pinned=2, call=0)
-    packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).worst.packing
+    slow = Bus(pageable=1, pinned=2, call=0)
+    packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).packing
     assert packing.packed_seconds == approx(250e-6 + 50 * 0.7e-6 + 50 * (1 << 20) / 2e9)
-    assert "as given: 1 GB/s pageable" in " ".join(packing.assumptions)
+    assert packing.bytes_per_second == approx(2e9)
 
 
 def test_the_bus_is_taken_from_large_pinned_copies_of_the_trace(report):
-    trace = TraceMaker().copy(0, 100, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
+    trace = TraceMaker().copy(0, 200, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
     trace.copy(300, 1, 1 << 22)
-    packing = report(trace).worst.packing
-    assert packing.bus_bytes_per_second == approx((4 << 20) / 100e-6)
+    packing = report(trace).packing
+    assert packing.bytes_per_second == approx((4 << 20) / 200e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 55e9), ("NVIDIA A100-SXM4-80GB", 25e9), ("Tesla T4", 12e9), ("NVIDIA L40S", 25e9)],
-)
-def test_else_the_bus_is_what_such_gpus_have(report, name, rate):
-    trace = TraceMaker(deviceProperties=[{"id": 0, "name": name}]).copy(0, 10, 64)
-    packing = report(trace).worst.packing
-    assert packing.bus_bytes_per_second == rate
-    assert name in " ".join(packing.assumptions)
+def test_else_the_bus_is_that_of_the_cost(report):
+    packing = report(TraceMaker().copy(0, 10, 64)).packing
+    assert packing.bytes_per_second == REFERENCE.bytes_per_second
+    assert REFERENCE.source in packing.assumptions()[0]
+
+
+@pytest.mark.parametrize("loop", [{"leaves": 1001}, {"leaves": 50, "leaf_bytes": 1 << 20}])
+def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
+    found = report(waiting_loop(**loop))
+    assert found.packing.saved_seconds == found.packing.most_saved_seconds == 0
+    assert "The saving isn't predicted: no loop with more than 1,000 copies or 40.00 MiB per step" in found.verdict
+    assert "The GPU stands still for" in found.verdict
 
 
 def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report):
-    worst = report(waiting_loop(leaves=700)).worst
-    assert worst.verdict == (
+    found = report(waiting_loop(leaves=700))
+    least, most = (
+        f"{seconds * 1e3:.1f} ms" for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
+    )
+    assert found.verdict == (
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.1 ms without the "
         "profiler. The GPU stands still for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
-        "a step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
-        "stage, where this takes about 12.1 ms, and save 10.2 ms to 12.1 ms of a step: 4.1 to 5.6 times as fast."
+        "per step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
+        f"stage, where this takes about 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
+        "without the profiler, narrows this."
     )
+    assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
 
 
 def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(report):
@@ -384,11 +366,11 @@ def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(rep
         trace.step(number, start, 1000).kernel(start, 999).copy(
             start + 100, 50, 1 << 20, kind="Pinned", asked=start + 20
         )
-    verdict = report(trace).worst.verdict
-    assert verdict.startswith("The GPU is at work for 100% of a step: staging cannot save more than 0 of 1.00 ms")
-    assert "Staging holds the GPU up for 0% of a step only: 1 host-to-device copy a step" in verdict
-    assert "100% of their time behind kernels" in verdict
-    assert verdict.endswith("Packing them into one slab would change nothing worth having.")
+    verdict = report(trace).verdict
+    assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
+    assert "Staging holds the GPU up for only 0% of a step: 1 host-to-device copy per step" in verdict
+    assert "100% of it behind kernels" in verdict
+    assert verdict.endswith("Packing them into one slab wouldn't help.")
 
 
 def test_a_loop_that_waits_for_its_loader_is_told_so(report):
@@ -396,7 +378,7 @@ def test_a_loop_that_waits_for_its_loader_is_told_so(report):
     for number in range(4):
         start = 1000 * number
         trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
-    worst = report(trace).worst
+    worst = report(trace)
     assert worst.verdict.startswith(
         "The loop waits 70% of the time for its loader, whose workers or pinning thread set its pace"
     )
@@ -416,20 +398,20 @@ def test_a_loop_that_unpickles_what_is_there_does_not_wait_for_its_workers(repor
                 )
         return found
 
-    busy, idle = (report(trace(opens)).worst for opens in (20, 600))
+    busy, idle = (report(trace(opens)) for opens in (20, 600))
     assert (busy.packing.waits_for_loader, idle.packing.waits_for_loader) == (False, True)
     assert busy.packing.saved_seconds > 0.5e-3
     assert idle.verdict.startswith("The loop waits 30% of the time for its loader, whose workers")
 
 
 def test_a_trace_without_copies_is_told_so(report):
-    verdict = report(TraceMaker().kernel(0, 5)).worst.verdict
-    assert verdict == "No host-to-device copy is in this trace. There is nothing in it that packing could improve."
+    verdict = report(TraceMaker().kernel(0, 5)).verdict
+    assert verdict == "No host-to-device copy is in this trace: packing can't improve anything in it."
 
 
 def test_copies_whose_bytes_are_not_told_are_not_taken_for_small_ones(report):
     trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD")
-    assert "1 host-to-device copy a trace (the trace does not tell their bytes)" in report(trace).worst.verdict
+    assert "1 host-to-device copy per trace (the trace does not tell their bytes)" in report(trace).verdict
 
 
 def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
@@ -445,56 +427,22 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
 
 
 def test_downloads_get_a_verdict_of_their_own(report):
-    worst = report(downloading_loop(100)).worst
-    found = worst.downloads
-    added = 100 * ADDED
-    assert (found.copies, found.nbytes, found.seconds) == (100, 400, approx(2e-3))
-    assert found.saved_seconds == approx(2e-3 - added - 60e-6 - 100 * 1.5e-6)
-    assert worst.download_verdict.startswith("Downloads (.item(), .cpu()): 100 device-to-host copies a step, 400 B")
-    assert "Fetched together by Stager.to_host they would save up to 1.5" in worst.download_verdict
+    found = report(downloading_loop(100))
+    assert found.analysis.middle("download_seconds") == approx(2e-3)
+    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, hold" in found.verdict
+    assert "Stager.to_host fetches them together" in found.verdict
 
 
-def test_what_a_download_waits_for_is_not_promised(report):
-    worst = report(downloading_loop(1, waiting_us=900)).worst
-    assert worst.downloads.exposed_seconds == approx(20e-6)
-    assert worst.downloads.saved_seconds == 0
-    assert "900 us of it for kernels that were still to run" in worst.download_verdict
-    assert report(naive_loop()).worst.download_verdict == ""
+def test_a_download_that_waits_for_kernels_says_so(report):
+    found = report(downloading_loop(1, waiting_us=900))
+    assert found.analysis.middle("exposed_download_seconds") == approx(20e-6)
+    assert "900 us of it for kernels that were still to run" in found.verdict
+    assert "Downloads" not in report(naive_loop()).verdict
 
 
-def test_a_trace_of_a_run_without_a_gpu_says_what_can_be_said(report):
-    trace = TraceMaker()
-    for number in range(4):
-        start = number * 1000
-        trace.step(number, start, 1000).wait(start, 250).op("aten::copy_", start + 300, 100).op(
-            "aten::mm", start + 400, 99
-        )
-    found = report(trace)
-    assert found.worst.verdict.startswith("Nothing of a GPU is in this trace, so it says nothing of copies to one")
-    assert (
-        "Of a step of 1.00 ms, the loop waits 25% for its loader and is 10% in operators that copy"
-        in found.worst.verdict
-    )
-    assert found.worst.packing.most_saved_seconds == 0
-    assert found.worst.verdict in as_text(sections(found))
-    assert found.worst.verdict in html(found).replace("&#x27;", "'")
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_read_rank_by_rank_and_the_one_that_waits_most_is_shown(tmp_path):
-    naive_loop(leaves=10, distributedInfo={"rank": 1, "world_size": 3}).write(tmp_path / "a.json.gz")
-    naive_loop(leaves=90, distributedInfo={"rank": 0}).write(tmp_path / "b.json")
-    naive_loop(leaves=20).write(tmp_path / "worker_rank_2.pt.trace.json")
-    (tmp_path / "notes.txt").write_text("no trace")
-    report = trace_report(tmp_path)
-    assert [rank.rank for rank in report.ranks] == [0, 1, 2]
-    assert report.worst.rank == 0
-    text = as_text(sections(report))
-    rows = re.findall(r"^(\d) +6 ", text, re.MULTILINE)
-    assert rows == ["0", "1", "2"]
-    assert json.loads(json.dumps(report.to_dict()))["worst_rank"] == 0
+def test_a_trace_of_a_run_without_a_gpu_is_refused(report):
+    with pytest.raises(TraceError, match=r"holds no event of a GPU; record the loop on a GPU with activities="):
+        report(TraceMaker().step(1, 0, 1000).wait(0, 250).op("aten::copy_", 300, 100))
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
@@ -509,34 +457,26 @@ def test_a_folder_is_read_rank_by_rank_and_the_one_that_waits_most_is_shown(tmp_
         TraceMaker().call("cudaStreamSynchronize", 0, 0),
         TraceMaker().step(1, 0, 0).kernel(0, 0),
         TraceMaker().step(1, 0, 10).wait(0, 10).copy(50, 10, 1, way="DtoD"),
-        TraceMaker().op("aten::mm", 0, 0),
     ],
 )
 def test_sparse_traces_are_shown_too(report, trace):
     found = report(trace)
-    assert as_text(sections(found))
-    assert html(found)
+    assert as_text(found.sections())
     assert json.dumps(found.to_dict())
 
 
-def test_the_text_has_every_table_and_the_assumptions(report):
-    text = as_text(sections(report(naive_loop(steps=20))))
+def test_the_text_is_one_screen_with_the_assumptions(report):
+    text = as_text(report(naive_loop(steps=20)).sections())
     assert text.startswith("A step cannot be shorter than its kernels")
-    for part in (
-        "copies; hidden",
-        "sizes",
-        "host time in calls",
-        "the 12 of 20 steps",
-        "rests on this:",
-        "NVIDIA H200",
-    ):
+    for part in ("copies; hidden", "a step, medians", "The prediction assumes:", "NVIDIA H200"):
         assert part in text
-    assert text.count("\n- ") == 6
+    assert text.count("\n- ") == 4
+    assert text.count("\n") < 24
 
 
 def test_a_terminal_of_eighty_columns_cuts_no_number(report):
     console = pytest.importorskip("rich.console").Console(width=80)
-    found = sections(report(naive_loop(steps=20, leaves=700)))
+    found = report(naive_loop(steps=20, leaves=700)).sections()
     with console.capture() as capture:
         console.print(as_rich(found))
     words = set(capture.get().split())
@@ -549,60 +489,10 @@ def test_a_terminal_of_eighty_columns_cuts_no_number(report):
 
 def test_json_is_plain_and_complete(report):
     data = json.loads(json.dumps(report(naive_loop()).to_dict()))
-    (rank,) = data["ranks"]
-    assert rank["trace"]["copies"][0]["copies"] == 300
-    assert rank["packing"]["speedup"] > 1
-    assert len(rank["trace"]["steps"]) == 6
-    assert data["verdict"] == rank["verdict"]
-
-
-class Page(HTMLParser):
-    """What a page asks for from elsewhere, and whether its tags close."""
-
-    VOID = ("meta", "rect", "line", "i", "br")
-
-    def __init__(self):
-        super().__init__()
-        self.foreign, self.open, self.words, self.tags = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.foreign += [value for name, value in attributes if name in ("src", "href", "action", "data")]
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
-def test_the_html_report_is_whole_and_asks_for_nothing_from_elsewhere(report):
-    found = report(naive_loop(steps=20).add("user_annotation", "x", 0, 1))
-    text = html(found)
-    page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert page.foreign == []
-    assert not re.search(r"https?://|@import|url\(|<script", text)
-    assert page.tags.count("svg") == 1
-    assert found.worst.verdict in "".join(page.words)
-
-
-def test_names_in_the_html_report_are_escaped(tmp_path):
-    trace = naive_loop().call("cudaMemcpy<script>", 0, 1)
-    text = html(trace_report(trace.write(tmp_path / "a&<b>.json")))
-    assert "<script>" not in text
-    assert "a&amp;&lt;b&gt;.json" in text
-
-
-def test_a_report_of_ten_thousand_copies_stays_small(report):
-    text = html(report(naive_loop(steps=10, leaves=1000)))
-    assert len(text) < 100_000
+    assert data["trace"]["copies"][0]["copies"] == 300
+    assert data["packing"]["saved_seconds"] > 0
+    assert len(data["trace"]["steps"]) == 6
+    assert data["verdict"].startswith("A step cannot")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -633,7 +523,7 @@ def test_numbers_at_the_end_of_a_window_are_read_whole(tmp_path, monkeypatch):
 def test_the_older_format_of_events_alone_is_read(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(naive_loop().events))
-    assert trace_report(path).worst.analysis.sum_of("copies") == 300
+    assert trace_report(path).analysis.sum_of("copies") == 300
 
 
 def test_only_complete_events_count(analysis):
@@ -643,32 +533,28 @@ def test_only_complete_events_count(analysis):
     assert analysis(trace).sum_of("copies") == 1
 
 
-def test_progress_is_told_in_bytes_of_the_file(tmp_path):
-    path = naive_loop().write(tmp_path / "t.json.gz")
-    told = []
-    trace_report(path, advance=told.append)
-    assert sum(told) == path.stat().st_size
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no trace: it is empty"),
-        (b"# A heading\n", "is no trace: it is not JSON"),
-        (b"[project]\nname = 3\n", "is no trace"),
+        (b"", "isn't a profiler trace: empty file"),
+        (b"# A heading\n", "isn't a profiler trace: invalid JSON"),
+        (b"[project]\nname = 3\n", "isn't a profiler trace"),
         (b'{"a": 1, "b": 2}', "JSON without traceEvents (it has a, b)"),
-        (b'{"traceEvents": []}', "holds no events"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}', "none of a host or a GPU"),
+        (b'{"traceEvents": []}', "holds no event of a GPU"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}', "holds no event of a GPU"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "event 1 (kernel) has no usable 'ts'"),
         (b'{"traceEvents": [{"ph": "M"}, {"ph": "X", "na', "broken or cut off after 1 events"),
         (b'{"traceEvents": [{"ph": "M"}', "broken or cut off"),
         (b'{"traceEvents": [{"ph": "M"}]', "broken or cut off"),
-        (b"\x1f\x8b\x08\x00garbage", "is no trace"),
-        (gzip.compress(b'{"traceEvents": [' + b'{"ph": "M"},' * 5000)[:-40], "broken or cut off|is no trace"),
-        (b"\x89PNG\r\n\x1a\n\x00\x00", "is no trace: it is not JSON"),
-        (b"[" * 100_000, "is no trace: maximum recursion depth exceeded"),
+        (b"\x1f\x8b\x08\x00garbage", "isn't a profiler trace"),
+        (
+            gzip.compress(b'{"traceEvents": [' + b'{"ph": "M"},' * 5000)[:-40],
+            "broken or cut off|isn't a profiler trace",
+        ),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "isn't a profiler trace: invalid JSON"),
+        (b"[" * 100_000, "isn't a profiler trace: maximum recursion depth exceeded"),
         (b'{"traceEvents": [{"ph": "M"}, ' + b'{"a":' * 100_000, "broken or cut off after 1 events: maximum recursion"),
-        (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "is no trace: Exceeds the limit"),
+        (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "isn't a profiler trace: Exceeds the limit"),
         (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (it has \ufffd]0;title\ufffd)"),
     ],
 )
@@ -696,7 +582,7 @@ def test_values_that_cannot_be_right_are_an_error(tmp_path, where, value):
     event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 1, "args": event} | {where: value}
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [{**event, "ts": 1, "dur": 1, "name": "x", "args": {}}, event]}))
-    with pytest.raises(TraceError, match=r"t.json is no trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"):
+    with pytest.raises(TraceError, match=r"t.json isn't a trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"):
         trace_report(path)
 
 
@@ -708,8 +594,8 @@ def test_a_step_of_an_impossible_number_is_an_error(report, number):
 
 @pytest.mark.parametrize("header", [5, "x", {"name": "a"}, [5], [{"name": 5}], None])
 def test_a_header_of_another_kind_is_left_out(report, header):
-    found = report(TraceMaker(deviceProperties=header, distributedInfo={"rank": 10**400}).kernel(0, 1)).worst
-    assert (found.analysis.device_name, found.rank) == (None, 0)
+    found = report(TraceMaker(deviceProperties=header).kernel(0, 1))
+    assert found.analysis.device_name is None
 
 
 def test_names_reach_no_terminal_as_control_sequences(report):
@@ -718,9 +604,9 @@ def test_names_reach_no_terminal_as_control_sequences(report):
     for name in names:
         trace.call(f"cudaMemcpy{name}", 0, 1).copy(0, 1, 8, kind=name)
     found = report(trace, name="t\x1b[2J.json")
-    for text in (as_text(sections(found)), html(found)):
+    for text in (as_text(found.sections()), json.dumps(found.to_dict(), ensure_ascii=False)):
         assert text.replace("\n", "").isprintable()
-        assert "cudaMemcpy\ufffd]52;c;ZXZpbA==\ufffd" in text
+        assert "\ufffd]52;c;zxzpba==\ufffd" in text or "\ufffd]52;c;ZXZpbA==\ufffd" in text
         text.encode()
 
 
@@ -729,14 +615,15 @@ def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_p
     monkeypatch.setattr(_stream, "_LONGEST_VALUE", 5000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": oops}' + ', {"ph": "M"}' * 100_000 + "]}")
-    read = []
+    decoded, decode = [], _stream._decode
+    monkeypatch.setattr(_stream, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
     with pytest.raises(TraceError, match="broken"):
-        list(_stream.TraceFile(path, advance=read.append))
-    assert sum(read) < 10_000
+        list(_stream.TraceFile(path))
+    assert max(decoded) < 10_000
 
 
-def test_a_missing_file_and_an_empty_folder_are_named(tmp_path):
-    with pytest.raises(TraceError, match=r"no file .*nope"):
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    with pytest.raises(TraceError, match=r"cannot read .*nope.json: No such file"):
         trace_report(tmp_path / "nope.json")
-    with pytest.raises(TraceError, match=r"no .json or .json.gz in the folder"):
+    with pytest.raises(TraceError, match=r"cannot read .*: Is a directory"):
         trace_report(tmp_path)

@@ -360,7 +360,9 @@ def test_rows_that_are_left_out_must_exist(skip):
         assert slab.eq(0xEE).all()
 
 
-@pytest.mark.parametrize("thing", [object(), None, torch.nn.Parameter(torch.ones(1)), 3], ids=["object", "None", "Parameter", "int"])
+@pytest.mark.parametrize(
+    "thing", [object(), None, torch.nn.Parameter(torch.ones(1)), 3], ids=["object", "None", "Parameter", "int"]
+)
 def test_facts_are_asked_of_plain_tensors_only(thing):
     with pytest.raises(TypeError, match=r"not a torch\.Tensor"):
         _native.core.facts(thing)

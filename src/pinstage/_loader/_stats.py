@@ -70,6 +70,15 @@ class LoaderStats:
         pool = self.pool
         return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
 
+    def __str__(self) -> str:
+        """Return one line for a log; ``repr`` is a table."""
+        sent = f"{format_bytes(self.bytes)} in {count(self.copies, 'copy', 'copies')}"
+        pool = self.pool and f"; pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}"
+        return (
+            f"{count(self.batches, 'batch', 'batches')}, {sent} in {self.seconds:.3f} s, {self.wait_seconds:.3f} s "
+            f"waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
+        )
+
     def __repr__(self) -> str:
         text = table_text(
             "LoaderStats",

@@ -123,6 +123,16 @@ class StagerStats:
     pool: PoolStats
     """The pool's counters."""
 
+    def __str__(self) -> str:
+        """Return one line for a log; ``repr`` is a table."""
+        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
+        fetched = f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
+        return (
+            f"{count(self.batches, 'batch', 'batches')}, {sent}; {count(self.fetches, 'fetch', 'fetches')}, {fetched}; "
+            f"pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, "
+            f"waited {self.pool.wait_seconds:.3f} s"
+        )
+
     def __repr__(self) -> str:
         fetches, fetch_copies = count(self.fetches, "call"), count(self.fetch_copies, "copy", "copies")
         text = table_text(

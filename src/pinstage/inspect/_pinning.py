@@ -44,11 +44,8 @@ def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
     ids = {id(tensor) for tensor in seen}
     pinned = tuple(id(place.leaf) in ids for place in found)
     stops: dict[int, bool] = {}  # by id: an object that holds many leaves is asked about once
-    stopped_by = tuple(
-        None if is_pinned else type_name(_first_stop(place, stops))
-        for is_pinned, place in zip(pinned, found, strict=True)
-    )
-    return Pinning(pinned, stopped_by, error)
+    left = (None if id(place.leaf) in ids else type_name(_first_stop(place, stops)) for place in found)
+    return Pinning(pinned, tuple(left), error)
 
 
 def type_name(obj: Any) -> str:

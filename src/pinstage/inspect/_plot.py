@@ -9,11 +9,7 @@ from .._sizes import format_bytes
 from ._bus import PAGEABLE, PINNED, REGISTERED, Point
 
 # Two kinds are often alike, as they should be: a thick line stays visible behind a thin one.
-_STYLES = {
-    PAGEABLE: {"color": "#e07b39", "marker": "s", "linewidth": 1.5, "markersize": 6.5},
-    PINNED: {"color": "#3b7dd8", "marker": "o", "linewidth": 5.0, "markersize": 10},
-    REGISTERED: {"color": "#2f9e6e", "marker": "^", "linewidth": 1.5, "markersize": 6.5},
-}
+_STYLES = {PAGEABLE: ("#e07b39", "s", 1.5), PINNED: ("#3b7dd8", "o", 5.0), REGISTERED: ("#2f9e6e", "^", 1.5)}
 
 
 def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
@@ -32,7 +28,8 @@ def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rat
         for kind in dict.fromkeys(point.kind for point in points):
             mine = [point for point in points if (point.direction, point.kind) == (direction, kind)]
             line = sorted((point.nbytes, point.bytes_per_second / 1e9) for point in mine)
-            axis.plot(*zip(*line, strict=True), label=kind, **_STYLES[kind])
+            color, marker, width = _STYLES[kind]
+            axis.plot(*zip(*line, strict=True), label=kind, color=color, marker=marker, lw=width, ms=5.5 + width)
         if link_rate is not None:
             axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
         axis.set_xscale("log", base=2)

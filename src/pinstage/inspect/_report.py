@@ -6,11 +6,15 @@ pipe, a log and a machine without rich get the same words as a terminal. Sizes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
 """What a style is called here, and what rich calls it."""
@@ -40,18 +44,6 @@ def clean(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-def table_of(
-    items: Iterable[T],
-    columns: Mapping[str, Callable[[T], str]],
-    title: str = "",
-    style: Callable[[T], str] = lambda _: "",
-) -> TextTable:
-    """Make a table with a row for each item; `columns` says what stands under each name of the head."""
-    items = list(items)
-    rows = [[cell(item) for cell in columns.values()] for item in items]
-    return TextTable(list(columns), rows, title, [style(item) for item in items])
-
-
 def as_text(sections: Iterable[Section]) -> str:
     """Draw sections as plain text, without escapes; no line is wrapped or cut."""
     return "\n".join(section.text if isinstance(section, Line) else _table_text(section) for section in sections)
@@ -71,46 +63,68 @@ def _table_text(table: TextTable) -> str:
 
 
 def as_rich(sections: Iterable[Section]) -> Any:
-    """Draw sections as one renderable of rich, which has to be installed."""
+    """Draw sections as one renderable of rich, which has to be installed. On a narrow terminal texts are folded."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
-    return Group(
-        *(
-            Text(section.text, style=STYLES[section.style]) if isinstance(section, Line) else _RichTable(section)
-            for section in sections
-        )
-    )
+    drawn: list[Any] = []
+    for section in sections:
+        if isinstance(section, Line):
+            drawn.append(Text(section.text, style=STYLES[section.style]))
+            continue
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for column, *cells in zip(section.columns, *section.rows, strict=True):
+            name, is_number = column.removeprefix(">"), column.startswith(">")
+            width = max(map(len, (name, *cells)))  # numbers are never cut
+            least = width if is_number or width <= _KEPT_WIDTH else None
+            table.add_column(name, justify="right" if is_number else "left", min_width=least, overflow="fold")
+        for row, style in zip(section.rows, section.styles or [""] * len(section.rows), strict=True):
+            table.add_row(*map(Text, row), style=STYLES[style])
+        drawn += [*([Text(section.title, style="bold")] if section.title else []), table]
+    return Group(*drawn)
 
 
-@dataclass(frozen=True)
-class _RichTable:
-    """A table drawn by rich when its width is known.
+# -- where it goes -----------------------------------------------------------------------------------------------------
 
-    Numbers are never cut. On a narrow terminal the space between columns goes first, then texts are folded.
-    """
 
-    table: TextTable
+def show(findings: dict[str, Any] | Sequence[Section]) -> None:
+    """Print findings on stdout: JSON, tables on a terminal if rich is installed, or plain text."""
+    console = _console()
+    if isinstance(findings, dict):
+        sys.stdout.write(json.dumps({"schema": 1, **findings}, indent=2) + "\n")
+    elif console is None:
+        sys.stdout.write(as_text(findings) + "\n")
+    else:
+        console.print(as_rich(findings))
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
 
-        table = self.table
-        names = [column.removeprefix(">") for column in table.columns]
-        widths = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
-        roomy = sum(widths) + 3 * (len(names) - 1) <= options.max_width
-        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0))
-        for name, column, width in zip(names, table.columns, widths, strict=True):
-            is_number = column.startswith(">")
-            kept = width if is_number or width <= _KEPT_WIDTH else None
-            drawn.add_column(name, justify="right" if is_number else "left", min_width=kept, overflow="fold")
-        for row, style in zip(table.rows, table.styles or [""] * len(table.rows), strict=True):
-            drawn.add_row(*map(Text, row), style=STYLES[style])
-        if table.title:
-            yield Text(table.title, style="bold")
-        yield drawn
+def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
+    """Draw sections on the terminal again and again, `pause` seconds apart, until Ctrl-C."""
+    console = _console()
+    with suppress(KeyboardInterrupt):
+        if console is None:
+            clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
+            while True:
+                sys.stdout.write(f"{clear}{as_text(draw())}\n")
+                sys.stdout.flush()
+                time.sleep(pause)
+        from rich.live import Live
+
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(as_rich(draw()), refresh=True)
+                time.sleep(pause)
+
+
+def _console() -> Any:
+    """Return rich's console for stdout; None where plain text is wanted, or rich is not installed."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

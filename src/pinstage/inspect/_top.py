@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pinstage as ps
 
 from .._sizes import count, format_bytes
-from ._report import Line, Section, TextTable, as_rich, as_text, duration
+from ._report import Line, Section, TextTable, as_text, duration, show, watch
 
 _PAUSE_SECONDS = 1.0
 """Between two pictures."""
@@ -26,24 +24,12 @@ _COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">i
 def run_top(*, once: bool, as_json: bool) -> int:
     """Show the budgets of this host, again and again on a terminal, until Ctrl-C; return the exit status."""
     if as_json:
-        sys.stdout.write(json.dumps(to_dict(ps.HostBudget.shares()), indent=2) + "\n")
+        show(to_dict(ps.HostBudget.shares()))
     elif once or not sys.stdout.isatty():
         sys.stdout.write(as_text(sections(ps.HostBudget.shares())) + "\n")
     else:
-        _show_live()
+        watch(lambda: sections(ps.HostBudget.shares()), _PAUSE_SECONDS)
     return 0
-
-
-def _show_live() -> None:
-    from rich.live import Live
-
-    with Live(auto_refresh=False) as live:
-        try:
-            while True:
-                live.update(as_rich(sections(ps.HostBudget.shares())), refresh=True)
-                time.sleep(_PAUSE_SECONDS)
-        except KeyboardInterrupt:
-            pass
 
 
 def to_dict(shares: Sequence[ps.HostShare]) -> dict[str, Any]:

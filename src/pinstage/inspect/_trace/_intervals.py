@@ -56,20 +56,13 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
 
 def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
     """Return how much of a set lies between each `start` and `end`."""
-    return covered(spans, end) - covered(spans, start)
-
-
-def covered(spans: Intervals, until: npt.ArrayLike) -> Times:
-    """Return how much of a set lies before each time."""
-    until = np.asarray(until, dtype=np.float64)
+    start, end = np.asarray(start, dtype=np.float64), np.asarray(end, dtype=np.float64)
     if not len(spans):
-        return np.zeros(until.shape)
+        return np.zeros(start.shape)
     lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    before = np.searchsorted(spans[:, 0], until, side="right")
-    last_end = spans[np.maximum(before - 1, 0), 1]
-    over = np.where(before > 0, np.maximum(last_end - until, 0.0), 0.0)
-    result: Times = lengths[before] - over
-    return result
+    before = np.column_stack([lengths[:-1], lengths[1:]]).ravel()  # each edge, linear between them
+    found: Times = np.interp(end, spans.ravel(), before) - np.interp(start, spans.ravel(), before)
+    return found
 
 
 def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:

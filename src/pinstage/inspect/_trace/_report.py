@@ -1,251 +1,133 @@
-"""What `pinstage trace` is given, a file or a folder with a file for each rank, and what it shows."""
+"""The report of `pinstage trace`, in words and tables."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..._sizes import count, format_bytes
-from .._bus import Bus
-from .._cost import Cost, cost_of
-from .._errors import TraceError
-from .._report import Line, Section, TextTable, duration, rate, share, table_of
-from ._analysis import Analysis, CopyGroup, HostCall, SizeBucket, Step, analyse
-from ._events import TO_DEVICE, TO_HOST, read
-from ._model import Downloads, Packing, download_verdict, downloads, packing, verdict
+from .._bus import REFERENCE, Bus, Cost
+from .._report import Line, Section, TextTable, duration, rate, share
+from ._analysis import SMALL_BYTES, Analysis
+from ._events import TO_DEVICE, Trace
+from ._model import SMALL, Packing
 from ._stream import TraceFile
 
-_SUFFIXES = (".json", ".json.gz")
-_RANK = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
-_STEPS = 12
-_CALLS = 10
-_WAYS = (TO_DEVICE, TO_HOST)
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What the trace of one process says, and what packing would change in it."""
-
-    rank: int
-    analysis: Analysis
-    packing: Packing
-    downloads: Downloads
-
-    @property
-    def verdict(self) -> str:
-        """It in a few sentences: what cannot be gained, what staging costs, what packing would change."""
-        return " ".join(verdict(self.analysis, self.packing))
-
-    @property
-    def download_verdict(self) -> str:
-        """The same of copies to the host; empty if there are none."""
-        return download_verdict(self.analysis, self.downloads)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data. Seconds and bytes."""
-        found = {"rank": self.rank, "verdict": self.verdict, "download_verdict": self.download_verdict}
-        figures: dict[str, Any] = {"packing": self.packing, "downloads": self.downloads, "trace": self.analysis}
-        return found | {name: figure.to_dict() for name, figure in figures.items()}
+_TIMES = {
+    ">time": "seconds", ">kernels": "kernel_seconds", ">staging": "staging_seconds", ">stall": "stall_seconds",
+    ">sync": "synchronise_seconds", ">loader": "wait_seconds",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What the traces of all ranks say."""
+    """What a trace says, and what packing would change in it."""
 
-    ranks: tuple[RankReport, ...]  # one for each file, by rank
-
-    @property
-    def worst(self) -> RankReport:
-        """The rank whose GPU waits longest for staging in a step: what the others wait for."""
-        return max(self.ranks, key=lambda rank: rank.packing.stall_seconds)
+    analysis: Analysis
+    packing: Packing
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, ready for JSON. Seconds and bytes."""
-        return {
-            "verdict": self.worst.verdict,
-            "worst_rank": self.worst.rank,
-            "ranks": [rank.to_dict() for rank in self.ranks],
-        }
+        found = {"verdict": self.verdict, "packing": self.packing.to_dict(), "assumptions": self.packing.assumptions()}
+        return found | {"trace": self.analysis.to_dict()}
+
+    @property
+    def verdict(self) -> str:
+        """The same in a few sentences: what cannot be gained, what staging costs, what packing would change."""
+        return " ".join(_verdict(self.analysis, self.packing))
+
+    def sections(self) -> list[Section]:
+        """Return what is printed: one screen."""
+        analysis = self.analysis
+        style = "warning" if self.packing.is_stalled else "ok"
+        shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
+        steps = count(len(analysis.steps), "step") if analysis.annotated else "no steps annotated"
+        device = f"{analysis.device_name or 'GPU'} (device {analysis.device})"
+        shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {steps}, {device}"))
+        rows = [
+            [
+                *(group["direction"], group["kind"], f"{group['copies']:,}", format_bytes(group["nbytes"])),
+                *(duration(group["seconds"]), rate(group["bytes_per_second"])),
+                share(group["hidden_seconds"], group["hidden_seconds"] + group["exposed_seconds"]),
+            ]
+            for group in analysis.groups
+        ]
+        styles = ["warning" if group["kind"] == "pageable" else "" for group in analysis.groups]
+        columns = ("copies", "kind", ">number", ">bytes", ">time", ">speed", ">hidden")
+        medians = [duration(analysis.middle(name)) for name in _TIMES.values()]
+        return [
+            *shown,
+            TextTable(columns, rows, "copies; hidden: behind kernels", styles),
+            TextTable(list(_TIMES), [medians], "a step, medians; stall: staging, and no kernel runs"),
+            Line("The prediction assumes:"),
+            *(Line(f"- {assumption}", "info") for assumption in self.packing.assumptions()),
+        ]
 
 
 def trace_report(
-    path: Path | str,
-    *,
-    bus: Bus | None = None,
-    step_seconds: float | None = None,
-    cost: Cost | None = None,
-    advance: Callable[[int], None] | None = None,
+    path: Path | str, *, bus: Bus | None = None, step_seconds: float | None = None, cost: Cost = REFERENCE
 ) -> TraceReport:
-    """Read the trace or traces at a path and say what copies cost.
+    """Read a trace and say what copies cost.
 
     Args:
-        path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``, or a folder with one for each rank.
+        path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``.
         bus: of the machine that it is from.
         step_seconds: of a step without the profiler, if that was measured.
-        cost: of staging; None: what ``pinstage doctor`` kept for such a GPU, else the reference.
-        advance: called with the bytes of the files that were read since the last call.
+        cost: of staging.
 
     Raises:
         TraceError: there is no such file, or it is broken, or it is something else.
     """
-    reports = []
-    for index, file in enumerate(trace_files(Path(path))):
-        trace = read(TraceFile(file, advance=advance))
-        costs = cost_of(trace.device_name) if cost is None else cost
-        analysis = analyse(trace)
-        rank = analysis.rank
-        if rank is None:
-            named = _RANK.search(file.name)
-            rank = int(named[1]) if named else index
-        reports.append(RankReport(rank, analysis, packing(analysis, costs, bus, step_seconds), downloads(analysis)))
-    return TraceReport(tuple(sorted(reports, key=lambda report: report.rank)))
+    analysis = Analysis(Trace(TraceFile(Path(path))))
+    return TraceReport(analysis, Packing(analysis, cost, bus, step_seconds))
 
 
-def trace_files(path: Path) -> Sequence[Path]:
-    """Return the file at a path, or the traces in the folder at it, by name.
-
-    Raises:
-        TraceError: there is nothing there.
-    """
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES))
-        if not files:
-            raise TraceError(f"no .json or .json.gz in the folder {path}; give the file, or the folder of all ranks")
-        return files
-    if not path.exists():
-        raise TraceError(f"no file {path}")
-    return [path]
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-def sections(report: TraceReport, *, every_step: bool = False) -> list[Section]:
-    """Return what is printed: of all ranks a table, of the one that waits most everything."""
-    worst = report.worst
-    analysis = worst.analysis
-    shown: list[Section] = list(verdict_lines(worst))
-    if len(report.ranks) > 1:
-        shown.insert(0, Line(f"rank {worst.rank}, whose GPU waits most for staging:"))
-        shown.append(ranks_table(report))
-    counted = count(len(analysis.steps), "step") if analysis.annotated else "no steps annotated"
-    device = f"{analysis.device_name or 'GPU'} (device {analysis.device})" if analysis.has_gpu else "no GPU"
-    shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {counted}, {device}"))
-    if not analysis.has_gpu:
-        return shown
-    shown += [
-        *tables(worst, None if every_step else _STEPS),
-        Line("What packing would save rests on this:"),
-        *(Line(f"- {assumption}", "info") for assumption in worst.packing.assumptions),
-    ]
-    return shown
+def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
+    """Say what cannot be gained, what staging costs, what packing would change, and what downloads cost."""
+    step = "step" if analysis.annotated else "trace"
+    found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
+    if analysis.sum_of("copies"):
+        found = [_limit(analysis, packing, step), _finding(analysis, packing, step), packing.advice()]
+    names = ("downloads", "download_bytes", "download_seconds", "exposed_download_seconds")
+    copies, nbytes, seconds, exposed = map(analysis.middle, names)
+    if round(copies):
+        found.append(
+            f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
+            f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
+            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.to_host fetches "
+            "them together, and lets the host run ahead until it needs them."
+        )
+    return found
 
 
-def tables(rank: RankReport, steps: int | None) -> list[TextTable]:
-    """Return what there is of one rank, in text as in HTML; so many steps at most."""
-    analysis = rank.analysis
-    return [
-        copies_table(analysis, rank.packing.bus_bytes_per_second),
-        sizes_table(analysis),
-        calls_table(analysis),
-        steps_table(analysis.steps, steps, annotated=analysis.annotated),
-    ]
+def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
+    real, kernels = packing.real_seconds, packing.kernel_seconds
+    if packing.waits_for_loader:
+        wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
+        return (
+            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
+            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+        )
+    if real - kernels < SMALL * real:
+        most = duration(max(real - kernels, 0.0))
+        return f"The GPU is at work for {share(kernels, real)} of a {step}: staging can save {most} at most."
+    return (
+        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes {duration(packing.step_seconds)} "
+        f"here, and about {duration(real)} without the profiler."
+    )
 
 
-def verdict_lines(rank: RankReport) -> list[Line]:
-    """Return what is said first."""
-    style = "warning" if rank.packing.is_stalled else "ok"
-    lines = [Line(text, style) for text in verdict(rank.analysis, rank.packing)]
-    return [*lines, Line(rank.download_verdict, "info")] if rank.download_verdict else lines
-
-
-def ranks_table(report: TraceReport) -> TextTable:
-    """Return a row for each rank; medians over its steps."""
-
-    def share_of(name: str) -> Callable[[RankReport], str]:
-        return lambda rank: share(rank.analysis.middle(name), rank.analysis.middle("seconds"))
-
-    columns: dict[str, Callable[[RankReport], str]] = {
-        "rank": lambda rank: str(rank.rank),
-        ">steps": lambda rank: str(len(rank.analysis.steps)),
-        ">step": lambda rank: duration(rank.analysis.middle("seconds")),
-        ">copies": lambda rank: f"{rank.analysis.middle('copies'):,.0f}",
-        ">bytes": lambda rank: format_bytes(rank.analysis.middle("nbytes")),
-        ">kernels": share_of("kernel_seconds"),
-        ">staging": lambda rank: duration(rank.analysis.middle("staging_seconds")),
-        ">stall": share_of("stall_seconds"),
-        ">loader wait": share_of("wait_seconds"),
-        ">packing saves": lambda rank: duration(rank.packing.saved_seconds),
-    }
-    title = "by rank, medians of a step"
-    return table_of(report.ranks, columns, title, lambda rank: "warning" if rank.packing.is_stalled else "")
-
-
-def copies_table(analysis: Analysis, bus: float) -> TextTable:
-    """Return a row for each direction and kind of copy."""
-    columns: dict[str, Callable[[CopyGroup], str]] = {
-        "copies": lambda group: group.direction,
-        "kind": lambda group: group.kind,
-        ">number": lambda group: f"{group.copies:,}",
-        ">bytes": lambda group: format_bytes(group.nbytes),
-        ">median": lambda group: format_bytes(group.median_bytes),
-        ">time": lambda group: duration(group.seconds),
-        ">speed": lambda group: rate(group.bytes_per_second),
-        ">of bus": lambda group: share(group.bytes_per_second, bus) if group.direction in _WAYS else "-",
-        ">hidden": lambda group: share(group.hidden_seconds, group.hidden_seconds + group.exposed_seconds),
-        ">exposed": lambda group: duration(group.exposed_seconds),
-    }
-    title = f"copies; hidden: behind kernels; the bus gives {rate(bus)}"
-    return table_of(analysis.groups, columns, title, lambda group: "warning" if group.kind == "pageable" else "")
-
-
-def sizes_table(analysis: Analysis) -> TextTable:
-    """Return a row for each direction and class of size."""
-    whole = {way: max(analysis.sum_of("copies", way), 1) for way in _WAYS}
-    columns: dict[str, Callable[[SizeBucket], str]] = {
-        "copies": lambda bucket: bucket.direction,
-        "size": lambda bucket: bucket.label,
-        ">number": lambda bucket: f"{bucket.copies:,}",
-        ">share": lambda bucket: share(bucket.copies, whole[bucket.direction]),
-        ">bytes": lambda bucket: format_bytes(bucket.nbytes),
-        ">speed": lambda bucket: rate(bucket.bytes_per_second),
-        "": lambda bucket: "#" * math.ceil(20 * bucket.copies / whole[bucket.direction]),
-    }
-    return table_of(analysis.buckets, columns, "sizes")
-
-
-def calls_table(analysis: Analysis) -> TextTable:
-    """Return the host calls that took most time."""
-    columns: dict[str, Callable[[HostCall], str]] = {
-        "for": lambda call: call.group,
-        "host call": lambda call: call.name,
-        ">calls": lambda call: f"{call.calls:,}",
-        ">time": lambda call: duration(call.seconds),
-        ">longest": lambda call: duration(call.longest_seconds),
-    }
-    return table_of(analysis.calls[:_CALLS], columns, "host time in calls, all threads")
-
-
-def steps_table(steps: Sequence[Step], limit: int | None, *, annotated: bool) -> TextTable:
-    """Return a row for each step, the longest stalls if there are more than `limit`, in order."""
-    chosen = sorted(steps, key=lambda step: -step.stall_seconds)[:limit]
-    columns: dict[str, Callable[[Step], str]] = {
-        "step": lambda step: str(step.number) if annotated else "whole",
-        ">time": lambda step: duration(step.seconds),
-        ">copies": lambda step: f"{step.copies:,}",
-        ">bytes": lambda step: format_bytes(step.nbytes),
-        ">copying": lambda step: duration(step.copy_seconds),
-        ">kernels": lambda step: duration(step.kernel_seconds),
-        ">staging": lambda step: duration(step.staging_seconds),
-        ">stall": lambda step: duration(step.stall_seconds),
-        ">sync": lambda step: duration(step.synchronise_seconds),
-        ">loader": lambda step: duration(step.wait_seconds),
-    }
-    title = "steps; stall: the host stages or a copy runs, and no kernel does"
-    if len(chosen) < len(steps):
-        title = f"the {len(chosen)} of {len(steps)} " + title
-    return table_of(sorted(chosen, key=lambda step: step.start), columns, title)
+def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
+    stall, copies, nbytes = packing.stall_seconds, analysis.sum_of("copies"), analysis.sum_of("nbytes")
+    nature = "the trace does not tell their bytes"  # as those of AMD's GPUs do not
+    if nbytes:
+        pageable = sum(g["nbytes"] for g in analysis.groups if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable"))
+        nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
+        nature += f"{share(pageable, nbytes)} of the bytes from pageable memory"
+    what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
+    part = f"{share(stall, packing.step_seconds)} of a {step}"
+    if packing.is_stalled:
+        return f"The GPU stands still for {part} ({duration(stall)}) while the host stages: {what}."
+    hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
+    return f"Staging holds the GPU up for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."

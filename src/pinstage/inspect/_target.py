@@ -1,0 +1,86 @@
+"""The TARGET of ``pinstage audit``: a module and a callable in it that gives a batch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ._errors import TargetError
+
+
+@contextmanager
+def prints_on_stderr() -> Iterator[None]:
+    """Send what a target prints, its workers and its C code included, to stderr: stdout is for findings."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def first_batch(target: str) -> Any:
+    """Import a module, call a function of it without arguments, and return the batch that it gives.
+
+    The module is named by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
+    other iterable of batches, whose first one is taken. What is no callable is taken as it is.
+
+    Raises:
+        TargetError: there is no such thing, it raises, or it yields nothing.
+    """
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name:
+        raise TargetError(
+            f"not module:callable: {target!r}; write for example train:make_loader, or train.py:make_loader"
+        )
+    thing: Any = _import(module_name)
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            public = [name for name, value in vars(thing).items() if callable(value) and not name.startswith("_")]
+            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(public[:8]) or 'no functions'}")
+        thing = getattr(thing, part)
+    batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
+    try:
+        made = thing() if callable(thing) and not isinstance(thing, DataLoader) else thing
+        if not isinstance(made, DataLoader | Iterator) and (isinstance(made, batches) or not hasattr(made, "__iter__")):
+            return made
+        for batch in made:
+            return batch
+    except Exception as error:
+        raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
+    raise TargetError(f"{target} gives an empty {type(made).__name__}; there is no batch to look at")
+
+
+def _import(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        path = Path(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise TargetError(f"cannot import {name}, from {here}: {type(error).__name__}: {error}") from error
