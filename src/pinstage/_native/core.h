@@ -150,8 +150,8 @@ typedef struct {
     int64_t count, nbytes;
 } Work;
 
-/* `skip`: a list of rows that somebody else writes, rising; or NULL. False with an error. */
-bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, PyObject *skip);
+/* `skip`: a byte for each row, `skips` of them, which is not 0 where somebody else writes it; or NULL. False with an error. */
+bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 
 extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[], torch_methods[];
