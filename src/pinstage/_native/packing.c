@@ -109,7 +109,7 @@ typedef struct {
 } JobObject;
 
 /* How long the end of a job that nobody closed waits for its threads: one piece takes microseconds. */
-enum { END_MS = 10 * 1000 };
+enum { END_MS = 2 * 1000 };
 
 /* What a thread still touches after `milliseconds` (-1: never mind how long) is never freed. */
 static void job_close(JobObject *self, int milliseconds) {
