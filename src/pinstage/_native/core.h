@@ -135,7 +135,7 @@ typedef struct {
     int64_t source_stride[MAX_DIMS];           /* of a STRIDED leaf */
 } Found;
 
-enum { NOT_PLAIN = -2 }; /* one for the plain path; no error */
+enum { NOT_PLAIN = -2 }; /* Python has to describe it; no error */
 
 /* Describe a torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf);
