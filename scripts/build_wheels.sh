@@ -28,7 +28,8 @@ for machine in x86_64 aarch64; do
     --config-settings=--build-option="--plat-name=$platform" -w dist "$build/source"
   wheel=$(echo dist/*-cp311-abi3-"$platform".whl)
   verdict=$("$PYTHON" -m auditwheel show "$wheel")
-  [[ $verdict == *"\"$platform\""* ]] || { echo "$0: $wheel: $verdict" >&2; exit 1; }
+  # It may need less than it is built for.
+  [[ $verdict =~ \"manylinux_2_([0-9]+)_$machine\" && ${BASH_REMATCH[1]} -le ${GLIBC#2.} ]] || { echo "$0: $wheel: $verdict" >&2; exit 1; }
   "$PYTHON" -m abi3audit --strict --summary "$wheel"
 done
 "$PYTHON" -m twine check --strict dist/*

@@ -488,6 +488,43 @@ def test_a_thread_that_cannot_be_started_is_told_once():
     assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
 
 
+STUCK = """
+import ctypes, fcntl, mmap, os, platform, select, struct, time, weakref
+import torch
+from pinstage._copy import start_packing
+from pinstage._layout import take_apart
+
+number = {"x86_64": 323, "aarch64": 282}[platform.machine()]
+faults = ctypes.CDLL(None).syscall(number, os.O_CLOEXEC | os.O_NONBLOCK)
+if faults < 0:
+    raise SystemExit("userfaultfd is refused")
+memory = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(faults, 0xC018AA3F, struct.pack("=QQQ", 0xAA, 0, 0))  # UFFDIO_API
+fcntl.ioctl(faults, 0xC020AA00, struct.pack("=QQQQ", address, 8 << 20, 1, 0))  # UFFDIO_REGISTER: pages never come
+leaf = torch.frombuffer(memory, dtype=torch.uint8)
+slab = torch.empty(8 << 20, dtype=torch.uint8)
+alive = [weakref.ref(leaf), weakref.ref(slab)]
+job = start_packing(take_apart([leaf]), slab, 2).__enter__()
+del leaf, slab
+select.select([faults], [], [])  # a thread reads the leaf
+began = time.monotonic()
+del job
+print(time.monotonic() - began, [one() is not None for one in alive], flush=True)
+os._exit(0)
+"""
+
+
+def test_the_end_of_a_job_does_not_wait_forever_for_a_thread():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=60)
+    if "refused" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    seconds, kept = done.stdout.split(" ", 1)
+    assert 1 < float(seconds) < 30
+    assert kept == "[True, True]\n"
+
+
 # -- how many threads --------------------------------------------------------------------------------------------------
 
 

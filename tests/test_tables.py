@@ -1,6 +1,8 @@
 """Offset tables: the extension writes those of plain Python, and one from elsewhere never leads outside of its slab."""
 
 import contextlib
+import ctypes
+import itertools
 import struct
 import sys
 
@@ -14,7 +16,7 @@ from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, tensors
 
 from pinstage import _native
-from pinstage._layout import INTEGERS, PACKED, RowKind, Table, cut, pack, take_apart
+from pinstage._layout import INTEGERS, PACKED, RowKind, Sharing, Table, cut, make_blocks, pack, take_apart
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -113,6 +115,35 @@ def test_tables_slabs_and_views_are_those_of_plain_python(batch, repeated):
                 assert torch.equal(slab, expected)
             assert Table.of_bytes(table.data) == table == whole.table
     assert found[0] == found[1]
+
+
+def bits(leaf):
+    return ctypes.string_at(leaf.data_ptr(), leaf.nbytes) if leaf.nbytes else b""  # all are dense
+
+
+ends_of_pieces = st.lists(st.integers(0, 4096), max_size=4)
+
+
+@many
+@given(st.lists(odd_leaves, max_size=12), st.sampled_from(Sharing), ends_of_pieces, st.data())
+def test_blocks_have_the_bytes_of_the_slab_however_it_is_sent(batch, sharing, cuts, data):
+    whole = oracle.take_apart(batch)
+    table = whole.table
+    slab = torch.empty(table.nbytes, dtype=torch.uint8)
+    oracle.pack(whole, slab)
+    others = [None] * (table.others + table.moved)
+    expected = cut(table, slab, others)
+    with on_path(data.draw(st.sampled_from(PATHS))):
+        blocks = make_blocks(table, sharing, torch.device("cpu"))
+        ends = sorted({min(at, table.nbytes) for at in cuts} | {0, table.nbytes})
+        for start, end in itertools.pairwise(ends):
+            blocks.copy(slab.data_ptr(), start, end, 0, False)
+        for made, leaf in zip(blocks.leaves(others), expected, strict=True):
+            assert (made is None) == (leaf is None)
+            if leaf is not None:
+                assert (made.dtype, made.shape, made.stride()) == (leaf.dtype, leaf.shape, leaf.stride())
+                assert bits(made) == bits(leaf)
+                assert sharing is not Sharing.EACH or made.untyped_storage().nbytes() == leaf.nbytes
 
 
 # -- tables from elsewhere ---------------------------------------------------------------------------------------------
@@ -328,7 +359,7 @@ def test_the_extension_stays_inside_of_the_slab_that_it_is_given_whatever_the_ta
             made = outcome_of(core.Blocks.of, data, 0, 0, 0, slab)
             write_all((made and outcome_of(made.leaves, [None] * count)) or [], slab)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes)
-        outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes, [0, 2])
+        outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes, b"\1\0\1")
         job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, slab, 3)
         if job is not None:
             with job:
@@ -351,7 +382,7 @@ def test_sources_of_another_table_are_refused(length):
 # -- what no table is --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skip", [["x"], [-1], [2], [2**70], "x"], ids=repr)
+@pytest.mark.parametrize("skip", [["x"], [1], b"", b"\1", b"\1\0\1", "x", 1], ids=repr)
 def test_rows_that_are_left_out_must_exist(skip):
     parts = take_apart([torch.zeros(4), torch.ones(3)])
     with guarded(parts.table.nbytes) as slab:

@@ -114,7 +114,25 @@ class StorageUsers:
 def why_storages_cannot_be_counted() -> str | None:
     """Say why it cannot be told who uses a storage; None if it can."""
     try:
-        return _probe_storage_users()
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            slab = torch.zeros(64, dtype=torch.uint8, device="cpu")
+            users, weight = StorageUsers(slab), torch.ones(4, requires_grad=True, device="cpu")
+            if users.are_there():
+                return _in_this_torch("counts a user of a storage that has none")
+            holders: dict[str, Callable[[torch.Tensor], Any]] = {
+                "a view": lambda leaf: leaf,
+                "what autograd saved": lambda leaf: leaf * weight,
+                "an array": lambda leaf: leaf.numpy(),
+                "the storage": lambda leaf: leaf.untyped_storage(),
+                "a capsule": lambda leaf: leaf.__dlpack__(),
+            }
+            for name, make in holders.items():
+                holder = make(slab.view(torch.float32)[:4])
+                is_seen = users.are_there()
+                del holder
+                if not is_seen or users.are_there():
+                    return _in_this_torch(f"does not count {name} as a user of a storage until its end")
+        return None
     except _WRONG as error:
         return _in_this_torch(f"does not count a storage's users as expected ({error!r})")
 
@@ -124,45 +142,18 @@ def has_interpreter_lock() -> bool:
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
-def _probe_storage_users() -> str | None:
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        slab = torch.zeros(64, dtype=torch.uint8, device="cpu")
-        users = StorageUsers(slab)
-        weight = torch.ones(4, requires_grad=True, device="cpu")
-
-        def leaf() -> torch.Tensor:
-            return slab.view(torch.float32)[:4]
-
-        holders: dict[str, Callable[[], Any]] = {
-            "a view": leaf,
-            "what autograd saved": lambda: leaf() * weight,
-            "an array": lambda: leaf().numpy(),
-            "the storage": lambda: leaf().untyped_storage(),
-            "a capsule": lambda: leaf().__dlpack__(),
-        }
-        if users.are_there():
-            return _in_this_torch("counts a user of a storage that has none")
-        for name, make in holders.items():
-            holder = make()
-            if not users.are_there():
-                return _in_this_torch(f"does not count {name} as a user of a storage")
-            del holder
-            if users.are_there():
-                return _in_this_torch(f"counts {name} as a user of a storage after its end")
-    return None
-
-
 def check_storages_can_be_counted() -> None:
     """Refuse a ring where it cannot be told who still uses a batch.
 
     Raises:
         StagingError: it cannot.
     """
-    reason = why_storages_cannot_be_counted()
+    _refuse("ring=", why_storages_cannot_be_counted(), "leave it out, and each batch gets a fresh device slab")
+
+
+def _refuse(what: str, reason: str | None, remedy: str) -> None:
     if reason is not None:
-        raise StagingError(
-            f"ring= is not possible here: {reason}; leave it out, and each batch gets a fresh device slab"
-        )
+        raise StagingError(f"{what} is not possible here: {reason}; {remedy}")
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -208,11 +199,10 @@ def why_changes_are_not_seen() -> str | None:
             changes = Changes(tensor)
             before = changes.are_there()
             tensor[1:].add_(1)
-            if (before, changes.are_there()) == (False, True):
-                return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not tell that a tensor was changed ({error!r})")
-    return _in_this_torch("does not tell that a tensor was changed")
+            is_seen = (before, changes.are_there()) == (False, True)
+    except _WRONG:
+        is_seen = False
+    return None if is_seen else _in_this_torch("does not tell that a tensor was changed")
 
 
 def check_changes_are_seen() -> None:
@@ -221,11 +211,8 @@ def check_changes_are_seen() -> None:
     Raises:
         StagingError: it cannot.
     """
-    reason = why_changes_are_not_seen()
-    if reason is not None:
-        raise StagingError(
-            f"save_on_cpu is not possible here: {reason}; use torch.autograd.graph.save_on_cpu(pin_memory=True)"
-        )
+    remedy = "use torch.autograd.graph.save_on_cpu(pin_memory=True)"
+    _refuse("save_on_cpu", why_changes_are_not_seen(), remedy)
 
 
 class Changes:
@@ -502,22 +489,12 @@ is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", 
 
 
 def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a class of ours that has a shape and a dtype, is on the CPU, and has no memory.
-
-    Raises:
-        StagingError: this torch makes none.
-    """
+    """Return a tensor of a class of ours that has a shape and a dtype, is on the CPU, and has no memory."""
     is_dense = source.is_contiguous() or source.untyped_storage().nbytes() == source.nbytes
     stride = source.stride() if is_dense else torch.empty(source.shape, device="meta").stride()
-    try:
-        shell: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-            kind, source.size(), stride, dtype=source.dtype, device=torch.device("cpu")
-        )
-    except _WRONG as error:
-        raise StagingError(
-            f"{_in_this_torch('makes no tensors without memory')}: {error!r}; raise max_bytes"
-        ) from error
-    return shell
+    return torch.Tensor._make_wrapper_subclass(
+        kind, source.size(), stride, dtype=source.dtype, device=torch.device("cpu")
+    )
 
 
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
@@ -702,13 +679,11 @@ def close_writing_end(source: Any) -> None:
 
 
 @cache
-def _plain_iterator() -> tuple[Any, Any] | None:
+def _plain_iterator() -> tuple[Any, Any]:
     """Return the class of torch's iterator with workers, and its kind over an indexed dataset; None if unknown."""
-    try:
-        dataloader: Any = importlib.import_module("torch.utils.data.dataloader")
-        return dataloader._MultiProcessingDataLoaderIter, dataloader._DatasetKind.Map
-    except AttributeError:
-        return None
+    dataloader: Any = importlib.import_module("torch.utils.data.dataloader")
+    kind = getattr(dataloader, "_DatasetKind", None)
+    return getattr(dataloader, "_MultiProcessingDataLoaderIter", None), getattr(kind, "Map", None)
 
 
 def next_batch(batches: Any) -> Any:
@@ -717,9 +692,7 @@ def next_batch(batches: Any) -> Any:
     Without the range that torch marks there for profilers, while none runs: its end lets go of the interpreter lock,
     and any other thread that wants it takes it.
     """
-    plain = _plain_iterator()
-    is_plain = plain is not None and type(batches) is plain[0] and batches._dataset_kind == plain[1]
-    if not is_plain or is_profiling():
+    if is_profiling() or (type(batches), getattr(batches, "_dataset_kind", None)) != _plain_iterator():
         return next(batches)
     batch: object = batches._next_data()
     batches._num_yielded += 1

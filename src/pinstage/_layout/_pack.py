@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from .. import _native
@@ -37,11 +38,12 @@ def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = N
         parts: of a batch whose leaves are as they were when it was taken apart.
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. Of a lease a tensor is made only where one is needed, since
             that takes longer than to pack a few leaves.
-        skip: leaves that somebody else writes, rising.
+        skip: leaves that somebody else writes.
     """
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
-    _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skip)
+    skipped = None if skip is None else np.bincount(skip, minlength=len(parts.leaves)).astype(np.uint8).tobytes()
+    _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skipped)
 
 
 def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:

@@ -464,7 +464,7 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     int is_page_locked;
     if (!PyArg_ParseTuple(args, "OKKp:pack_and_copy", &sources, &host, &stream, &is_page_locked)) return NULL;
     Work work;
-    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL)) return NULL;
+    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
     char *slab = (char *)(uintptr_t)host;
     PyThreadState *state = work.nbytes >= RELEASE_FROM_BYTES ? PyEval_SaveThread() : NULL;
     pack_all(work.leaves, work.count, slab, work.nbytes, work.nbytes >= RELEASE_FROM_BYTES);
@@ -516,7 +516,7 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
         return NULL;
     }
     Work work;
-    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL)) return NULL;
+    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
     char *memory = malloc(AT_ONCE_BYTES);
     if (memory == NULL) {
         work_end(&work);

@@ -135,7 +135,7 @@ typedef struct {
     int64_t source_stride[MAX_DIMS];           /* of a STRIDED leaf */
 } Found;
 
-enum { NOT_PLAIN = -2 }; /* one for the plain path; no error */
+enum { NOT_PLAIN = -2 }; /* Python has to describe it; no error */
 
 /* Describe a torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf);
@@ -150,8 +150,8 @@ typedef struct {
     int64_t count, nbytes;
 } Work;
 
-/* `skip`: a list of rows that somebody else writes, rising; or NULL. False with an error. */
-bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, PyObject *skip);
+/* `skip`: a byte for each row, `skips` of them, which is not 0 where somebody else writes it; or NULL. False with an error. */
+bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 
 extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[], torch_methods[];

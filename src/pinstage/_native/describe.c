@@ -133,7 +133,7 @@ int find_array(PyObject *object, Found *leaf) {
     return result;
 }
 
-/* -- what the plain path says of a leaf ------------------------------------------------------------------------------ */
+/* -- what Python says of a leaf -------------------------------------------------------------------------------------- */
 
 static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     for (int32_t d = 0; d < ndim; d++) {

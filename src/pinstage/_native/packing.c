@@ -16,38 +16,21 @@ void work_end(Work *work) {
     PyBuffer_Release(&work->table);
 }
 
-/* Say which rows are in a list; NULL with an error. */
-static char *marks_of(PyObject *rows, int64_t count) {
-    char *marks = calloc((size_t)count + 1, 1);
-    if (marks == NULL) PyErr_NoMemory();
-    for (Py_ssize_t i = 0; marks != NULL && i < PyList_Size(rows); i++) {
-        int64_t row = PyLong_AsLongLong(PyList_GetItem(rows, i));
-        if (!PyErr_Occurred() && row >= 0 && row < count) {
-            marks[row] = 1;
-            continue;
-        }
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is no such row to be left out");
-        free(marks);
-        marks = NULL;
-    }
-    return marks;
-}
-
-bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, PyObject *skip) {
+bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips) {
     const Header *header;
     int64_t *order = NULL, packed = 0, end = 0;
-    char *is_skipped = NULL;
     *work = (Work){.leaves = NULL};
     if (!table_of(table, &work->table, &header)) return false;
     if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) goto failed;
     size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
     work->nbytes = header->nbytes;
-    if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows) {
+    if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows ||
+        (skip != NULL && skips != header->rows)) {
         PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
         goto failed;
     }
     order = rows_by_offset(header, &packed);
-    if (order == NULL || (skip != NULL && (is_skipped = marks_of(skip, header->rows)) == NULL)) goto failed;
+    if (order == NULL) goto failed;
     work->leaves = malloc(sizeof(Leaf) * (size_t)(packed + 1));
     if (work->leaves == NULL) {
         PyErr_NoMemory();
@@ -62,7 +45,7 @@ bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, Py
         }
         end = row->offset + row->nbytes;
         const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)index);
-        bool is_left_out = row->kind == LAZY || (is_skipped != NULL && is_skipped[index]);
+        bool is_left_out = row->kind == LAZY || (skip != NULL && skip[index]);
         work->leaves[work->count] = (Leaf){
             .source = is_left_out ? NULL : (const char *)(uintptr_t)source[0],
             .offset = row->offset,
@@ -74,28 +57,23 @@ bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, Py
         };
     }
     free(order);
-    free(is_skipped);
     return true;
 failed:
     free(order);
-    free(is_skipped);
     work_end(work);
     return false;
 }
 
 static PyObject *pack(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *table, *sources, *skip = NULL;
+    PyObject *table, *sources;
     unsigned long long address;
     long long room;
-    if (!PyArg_ParseTuple(args, "OOKL|O:pack", &table, &sources, &address, &room, &skip)) return NULL;
-    if (skip == Py_None) skip = NULL;
-    if (skip != NULL && !PyList_Check(skip)) {
-        PyErr_SetString(PyExc_TypeError, "rows that somebody else writes are a list, or None");
-        return NULL;
-    }
+    const char *skip = NULL;
+    Py_ssize_t skips = 0;
+    if (!PyArg_ParseTuple(args, "OOKL|z#:pack", &table, &sources, &address, &room, &skip, &skips)) return NULL;
     Work work;
-    if (!work_begin(&work, table, sources, room, skip)) return NULL;
+    if (!work_begin(&work, table, sources, room, skip, skips)) return NULL;
     char *slab = (char *)(uintptr_t)address;
     if (work.nbytes < RELEASE_FROM_BYTES) {
         pack_all(work.leaves, work.count, slab, work.nbytes, false);
@@ -114,7 +92,8 @@ static PyObject *threads(PyObject *module, PyObject *nothing) {
 }
 
 PyMethodDef pack_methods[] = {
-    {"pack", pack, METH_VARARGS, "pack(table, sources, address, nbytes[, skip]): write all leaves but some to their places."},
+    {"pack", pack, METH_VARARGS,
+     "pack(table, sources, address, nbytes[, skip]): write leaves to their places; skip: a byte a row, 1 for not."},
     {"threads", threads, METH_NOARGS, "threads(): how many threads for packing there are."},
     {NULL, NULL, 0, NULL},
 };
@@ -130,7 +109,7 @@ typedef struct {
 } JobObject;
 
 /* How long the end of a job that nobody closed waits for its threads: one piece takes microseconds. */
-enum { END_MS = 10 * 1000 };
+enum { END_MS = 2 * 1000 };
 
 /* What a thread still touches after `milliseconds` (-1: never mind how long) is never freed. */
 static void job_close(JobObject *self, int milliseconds) {
@@ -159,7 +138,7 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     JobObject *self = (JobObject *)alloc(type, 0); /* all zeros */
     if (self == NULL) return NULL;
-    if (!work_begin(&self->work, table, sources, room, NULL)) {
+    if (!work_begin(&self->work, table, sources, room, NULL, 0)) {
         Py_DECREF(self);
         return NULL;
     }

@@ -1,4 +1,5 @@
 /* The offset table: whether a buffer is one, whether its rows stay inside of their slab, and where leaves are placed. */
+#define _GNU_SOURCE
 #include "core.h"
 
 #include <stdlib.h>
@@ -101,42 +102,23 @@ int64_t place_rows(Header *table, char *rows, int64_t *order) {
     return end;
 }
 
-typedef struct {
-    int64_t offset, nbytes, row;
-} Place;
-
-static int by_offset(const void *a, const void *b) {
-    const Place *one = a, *other = b;
+/* The order of two rows of a table; an empty leaf comes before the one behind it. */
+static int by_offset(const void *a, const void *b, void *table) {
+    const Row *one = row_at(table, *(const int64_t *)a), *other = row_at(table, *(const int64_t *)b);
     if (one->offset != other->offset) return one->offset < other->offset ? -1 : 1;
-    return one->nbytes < other->nbytes ? -1 : one->nbytes > other->nbytes; /* an empty leaf and the one behind it */
-}
-
-static bool are_rising(const Header *table, const int64_t *order, int64_t count) {
-    for (int64_t i = 1; i < count; i++) {
-        if (row_at(table, order[i])->offset < row_at(table, order[i - 1])->offset) return false;
-    }
-    return true;
+    return one->nbytes < other->nbytes ? -1 : one->nbytes > other->nbytes;
 }
 
 int64_t *rows_by_offset(const Header *table, int64_t *packed) {
     int64_t *order = malloc(sizeof(int64_t) * (size_t)(table->rows + 1));
-    if (order == NULL) goto failed;
+    if (order == NULL) return (int64_t *)PyErr_NoMemory();
     *packed = rows_by_key((const char *)(table + 1), row_bytes(table->width), table->rows, order);
-    if (are_rising(table, order, *packed)) return order; /* as `place_rows` placed them */
-    Place *places = malloc(sizeof(Place) * (size_t)*packed);
-    if (places == NULL) goto failed;
-    for (int64_t i = 0; i < *packed; i++) {
-        const Row *row = row_at(table, order[i]);
-        places[i] = (Place){row->offset, row->nbytes, order[i]};
+    bool is_rising = true; /* as `place_rows` placed them */
+    for (int64_t i = 1; i < *packed && is_rising; i++) {
+        is_rising = row_at(table, order[i])->offset >= row_at(table, order[i - 1])->offset;
     }
-    qsort(places, (size_t)*packed, sizeof(Place), by_offset);
-    for (int64_t i = 0; i < *packed; i++) order[i] = places[i].row;
-    free(places);
+    if (!is_rising) qsort_r(order, (size_t)*packed, sizeof(int64_t), by_offset, (void *)table);
     return order;
-failed:
-    free(order);
-    PyErr_NoMemory();
-    return NULL;
 }
 
 static PyObject *figures(PyObject *module, PyObject *object) {
