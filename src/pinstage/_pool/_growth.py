@@ -17,41 +17,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from .._memory import REFUSALS, Block, MemoryResource, as_called_here, remedy
+from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
 from ._accounts import Waiter
-from ._host_budget import Alone, Share
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Holdings, Slab
 
 RETRY_SECONDS = 60.0
 """How long a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
-
-
-class BudgetedMemory:
-    """A pool's memory, each block of which is taken from the host's budget first.
-
-    Raises:
-        HostIsFull: the budget has no room now.
-    """
-
-    def __init__(self, memory: MemoryResource, host: Share | Alone) -> None:
-        self._memory = memory
-        self._host = host
-
-    def allocate(self, nbytes: int) -> Block:
-        self._host.take(nbytes)
-        block: Block | None = None
-        try:
-            block = self._memory.allocate(nbytes)
-        finally:
-            self._host.give(nbytes - (0 if block is None else block.nbytes))  # negative if the block is larger
-        return block
-
-    def deallocate(self, block: Block) -> None:
-        self._memory.deallocate(block)
-        self._host.give(block.nbytes)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from .._memory import Block
+from .._memory import Block, MemoryResource
 from .._reaper import reaper
 from ._accounts import Account, Accounts
+from ._host_budget import Alone, Share
 from ._refusals import Refusal
 from ._waiting import Line
 
@@ -62,8 +63,10 @@ class Slab:
 
     def is_free(self) -> bool:
         """Say whether nothing uses the slab, after a look at its events. Called under the pool's lock."""
-        views = self.views
-        if self.lease is not None or self.doomed or (views is not None and views() is not None):
+        if self.lease is not None or self.doomed:
+            return False
+        views = self.views  # not before: without a lease no others are made
+        if views is not None and views() is not None:
             return False
         event = self.event
         if event is not None:
@@ -87,12 +90,29 @@ class Slab:
         return self.guards if self.event is None else (*self.guards, self.event)
 
 
-class Source(Protocol):
-    """Where blocks come from."""
+class BudgetedMemory:
+    """A pool's memory, each block of which is taken from the host's budget first.
 
-    def allocate(self, nbytes: int) -> Block: ...
+    Raises:
+        HostIsFull: the budget has no room now.
+    """
 
-    def deallocate(self, block: Block) -> None: ...
+    def __init__(self, memory: MemoryResource, host: Share | Alone) -> None:
+        self._memory = memory
+        self._host = host
+
+    def allocate(self, nbytes: int) -> Block:
+        self._host.take(nbytes)
+        block: Block | None = None
+        try:
+            block = self._memory.allocate(nbytes)
+        finally:
+            self._host.give(nbytes - (0 if block is None else block.nbytes))  # negative if the block is larger
+        return block
+
+    def deallocate(self, block: Block) -> None:
+        self._memory.deallocate(block)
+        self._host.give(block.nbytes)
 
 
 class Holdings:
@@ -109,10 +129,13 @@ class Holdings:
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
+        reap: frees what came back to a closed pool; for the reaper.
     """
 
+    reap: Callable[[], bool]
+
     def __init__(
-        self, memory: Source, granularity: int, max_bytes: int, record: Callable[[], tuple[Fence, ...]] | None
+        self, memory: BudgetedMemory, granularity: int, max_bytes: int, record: Callable[[], tuple[Fence, ...]] | None
     ) -> None:
         self.memory, self.granularity, self.max_bytes, self.record = memory, granularity, max_bytes, record
         self.closed = self.frozen = self.is_forked = False
@@ -133,9 +156,6 @@ class Holdings:
     def tidy_later(self) -> None:
         """Have what came back to a closed pool freed. Finalisers call this."""
         reaper.tasks.put(self)
-
-    def reap(self) -> bool:
-        raise NotImplementedError
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or promised to growths."""

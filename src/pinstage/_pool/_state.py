@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,12 +27,12 @@ from ..errors import PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._classes import reuse_limit, size_class
-from ._growth import BudgetedMemory, Growth, Plan
+from ._growth import Growth, Plan
 from ._host_budget import TOLD, Alone, Share
 from ._host_ledger import is_in_transaction
 from ._lease import Lease
 from ._refusals import Figures
-from ._slab import Fence, Holdings, Slab, Source
+from ._slab import BudgetedMemory, Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
 
 _states: weakref.WeakSet[PoolState] = weakref.WeakSet()
@@ -45,6 +45,9 @@ def _mark_forked() -> None:
 
 
 os.register_at_fork(after_in_child=_mark_forked)
+
+
+_HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
 
 
 class PoolState(Holdings):
@@ -97,7 +100,8 @@ class PoolState(Holdings):
         if self.line.waiters or self.accounts.are_shared:
             idle = self.scan()
             if ahead or self.accounts.are_shared:
-                room = self._room(account, ahead, idle)
+                self._count_busy(idle)
+                room = self.accounts.room(account, ahead, self._whole())
         limit = min(reuse_limit(nbytes, self.granularity), room)
         slab = self._take(nbytes, limit) if idle is None else None
         if slab is None:
@@ -118,13 +122,14 @@ class PoolState(Holdings):
         self.hits += 1
         return Lease(self, slab, nbytes, account)
 
+    def _stacks(self, nbytes: int, bound: int) -> list[dict[Slab, Any]]:
+        """Return the stacks of slabs of at least `nbytes` and at most `bound`, the smallest first."""
+        sizes = self.sizes
+        return [self.stacks[size] for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]]
+
     def _take(self, nbytes: int, bound: int) -> Slab | None:
         """Take the smallest free slab of at least `nbytes` and at most `bound` out of its stack."""
-        sizes = self.sizes
-        for capacity in sizes[bisect_left(sizes, nbytes) :]:
-            if capacity > bound:
-                break
-            stack = self.stacks[capacity]
+        for stack in self._stacks(nbytes, bound):
             slabs = list(stack)
             for slab in (*slabs[-1:], *slabs[:-1]):  # in use last, and so in the caches; else in flight for longest
                 if slab.is_free():
@@ -157,14 +162,11 @@ class PoolState(Holdings):
         account = self.accounts[owner]
         if self.line.waiters:
             return None
-        sizes, limit = self.sizes, reuse_limit(nbytes, self.granularity)
-        for capacity in sizes[bisect_left(sizes, nbytes) :]:
-            if capacity > limit:
-                break
-            for slab in list(self.stacks[capacity]):  # the one given back first comes first
+        for stack in self._stacks(nbytes, reuse_limit(nbytes, self.granularity)):
+            for slab in list(stack):  # the one given back first comes first
                 event, is_its = slab.event, slab.account is account and slab.lease is None
                 if event is not None and is_its and not slab.guards and not slab.has_views():
-                    slab.stack.pop(slab, None)
+                    stack.pop(slab, None)
                     self.hits += 1
                     return Lease(self, slab, nbytes, account), event
         return None
@@ -228,56 +230,41 @@ class PoolState(Holdings):
     def _whole(self) -> int:
         return sum(slab.capacity for slab in list(self.slabs)) if self.frozen else self.max_bytes
 
-    def _room(self, account: Account, ahead: Sequence[Waiter], idle: Collection[Slab]) -> int:
-        for each in self.accounts.values():
-            each.busy_bytes = 0
+    def _count_busy(self, idle: Collection[Slab]) -> None:
+        for account in self.accounts.values():
+            account.busy_bytes = 0
         for growth in self.growths:
             if growth.waiter is not None:
                 growth.waiter.account.busy_bytes += growth.plan.capacity
         for slab in self.slabs.keys() - set(idle):
             if slab.account is not None and not slab.doomed:
                 slab.account.busy_bytes += slab.capacity
-        return self.accounts.room(account, ahead, self._whole())
 
     def snapshot(self) -> PoolStats:
         """Look at all slabs, and count."""
-        self.scan()
+        self._count_busy(self.scan())
         leased, in_flight, free = self._parts()
         return PoolStats(
             **_sums("held", [*leased, *in_flight, *free]),
             **_sums("leased", leased),
             **_sums("in_flight", in_flight),
             **_sums("free", free),
-            max_bytes=self.max_bytes,
+            **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
             max_bytes_reason=self.reason,
             requested_bytes=sum(slab.requested for slab in leased),
-            peak_held_bytes=self.peak_held_bytes,
-            peak_held_slabs=self.peak_held_slabs,
-            total_held_bytes=self.total_held_bytes,
-            total_held_slabs=self.total_held_slabs,
-            hits=self.hits,
-            misses=self.misses,
             waits=self.line.waits,
             wait_seconds=self.line.seconds,
-            trims=self.trims,
-            owners={
-                account.name: self._of_owner(account, leased, in_flight, free) for account in self.accounts.values()
-            },
+            owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
         )
 
-    def _of_owner(
-        self, account: Account, leased: Sequence[Slab], in_flight: Sequence[Slab], free: Collection[Slab]
-    ) -> OwnerStats:
-        lent, flying = (sum(s.capacity for s in slabs if s.account is account) for slabs in (leased, in_flight))
+    def _of_owner(self, account: Account, *parts: Sequence[Slab]) -> OwnerStats:
+        leased, in_flight = (sum(slab.capacity for slab in slabs if slab.account is account) for slabs in parts)
         return OwnerStats(
-            held_bytes=lent + flying,
-            leased_bytes=lent,
-            in_flight_bytes=flying,
-            available_bytes=max(0, self._room(account, (), free)),
-            at_least=account.at_least,
-            at_most=account.at_most,
-            waits=account.waits,
-            wait_seconds=account.wait_seconds,
+            held_bytes=leased + in_flight,
+            leased_bytes=leased,
+            in_flight_bytes=in_flight,
+            available_bytes=max(0, self.accounts.room(account, (), self._whole())),
+            **{name: getattr(account, name) for name in ("at_least", "at_most", "waits", "wait_seconds")},
         )
 
     # -- without the lock
@@ -366,7 +353,7 @@ def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
     return {f"{state}_bytes": sum(slab.capacity for slab in slabs), f"{state}_slabs": len(slabs)}
 
 
-def free_what_is_done(slabs: dict[Slab, None], memory: Source, host: Share | Alone) -> bool:
+def free_what_is_done(slabs: dict[Slab, None], memory: BudgetedMemory, host: Share | Alone) -> bool:
     """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
 
     Raises:
