@@ -20,7 +20,7 @@ from ._growth import Growth, Plan
 from ._host_budget import LEND_SECONDS, Alone, HostBudget, HostIsFull, Share
 from ._lease import Lease
 from ._slab import Fence
-from ._state import PoolState
+from ._state import PoolState, take_free
 from ._stats import PoolStats
 from ._waiting import check_timeout
 
@@ -191,9 +191,8 @@ class SlabPool:
                 if place < len(sizes) and not (state.closed or state.line.waiters or state.accounts.are_shared):
                     stack = state.stacks[sizes[place]]
                     if stack and sizes[place] <= reuse_limit(nbytes, state.granularity):
-                        slab = next(reversed(stack))
-                        if slab.is_free():
-                            stack.pop(slab, None)
+                        slab = take_free(stack)
+                        if slab is not None:
                             state.hits += 1
                             return Lease(state, slab, nbytes, account)
             return self._serve_or_wait(account, nbytes, timeout)

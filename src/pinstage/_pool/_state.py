@@ -103,7 +103,9 @@ class PoolState(Holdings):
                 self._count_busy(idle)
                 room = self.accounts.room(account, ahead, self._whole())
         limit = min(reuse_limit(nbytes, self.granularity), room)
-        slab = self._take(nbytes, limit) if idle is None else None
+        slab = None
+        if idle is None:
+            slab = next(filter(None, map(take_free, self._stacks(nbytes, limit))), None)
         if slab is None:
             idle = self.scan() if idle is None else idle
             slab = _best(idle, nbytes, limit)
@@ -126,18 +128,6 @@ class PoolState(Holdings):
         """Return the stacks of slabs of at least `nbytes` and at most `bound`, the smallest first."""
         sizes = self.sizes
         return [self.stacks[size] for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]]
-
-    def _take(self, nbytes: int, bound: int) -> Slab | None:
-        """Take the smallest free slab of at least `nbytes` and at most `bound` out of its stack."""
-        for stack in self._stacks(nbytes, bound):
-            slabs = list(stack)
-            for slab in (*slabs[-1:], *slabs[:-1]):  # in use last, and so in the caches; else in flight for longest
-                if slab.is_free():
-                    stack.pop(slab, None)
-                    return slab
-                if not slab.fences():  # a release, or the end of its last view, puts it there again
-                    stack.pop(slab, None)
-        return None
 
     def scan(self) -> list[Slab]:
         """Look at all slabs. Return the free ones, least recently used first, and see that they are in their stacks."""
@@ -330,6 +320,22 @@ class PoolState(Holdings):
     def figures(self) -> Figures:
         leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self._parts())
         return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, self._host.others)
+
+
+def take_free(stack: dict[Slab, Any]) -> Slab | None:
+    """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
+    # What touches the stack is a single call of C each time: a release in another thread may add to it at any moment.
+    if not stack:
+        return None
+    last: Slab = stack.popitem()[0]
+    if last.is_free():
+        return last
+    found = next((slab for slab in list(stack) if slab.is_free()), None)
+    if found is not None:
+        stack.pop(found, None)
+    if last.fences():  # else its release, or the end of its last view, puts it there again
+        last.put(None)
+    return found
 
 
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
