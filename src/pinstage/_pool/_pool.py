@@ -239,11 +239,13 @@ class SlabPool:
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
-        state = self._state
+        state, plan = self._state, None
 
         def missing() -> Plan | None:
+            nonlocal plan
             self._check_open()
-            return state.reserve(nbytes, count)
+            plan = state.reserve(nbytes, count)
+            return plan
 
         self._check_entry()
         deadline = time.monotonic() + LEND_SECONDS
@@ -251,10 +253,12 @@ class SlabPool:
             try:
                 state.run(missing)
                 break
-            except (BudgetExceededError, HostIsFull) as error:
-                if time.monotonic() >= deadline or not (self._host.is_full or isinstance(error, HostIsFull)):
-                    if isinstance(error, HostIsFull):
-                        raise _refusals.reserve_does_not_fit(state.figures(), nbytes, count) from None
+            except HostIsFull:
+                if time.monotonic() >= deadline:
+                    assert plan is not None
+                    raise _refusals.reserve_does_not_fit(state.figures(), plan.capacity, plan.count) from None
+            except BudgetExceededError:
+                if time.monotonic() >= deadline or not self._host.is_full:
                     raise
             time.sleep(_PAUSE_SECONDS)
         if state.closed:
