@@ -166,7 +166,7 @@ def slabs_for_all(monkeypatch):
 @pytest.fixture
 def growing_again(monkeypatch):
     """Let a pool that was refused memory ask again at once, rather than after a minute."""
-    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_what_torchs_loader_page_locked_is_not_packed_again(prefetch, stager, mo
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
     assert same(list(prefetch(source)), batches)
-    assert (stager.stats().pool.total_requested_bytes < _borrowing.BORROW_FROM_BYTES) is borrows
+    assert (stager.stats().pool.peak_held_bytes < _borrowing.BORROW_FROM_BYTES) is borrows
 
 
 # -- leaving -----------------------------------------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_a_few_leaves_may_be_overwritten_right_after_the_call(stager, moved_dire
     assert_same(expected, staged, "cpu")
     stats = stager.stats()
     assert (stats.batches, stats.packed_leaves, stats.packed_bytes, stats.padding_bytes) == (1, 2, 496, 0)
-    assert stats.pool.total_leased_slabs == 0
+    assert stats.pool.misses == 0
 
 
 DIRECT = {

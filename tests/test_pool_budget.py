@@ -355,7 +355,7 @@ def test_an_event_whose_query_fails_passes_its_error_through_and_changes_nothing
     before = pool.stats()
     good.finish()
     bad.error = RuntimeError("CUDA error: device-side assert triggered")
-    for verb in (pool.stats, pool.trim, lambda: pool.acquire(96, timeout=0), lambda: pool.reserve(96)):
+    for verb in (pool.stats, pool.trim, lambda: pool.acquire(112, timeout=0), lambda: pool.reserve(96)):
         with pytest.raises(RuntimeError, match="device-side assert"):
             verb()
     bad.error = None

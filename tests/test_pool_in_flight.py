@@ -3,6 +3,7 @@
 import pytest
 from doubles import ManualEvent, wait_until
 
+from pinstage._pool import lease_in_flight
 from pinstage.errors import AcquireTimeoutError, PoolClosedError
 
 
@@ -14,7 +15,7 @@ def in_flight(pool, owner="offload", nbytes=100):
 
 def test_the_slab_comes_with_the_event_of_its_last_lease(pool):
     first, second = in_flight(pool), in_flight(pool)
-    lease, event = pool.acquire_in_flight(100, owner="offload")
+    lease, event = lease_in_flight(pool, 100, owner="offload")
     assert event is first
     assert not first.query()
     stats = pool.stats()
@@ -29,16 +30,16 @@ def test_the_slab_comes_with_the_event_of_its_last_lease(pool):
 
 def test_a_slab_that_is_idle_or_too_large_or_another_owner_s_is_not_given(pool):
     events = [in_flight(pool, "loader"), in_flight(pool, nbytes=400), in_flight(pool, nbytes=50)]
-    assert pool.acquire_in_flight(100, owner="offload") is None
+    assert lease_in_flight(pool, 100, owner="offload") is None
     for event in events:
         event.finish()
     assert pool.stats().free_slabs == 3
-    assert pool.acquire_in_flight(50, owner="offload") is None
+    assert lease_in_flight(pool, 50, owner="offload") is None
 
 
 def test_a_lease_that_is_dropped_leaves_the_slab_behind_the_event(pool):
     event = in_flight(pool)
-    pool.acquire_in_flight(100, owner="offload")
+    lease_in_flight(pool, 100, owner="offload")
     with pytest.warns(ResourceWarning, match="never released"):
         stats = pool.stats()
     assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1)
@@ -49,7 +50,7 @@ def test_a_lease_that_is_dropped_leaves_the_slab_behind_the_event(pool):
 def test_what_an_owner_has_is_counted_once(pool):
     pool.share("offload", at_most=208)
     event = in_flight(pool)
-    lease, _ = pool.acquire_in_flight(100, owner="offload")
+    lease, _ = lease_in_flight(pool, 100, owner="offload")
     other = pool.acquire(100, owner="offload")
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(100, owner="offload", timeout=0)
@@ -63,7 +64,7 @@ def test_while_somebody_waits_it_is_not_given(pool, background):
     event = in_flight(pool, nbytes=900)
     waiter = background(lambda: pool.acquire(900, owner="loader", timeout=20).release())
     wait_until(lambda: pool.stats().waits == 1)
-    assert pool.acquire_in_flight(900, owner="offload") is None
+    assert lease_in_flight(pool, 900, owner="offload") is None
     event.finish()
     waiter.result(20)
 
@@ -73,4 +74,4 @@ def test_a_closed_pool_is_an_error(pool):
     event.finish()
     pool.close()
     with pytest.raises(PoolClosedError):
-        pool.acquire_in_flight(100, owner="offload")
+        lease_in_flight(pool, 100, owner="offload")

@@ -7,7 +7,7 @@ from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, w
 
 from pinstage import SlabPool
 
-FILES = ("_pool.py", "_ledger.py", "_resize.py", "_waiting.py", "_lease.py", "_slab.py")
+FILES = ("_pool.py", "_state.py", "_growth.py", "_waiting.py", "_lease.py", "_slab.py")
 
 # Of the lease that nobody got.
 pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
@@ -75,7 +75,7 @@ def test_an_interrupted_end_of_a_block_waits_for_its_work(monkeypatch):
             )
             stats = pool.stats()
             assert (stats.leased_slabs, stats.in_flight_slabs) in [(0, 1), (1, 0)]
-            for lease in list(pool._ledger.unrecorded):
+            for lease in list(pool._state.unrecorded):
                 lease.release(after=event)
             event.finish()
             pool.acquire(1000, timeout=0).release()

@@ -14,7 +14,7 @@ import torch
 from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, wait_until
 
 from pinstage import PageableMemory, SlabPool
-from pinstage._pool import guard_until_release
+from pinstage._pool import guard_until_release, lease_in_flight
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 
 VIEWS = {
@@ -275,7 +275,7 @@ def test_leaving_the_block_keeps_its_guards(full_pool):
     with full_pool.acquire(100) as lease:
         lease.guard(event := ManualEvent())
     assert states(full_pool) == IN_FLIGHT
-    assert full_pool.acquire_in_flight(100, owner="unnamed") is None
+    assert lease_in_flight(full_pool, 100, owner="unnamed") is None
     event.finish()
     assert states(full_pool) == FREE
 

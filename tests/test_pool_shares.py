@@ -268,7 +268,7 @@ def test_a_loader_at_its_bound_goes_on_and_holds_no_more():
         got = [batch[:, 0].tolist() for batch in loader]
         assert got == [[float(i), float(i + 1)] for i in range(0, 16, 2)]
         assert loader.stats().fallback_batches == 0
-        assert 0 < loader.stats().pool.peak_leased_bytes <= 40_000
+        assert 0 < loader.stats().pool.peak_held_bytes <= 40_000
         del loader
 
 

@@ -16,11 +16,10 @@ def check(pool, **expected):
     for unit in ("bytes", "slabs"):
         current = {state: getattr(stats, f"{state}_{unit}") for state in ("held", "free", "leased", "in_flight")}
         assert current["held"] == current["free"] + current["leased"] + current["in_flight"]
-        for state, value in current.items():
-            assert 0 <= value <= getattr(stats, f"peak_{state}_{unit}") <= getattr(stats, f"total_{state}_{unit}")
+        assert min(current.values()) >= 0
+        assert current["held"] <= getattr(stats, f"peak_held_{unit}") <= getattr(stats, f"total_held_{unit}")
     assert stats.peak_held_bytes <= stats.max_bytes
     assert stats.requested_bytes <= stats.leased_bytes
-    assert stats.hits + stats.misses == stats.total_leased_slabs
     return stats
 
 
@@ -45,8 +44,6 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
         free_bytes=0,
         hits=2,
         misses=1,
-        total_leased_bytes=528,
-        total_requested_bytes=499,
     )
 
     one.release()
@@ -74,39 +71,15 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
         in_flight_slabs=0,
         free_slabs=1,
         peak_held_bytes=960,
-        peak_leased_bytes=960,
-        peak_in_flight_bytes=424,
-        peak_free_bytes=960,
         peak_held_slabs=3,
-        peak_leased_slabs=3,
-        peak_in_flight_slabs=2,
-        peak_free_slabs=3,
         total_held_bytes=528 + 960,
-        total_leased_bytes=528 + 960,
-        total_in_flight_bytes=424,
-        total_free_bytes=208 + 528 + 960,
-        total_requested_bytes=499 + 900,
         total_held_slabs=4,
-        total_leased_slabs=4,
-        total_in_flight_slabs=2,
-        total_free_slabs=2 + 3 + 1,
         hits=2,
         misses=2,
         waits=2,
         trims=3,
     )
     assert 0 < stats.wait_seconds < 10
-    assert stats.rounding_waste == pytest.approx(1 - (499 + 900) / (528 + 960))
-
-
-def test_nothing_leased_is_no_waste(pool):
-    assert pool.stats().rounding_waste == 0.0
-
-
-def test_slabs_that_were_never_in_flight_are_not_counted_so(pool):
-    with pool.acquire(100) as lease:
-        lease.tensor().fill_(1)
-    check(pool, total_in_flight_slabs=0, peak_in_flight_bytes=0)
 
 
 def test_waiting_is_counted_for_those_who_wait_only(pool):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage._pool import _resize
+from pinstage._pool import _growth
 from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 THREADS = 16
@@ -227,7 +227,7 @@ def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, backg
 
     futures = [background(work, number) for number in range(8)]
     start.wait()
-    wait_until(lambda: pool.stats().total_leased_slabs > 100)
+    wait_until(lambda: pool.stats().hits > 100)
     pool.close()
     assert all(outcome(future) for future in futures)
     assert memory.live_bytes == 0
@@ -237,15 +237,15 @@ def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, backg
 @pytest.fixture
 def lose_a_thread(monkeypatch):
     """Let the next thread that allocates or frees end at its first line, when it is called."""
-    run, losses = _resize.Resize._run, []
+    run, losses = _growth.Growth.run, []
 
-    def run_or_end(resize):
+    def run_or_end(growth):
         if not losses:
-            return run(resize)
+            return run(growth)
         losses.pop()
         raise MemoryError
 
-    monkeypatch.setattr(_resize.Resize, "_run", run_or_end)
+    monkeypatch.setattr(_growth.Growth, "run", run_or_end)
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     yield lambda: losses.append(True)
     assert not losses
@@ -264,23 +264,10 @@ def test_a_reservation_whose_thread_never_begins_is_tried_again(pool, lose_a_thr
     assert pool.stats().free_slabs == 2
 
 
-def test_what_a_lost_thread_did_not_free_is_idle_again(pool, lose_a_thread):
+def test_a_trim_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
     pool.reserve(1000)
     lose_a_thread()
-    assert (pool.trim(), pool.trim()) == (0, 1000)
-
-
-def test_bytes_of_an_interrupted_growth_that_never_began_come_back(pool, lose_a_thread, monkeypatch):
-    def interrupted(resize):
-        raise KeyboardInterrupt
-
-    lose_a_thread()
-    with monkeypatch.context() as patch:
-        patch.setattr(_resize.Resize, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.acquire(600)
-    with pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS):
-        pass
+    assert pool.trim() == 1000
 
 
 def test_a_growth_that_fails_before_its_first_step_gives_its_bytes_back(pool, monkeypatch):
@@ -289,7 +276,7 @@ def test_a_growth_that_fails_before_its_first_step_gives_its_bytes_back(pool, mo
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(_resize, "running", Full())
+        patch.setattr(_growth, "running", Full())
         with pytest.raises(MemoryError):
             pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
     pool.acquire(1000, timeout=0).release()

@@ -108,7 +108,7 @@ def test_what_was_refused_is_asked_for_again_after_a_while_or_by_reserve(walled,
     pool.acquire(600).release()
     pool.trim()
     memory.wall = 500
-    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     with pytest.raises(MemoryError):
         pool.acquire(600)
     memory.wall = 1000
@@ -236,9 +236,9 @@ def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
 @quietly
 @pytest.mark.parametrize("kind", [RegisteredMemory, HostAllocMemory])
 def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cuda, monkeypatch):
-    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("pinstage._staging._stager._LEAST_SLAB_BYTES", 4096)
-    monkeypatch.setattr("pinstage._pool._resize.remedy", lambda nbytes: "")  # it reads files, 10,000 times
+    monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")  # it reads files, 10,000 times
     chance = random.Random(17)
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
     noise = torch.randint(256, (200_000,), dtype=torch.uint8)

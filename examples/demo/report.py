@@ -105,7 +105,6 @@ class Report:
             ("bytes a batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
             (held, lambda outcome: _held(outcome.memory)),
             ("  cap", lambda outcome: _cap(outcome.memory)),
-            ("  rounding waste", lambda outcome: _share(outcome.memory.waste)),
             ("mean loss, first tenth", lambda outcome: f"{outcome.losses[: _tenth(outcome.losses)].mean():.3f}"),
             ("mean loss, last tenth", lambda outcome: f"{outcome.losses[-_tenth(outcome.losses) :].mean():.3f}"),
         ]
@@ -142,10 +141,6 @@ def _cap(memory: HostMemory) -> str:
     if memory.max_bytes is not None:
         return f"{memory.max_bytes:,}"
     return "none" if memory.pinned else "-"
-
-
-def _share(waste: float | None) -> str:
-    return "-" if waste is None else f"{waste:.1%}"
 
 
 def _tenth(losses: torch.Tensor) -> int:

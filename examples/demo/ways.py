@@ -26,13 +26,11 @@ class HostMemory:
     Attributes:
         held_bytes: Bytes held for staging; page-locked if `pinned`.
         max_bytes: The cap on them; None if there is none.
-        waste: Share of the bytes taken that nobody asked for; None if that is not known.
         pinned: Whether they are page-locked.
     """
 
     held_bytes: int
     max_bytes: int | None = None
-    waste: float | None = None
     pinned: bool = False
 
 
@@ -117,8 +115,6 @@ class PinThenTo(_OneByOne):
         self._cuda = device.type == "cuda"
         self.title = "pin + .to()" if self._cuda else "clone + .to()"
         self.note = "" if self._cuda else "not pinned"
-        self._asked = 0
-        self._lent_before = self._lent()
 
     def stage(self, batch: RaggedBatch) -> RaggedBatch:
         """Copy each leaf twice: into memory of its own, then to the device."""
@@ -129,23 +125,17 @@ class PinThenTo(_OneByOne):
         return _leaf_copies(batch)
 
     def memory(self) -> HostMemory:
-        """Return what torch's pinned allocator holds, and how far its powers of two round up."""
+        """Return what torch's pinned allocator holds."""
         if not self._cuda:
             return HostMemory(0)
         held = int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-        lent = self._lent() - self._lent_before
-        return HostMemory(held, waste=1 - self._asked / lent if lent else None, pinned=True)
+        return HostMemory(held, pinned=True)
 
     def _pin_and_move(self, leaf: Array) -> Array:
-        tensor = torch.as_tensor(leaf)
-        self._asked += tensor.nbytes
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return torch.as_tensor(leaf).pin_memory().to(self._device, non_blocking=True)
 
     def _clone_and_move(self, leaf: Array) -> Array:
         return torch.as_tensor(leaf).clone().to(self._device, copy=True)
-
-    def _lent(self) -> int:
-        return int(torch.cuda.host_memory_stats().get("active_bytes.allocated", 0)) if self._cuda else 0
 
 
 class Staged(_OneByOne):
@@ -179,9 +169,9 @@ class Staged(_OneByOne):
         return copies, nbytes
 
     def memory(self) -> HostMemory:
-        """Return what the pool holds, its cap, and how far its size classes round up."""
+        """Return what the pool holds and its cap."""
         pool = self._stager.pool.stats()
-        return HostMemory(pool.held_bytes, pool.max_bytes, waste=pool.rounding_waste, pinned=self._pinned)
+        return HostMemory(pool.held_bytes, pool.max_bytes, pinned=self._pinned)
 
 
 class Loaded:
@@ -224,12 +214,12 @@ class Loaded:
         return round(stats.copies / stats.batches), round(stats.bytes / stats.batches)
 
     def memory(self) -> HostMemory:
-        """Return what the loader's pool holds, its cap, and how far its size classes round up."""
+        """Return what the loader's pool holds and its cap."""
         pool = None if self._loader is None else self._loader.stats().pool
         if pool is None:
             return HostMemory(0)
         pinned = self._device.type == "cuda"
-        return HostMemory(pool.held_bytes, pool.max_bytes, waste=pool.rounding_waste, pinned=pinned)
+        return HostMemory(pool.held_bytes, pool.max_bytes, pinned=pinned)
 
 
 def _leaf_copies(batch: RaggedBatch) -> tuple[int, int]:

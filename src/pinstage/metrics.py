@@ -80,7 +80,6 @@ def _families() -> dict[str, Any]:
         ("pool_hits", "Leases served by a slab that was there.", of_pool),
         ("pool_misses", "Leases that needed an allocation.", of_pool),
         ("pool_trims", "Idle slabs given back to the system.", of_pool),
-        ("pool_leased_bytes", "Bytes of slabs that were leased.", of_pool),
         ("owner_waits", "Requests that had to wait, by owner.", of_owner),
         ("owner_wait_seconds", "Seconds that they waited, by owner.", of_owner),
     )
@@ -100,7 +99,6 @@ def _of_pool(stats: PoolStats) -> Iterator[_Sample]:
     yield "pool_hits", [], stats.hits
     yield "pool_misses", [], stats.misses
     yield "pool_trims", [], stats.trims
-    yield "pool_leased_bytes", [], stats.total_leased_bytes
 
 
 def _of_owners(stats: PoolStats) -> Iterator[_Sample]:

@@ -30,11 +30,11 @@ def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
             lease.as_tensor(MIB, torch.uint8),
         ]
         batch[3].fill_(4)
-        before = stager.stats().pool.total_requested_bytes
+        before = stager.stats().pool.held_bytes
         transfer = stager.stage(batch)
         assert transfer.copies == 4
         packed = ps.Layout.of(batch[1:3]).nbytes
-        assert stager.stats().pool.total_requested_bytes - before == packed
+        assert packed <= stager.stats().pool.held_bytes - before < MIB
         for leaf, staged in zip(batch, transfer.get(), strict=True):
             assert torch.equal(leaf, staged.cpu())
 

@@ -51,7 +51,7 @@ def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
 
 
 def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
-    monkeypatch.setattr("pinstage._pool._ledger.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     chance = random.Random(17)
     memory = WalledMemory("cuda:0", 8 * MIB, chance)
     noise = torch.randint(256, (16 * MIB,), dtype=torch.uint8)

@@ -55,7 +55,7 @@ def stats(stager: ps.Stager) -> int:
     assert_type(counted, ps.StagerStats)
     assert_type(counted.pool, ps.PoolStats)
     assert_type(counted.pool.max_bytes_reason, str)
-    assert_type(counted.pool.rounding_waste, float)
+    assert_type(counted.pool.wait_seconds, float)
     return counted.batches + counted.copies + counted.packed_leaves + counted.packed_bytes + counted.passthrough_leaves
 
 

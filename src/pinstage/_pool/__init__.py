@@ -11,16 +11,17 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
          +-----------------------  in flight                              comes back when the event is done
                                                                           and the last view has died
 
-Where to look: `_pool` has the public verbs, and who waits; `_ledger` the budget and every decision; `_slab` what keeps
-a slab busy, which are idle, and the inbox for what came back; `_lease` the lease and its views; `_resize` slow work in
-threads of its own; `_waiting` the line of those who wait; `_refusals` the errors; `_classes` the sizes; `_stats` the
-counters.
+*State is derived*: a slab is free if its lease and its views are dead and its event is done. Nothing else says so, and
+stacks of free slabs are a cache of that, which may be rebuilt at any time.
+
+Where to look: `_pool` has the public verbs; `_state` every decision; `_slab` what keeps a slab busy; `_lease` the lease
+and its views; `_growth` slow work in threads of its own; `_waiting` the line of requests that wait; `_accounts` owners
+and their shares; `_refusals` the errors; `_classes` the sizes; `_stats` the counters.
 
 Three things may break into any line of Python: a finaliser that the garbage collector runs in the middle of it, an
 interrupt (Ctrl-C), and another thread. So *what a finaliser or the end of a ``with`` may call takes no lock and does
-one step of C*: it puts a notice into the inbox, and whoever next has the lock works that off. *What is counted follows
-from the slabs themselves*, so it is computed anew after an interrupt. *Slow work is done in threads of ours*, where no
-interrupt comes.
+one step of C*. An interrupt can end a decision half-way, but a decision only changes caches. *What the pool holds is
+changed in threads of its own*, where no interrupt comes.
 
 The pool counts bytes and knows nothing of shapes. It touches CUDA through three small protocols only: a memory resource
 (`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA event, and a function that records the
@@ -31,7 +32,7 @@ from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, HostShare
 from ._lease import Lease, guard_until_release
-from ._pool import SlabPool, check_open, check_pool, close_for, keeper_of
+from ._pool import SlabPool, check_open, check_pool, close_for, lease_in_flight, state_of
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_timeout, give_up_waiting_if
@@ -51,6 +52,7 @@ __all__ = [
     "close_for",
     "give_up_waiting_if",
     "guard_until_release",
-    "keeper_of",
+    "lease_in_flight",
     "size_class",
+    "state_of",
 ]

@@ -14,7 +14,8 @@ class Account:
 
     Attributes:
         name: of the owner.
-        busy_bytes: of its slabs, leased and in flight, and of those that are being allocated for it.
+        busy_bytes: of its slabs, leased and in flight, and of those that are being allocated for it; as of the last
+            `PoolState.room`.
         at_least: bytes that no other owner may have; 0 for no guarantee.
         at_most: bytes that it may have; None for no bound but the pool's cap.
         largest: the largest slab that it can ever get.
@@ -32,21 +33,21 @@ class Account:
 
 
 class Waiter:
-    """One who waits for a slab. `hear` waits until `ring`, which raises RuntimeError if the last one was not heard yet.
+    """A waiting request. `sleep` waits until `wake`, which raises RuntimeError if the last wake-up is still unheard.
 
-    The bell is a lock, which is rung by releasing it: an interrupt may leave a `threading.Event` locked forever, and a
-    `SimpleQueue` may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+    The wake-up is the release of a lock: an interrupt may leave a `threading.Event` locked forever, and a `SimpleQueue`
+    may take a short time-out for none at all (it waits on when the rest of the time is below zero).
     """
 
-    __slots__ = ("account", "hear", "nbytes", "ring")
+    __slots__ = ("account", "nbytes", "sleep", "wake")
 
     def __init__(self, account: Account, nbytes: int) -> None:
-        bell = _thread.allocate_lock()
-        bell.acquire()
+        wakeup = _thread.allocate_lock()
+        wakeup.acquire()
         self.account = account
         self.nbytes = nbytes
-        self.ring = bell.release
-        self.hear = bell.acquire
+        self.wake = wakeup.release
+        self.sleep = wakeup.acquire
 
 
 def check_owner(name: object) -> None:

@@ -30,17 +30,13 @@ def size_class(nbytes: int, granularity: int = 1) -> int:
 
 
 @lru_cache(maxsize=4096)
-def reuse_limit(nbytes: int, capacity: int) -> int:
+def reuse_limit(nbytes: int, granularity: int = 1) -> int:
     """Return the size of the largest idle slab that serves a request before the pool grows.
 
-    Args:
-        nbytes: bytes asked for.
-        capacity: their size class.
-
-    Returns:
-        Bytes: for small classes the size of which 12.5% would be waste, from `SMALL_SLAB_BYTES` on `REUSE_FACTOR` times
-        the class.
+    For small classes, at most 12.5% of that slab is waste; from `SMALL_SLAB_BYTES` on, it is `REUSE_FACTOR` times the
+    class.
     """
+    capacity = size_class(nbytes, granularity)
     if capacity < SMALL_SLAB_BYTES:
         return max(capacity, nbytes * 8 // 7)
     return REUSE_FACTOR * capacity

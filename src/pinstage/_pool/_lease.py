@@ -11,36 +11,22 @@ import builtins
 import ctypes
 import math
 import weakref
-from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 
 from ..errors import LeaseError
 from . import _refusals
-from ._slab import Fence, Inbox, Slab
-
-
-class Keeper(Protocol):
-    """What leases and views keep alive: it has the slab, and takes it back."""
-
-    inbox: Inbox
-    closed: bool
-    is_forked: bool
-    record: Callable[[], tuple[Fence, ...]] | None
-    """Marks the work that the calling thread has begun so far on the devices; None where it needs no mark."""
-    unrecorded: dict[Lease, None]
-    """Whose block was left, but not the slab, because that failed: they live until they are released."""
-
-    def tidy_later(self) -> None: ...
+from ._accounts import Account
+from ._slab import Fence, Holdings, Slab
 
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
-    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("keeper", "life")})
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("life", "state")})
 
 
 class Lease:
@@ -59,16 +45,22 @@ class Lease:
     it gives no views (`ForkedPoolError`).
     """
 
-    __slots__ = ("__weakref__", "_capacity", "_exporter", "_keeper", "_nbytes", "_notice", "_slab")
+    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_ref", "_slab", "_state")
 
-    def __init__(self, keeper: Keeper, slab: Slab, nbytes: int) -> None:
-        self._keeper = keeper
+    def __init__(self, state: Holdings, slab: Slab, nbytes: int, account: Account) -> None:
+        # Called under the pool's lock. From the last line on the slab is leased.
+        self._state = state
         self._slab: Slab | None = slab
         self._nbytes = nbytes
         self._capacity = slab.capacity
         self._exporter: Any = None
-        self._notice: weakref.ref[Lease] | None = None
-        """The slab's, while the slab is this lease's: a finaliser may use a lease whose death the collector told of."""
+        slab.views = None
+        slab.account = account
+        slab.requested = nbytes
+        slab.used_at = next(state.clock)
+        # The slab's, while the slab is this lease's. The collector clears a lease's references before finalisers have
+        # had their last use of it, and by then the slab may be another lease's.
+        self._ref = slab.lease = weakref.ref(self)
 
     @property
     def nbytes(self) -> int:
@@ -186,29 +178,29 @@ class Lease:
             LeaseError: the lease was released before.
             ForkedPoolError: called in a forked child.
         """
-        keeper = self._keeper
-        if keeper.is_forked:
+        state = self._state
+        if state.is_forked:
             raise _refusals.forked()
-        # From here to the notice nothing is called but C, so neither another thread nor an interrupt comes between: of
-        # two releases at once one finds no slab, and none is half done.
+        # Nothing is called until the slab has no lease, so neither another thread nor an interrupt comes between: of
+        # two releases at once one finds no slab, and the event is there before anybody can find the slab free.
         slab, self._slab = self._slab, None
         if slab is None:
             self._refuse("release()")
-        if slab.holder is self._notice:  # else the collector has told of the lease's death, and the slab came back
+        if slab.lease is self._ref:
             slab.event = after
-            slab.holder = None
+            slab.lease = None
         self._exporter = None
-        slab.came_back(None)
-        if keeper.unrecorded:
-            keeper.unrecorded.pop(self, None)
-        if keeper.inbox.line:
-            keeper.inbox.ring()
-        if keeper.closed:
-            keeper.tidy_later()
+        slab.put(None)
+        if state.unrecorded:
+            state.unrecorded.pop(self, None)
+        if state.line.waiters:
+            state.line.wake_first()
+        if state.closed:
+            state.tidy_later()
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
-        if slab is None or slab.holder is not self._notice:
+        if slab is None or slab.lease is not self._ref:
             self._refuse(what)
         return slab
 
@@ -219,21 +211,21 @@ class Lease:
         )
 
     def _export(self, what: str) -> Any:
-        keeper = self._keeper
-        if keeper.is_forked:  # page-locked pages may be missing in a child: reading them would end it
+        state = self._state
+        if state.is_forked:  # page-locked pages may be missing in a child: reading them would end it
             raise _refusals.forked()
         slab = self._slab
-        if slab is None or slab.holder is not self._notice:
+        if slab is None or slab.lease is not self._ref:
             self._refuse(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
-            exporter.keeper = keeper
+            exporter.state = state
             # Not the exporter: if a memoryview is part of a garbage cycle, the collector tells of its death before
             # finalisers have had their last use of it. An array is nothing that the collector knows.
             exporter.life = np.empty(0)
-            notice = weakref.ref(exporter.life, slab.came_back)
+            views = weakref.ref(exporter.life, slab.put)
             if self._exporter is None:  # still: of two threads one makes it; no call comes between
-                self._exporter, slab.exporter = exporter, notice
+                self._exporter, slab.views = exporter, views
         return self._exporter
 
     def __enter__(self) -> Lease:
@@ -245,14 +237,14 @@ class Lease:
         slab = self._slab
         if slab is None:
             return
-        keeper = self._keeper
+        state = self._state
         try:
-            if keeper.record is not None:
-                events = keeper.record()
-                if slab.holder is self._notice:  # as in `release`
+            if state.record is not None:
+                events = state.record()
+                if slab.lease is self._ref:  # as in `release`
                     slab.guards += events
         except BaseException as failure:
-            keeper.unrecorded[self] = None
+            state.unrecorded[self] = None
             if error is None or not isinstance(failure, Exception):
                 raise
             error.add_note(f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its release(after=event)")
@@ -277,6 +269,6 @@ def guard_until_release(lease: Lease, event: Fence | None) -> None:
         LeaseError: the lease was released.
     """
     slab = lease._slab
-    if slab is None or slab.holder is not lease._notice:
+    if slab is None or slab.lease is not lease._ref:
         lease._refuse("guard()")
     slab.event = event

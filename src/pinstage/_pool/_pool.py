@@ -1,25 +1,28 @@
-"""The pool's public verbs: who waits, and for what. What is decided, and counted, is the `Ledger`'s affair."""
+"""The pool's public verbs: who waits, and for what. `PoolState` makes the decisions."""
 
 from __future__ import annotations
 
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn, SupportsIndex
 
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import format_bytes, parse_bytes
 from .._steps import step
-from ..errors import UnreleasedLeaseWarning
+from ..errors import BudgetExceededError, UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
+from ._classes import reuse_limit
+from ._growth import Growth, Plan
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
-from ._lease import Keeper, Lease
-from ._ledger import Ledger
-from ._resize import Resize
+from ._lease import Lease
 from ._slab import Fence
+from ._state import PoolState, take_free
 from ._stats import PoolStats
-from ._waiting import Line, check_timeout
+from ._waiting import check_timeout
 
 _PAUSE_SECONDS = 0.02
 """How often a reservation that waits for other processes looks again."""
@@ -52,9 +55,32 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
-def keeper_of(pool: SlabPool) -> Keeper:
-    """Return what says, by plain attributes, whether a pool is closed, or a forked child's copy."""
-    return pool._ledger
+def state_of(pool: SlabPool) -> PoolState:
+    """Return what says, by the plain attributes ``closed`` and ``is_forked``, why a pool would refuse a lease."""
+    return pool._state
+
+
+def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
+    """Lease a slab that its owner has released and that is in flight. Does not block.
+
+    For callers whose writes are ordered by streams: let the stream that writes the slab wait for the event. Then the
+    host need not wait, and the pool need not grow.
+
+    Args:
+        pool: whose slab.
+        nbytes: bytes needed, at least 1.
+        owner: the name under which the slab was leased, and is leased again.
+
+    Returns:
+        The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
+        suitable, or if somebody waits for one.
+
+    Raises:
+        PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
+    """
+    check_open(pool)
+    with pool._state.lock:
+        return pool._state.serve_in_flight(owner, nbytes)
 
 
 class SlabPool:
@@ -96,12 +122,11 @@ class SlabPool:
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
         self._host = LimitedMemory(self._memory, max_bytes) if isinstance(max_bytes, HostBudget) else None
-        self._ledger = Ledger(self._host or self._memory, cap, reason, self._host, record)
+        self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
         self._has_told = False
         self._user: str | None = None
-        self._line = Line(self._ledger.inbox, self._ledger.accounts)
         if self._host is not None:
-            self._host.serve(self._ledger, self._line)
+            self._host.serve(self._state, self._state.line)
 
     # -- the public verbs
 
@@ -113,17 +138,17 @@ class SlabPool:
     @property
     def max_bytes(self) -> int:
         """The cap in bytes."""
-        return self._ledger.max_bytes
+        return self._state.max_bytes
 
     @property
     def frozen(self) -> bool:
         """Whether the pool refuses to allocate."""
-        return self._ledger.frozen
+        return self._state.frozen
 
     @property
     def closed(self) -> bool:
         """Whether the pool was closed."""
-        return self._ledger.closed
+        return self._state.closed
 
     def acquire(self, nbytes: int | str, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
         """Lease a slab of at least `nbytes`.
@@ -155,41 +180,22 @@ class SlabPool:
             raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
         if timeout is not None and (type(timeout) is not float or timeout < 0):
             check_timeout(timeout)
-        ledger = self._ledger
-        if ledger.is_forked or ledger.is_entered() or ledger.forgotten:
+        state = self._state
+        if state.is_forked or state.is_entered() or state.forgotten:
             self._check_entry()
         with step("acquire"):
-            with ledger.lock:
-                account = ledger.accounts[owner]
-                if ledger.closed or nbytes > account.largest:
-                    self._check_request(account, nbytes)
-                ledger.begin()
-                line = ledger.inbox.line
-                found = ledger.serve(account, nbytes, list(line) if line else ())
-                ledger.end()
-            return found if isinstance(found, Lease) else self._wait_or_grow(account, nbytes, found, timeout)
-
-    def acquire_in_flight(self, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
-        """Lease a slab that its owner has released and that is in flight. Does not block.
-
-        For callers whose writes are ordered by streams: let the stream that writes the slab wait for the event. Then
-        the host need not wait, and the pool need not grow.
-
-        Args:
-            nbytes: bytes needed, at least 1.
-            owner: the name under which the slab was leased, and is leased again.
-
-        Returns:
-            The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
-            suitable, or if somebody waits for one.
-
-        Raises:
-            PoolClosedError: the pool is closed.
-            ForkedPoolError: called in a forked child.
-        """
-        self._check_entry()
-        self._check_open()
-        return self._ledger.decide(self._ledger.serve_in_flight, owner, nbytes)
+            with state.lock:
+                account, sizes = state.accounts[owner], state.sizes
+                # The steady state: a slab of the right size is free, and nothing else is to be thought of.
+                place = bisect_left(sizes, nbytes)
+                if place < len(sizes) and not (state.closed or state.line.waiters or state.accounts.are_shared):
+                    stack = state.stacks[sizes[place]]
+                    if stack and sizes[place] <= reuse_limit(nbytes, state.granularity):
+                        slab = take_free(stack)
+                        if slab is not None:
+                            state.hits += 1
+                            return Lease(state, slab, nbytes, account)
+            return self._serve_or_wait(account, nbytes, timeout)
 
     def share(self, owner: str, *, at_least: int | str = 0, at_most: int | str | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and allocates nothing.
@@ -213,10 +219,10 @@ class SlabPool:
         """
         least, most = parse_bytes(at_least), None if at_most is None else parse_bytes(at_most)
         self._check_entry()
-        with self._ledger.lock:
+        with self._state.lock:
             self._check_open()
-            self._ledger.accounts.share(owner, least, most)
-        self._line.ring_all()
+            self._state.accounts.share(owner, least, most)
+        self._state.line.wake_all()
 
     def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -233,36 +239,31 @@ class SlabPool:
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
-        ledger = self._ledger
-        self._check_entry()
-        error, is_asked_for = self._reserve(nbytes, count)
-        deadline = time.monotonic() + LEND_SECONDS
-        while is_asked_for and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)
-            error, is_asked_for = self._reserve(nbytes, count)
-        if error is not None:
-            raise error
-        if ledger.closed:
-            self.trim()
+        state, plan = self._state, None
 
-    def _reserve(self, nbytes: int, count: int) -> tuple[Exception | None, bool]:
-        """Return what is in the way, if anything, and whether it may be gone in a moment, as what others give back."""
-        ledger = self._ledger
-        with ledger.lock:
-            is_full = self._host is not None and self._host.allowed < ledger.max_bytes
+        def missing() -> Plan | None:
+            nonlocal plan
             self._check_open()
-            if nbytes > ledger.max_bytes // self._memory.granularity * self._memory.granularity:
-                raise _refusals.never_fits(ledger.decide(ledger.figures), nbytes)
-            found = ledger.decide(ledger.reserve, nbytes, count)
-        if not isinstance(found, Resize):
-            return found, found is not None and is_full
-        try:
-            self._wait_for(found)
-        except HostIsFull:
-            return _refusals.reserve_does_not_fit(ledger.figures(), found.capacity, found.count), True
-        if len(found.made) < found.count:
-            return RuntimeError("reserve() made nothing: the thread that allocates never began; call it again"), True
-        return None, False
+            plan = state.reserve(nbytes, count)
+            return plan
+
+        self._check_entry()
+        deadline = time.monotonic() + LEND_SECONDS
+        while True:
+            try:
+                state.run(missing)
+                break
+            except HostIsFull:
+                if time.monotonic() >= deadline:
+                    assert plan is not None
+                    raise _refusals.reserve_does_not_fit(state.figures(), plan.capacity, plan.count) from None
+            except BudgetExceededError:
+                is_full = self._host is not None and self._host.allowed < state.max_bytes
+                if time.monotonic() >= deadline or not is_full:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+        if state.closed:
+            self.trim()
 
     def trim(self, to_bytes: int | str = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -277,18 +278,15 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        resize = self._ledger.decide(self._ledger.trim, target)
+        freed = self._state.run(partial(self._state.trim, target))
         self._warn_of_forgotten()
-        if resize is None:
-            return 0
-        self._wait_for(resize)
-        return sum(slab.capacity for slab in resize.victims[: resize.gone])
+        return freed
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
         self._check_entry()
-        self._ledger.frozen = True
-        self._line.ring_all()
+        self._state.frozen = True
+        self._state.line.wake_all()
 
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
@@ -296,113 +294,110 @@ class SlabPool:
         Waiting callers get `PoolClosedError`. A slab that is still leased, or has a living view, is freed when its
         lease is released, or by a later `close` or `stats`. May be called again. In a forked child it does nothing.
         """
-        ledger = self._ledger
-        if ledger.is_forked:
+        state = self._state
+        if state.is_forked:
             return
-        ledger.closed = True
-        self._line.ring_all()
-        if ledger.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
-            ledger.tidy_later()
-            return
-        for event in ledger.decide(ledger.pending):
-            event.synchronize()
-        self.trim()
+        state.closed = True
+        state.line.wake_all()
+        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
+            state.tidy_later()
+        else:
+            for event in state.pending():
+                event.synchronize()
+            self.trim()
         if self._host is not None:
             self._host.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after a look at events. Does not block."""
-        ledger = self._ledger
+        state = self._state
         self._check_entry()
-        snapshot = ledger.decide(ledger.snapshot, self._line.waits, self._line.seconds)
+        with state.lock:
+            snapshot = state.snapshot()
         self._warn_of_forgotten()
-        if ledger.closed and snapshot.free_slabs:
+        if state.closed and snapshot.free_slabs:
             self.trim()
         return snapshot
 
     # -- waiting
 
-    def _wait_or_grow(
-        self, account: Account, nbytes: int, found: Resize | Exception | None, timeout: float | None
-    ) -> Lease:
-        ledger = self._ledger
+    def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
+        state, line = self._state, self._state.line
 
-        def attempt(ahead: Sequence[Waiter]) -> Lease | Resize | Exception | None:
-            with ledger.lock:
+        def attempt(me: Waiter, ahead: Sequence[Waiter]) -> Lease | Growth | None:
+            def serve() -> Lease | Plan | None:
                 self._check_request(account, nbytes)
-                return ledger.decide(ledger.serve, account, nbytes, ahead)
+                return state.serve(account, nbytes, ahead)
+
+            with state.lock:
+                found = serve()
+            if not isinstance(found, Plan):
+                return found
+            growth = Growth(state, serve, me)
+            growth.start()
+            return growth if growth.plan.count else self._end_of(growth, account, nbytes)
 
         def timed_out(others: int) -> Exception:
-            return _refusals.timed_out(ledger.figures(), nbytes, timeout, others)
+            return _refusals.timed_out(state.figures(), nbytes, timeout, others)
 
-        served: Lease | Resize | Exception | None = found
-        while not isinstance(served, Lease):
-            if isinstance(served, Exception):
-                raise served
-            if served is None:
-                served = self._line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
-            else:
-                resize = served
-                try:
-                    served = self._wait_for(resize)
-                except HostIsFull:
-                    served = None  # in the line
-                except REFUSALS:
-                    if not resize.refusal or ledger.decide(ledger.hopeless, account, nbytes) is not None:
-                        raise
-                    self._tell_of_refusal(resize)
-                    served = None
-        if ledger.closed:
-            served.release()
+        with state.lock:
+            self._check_request(account, nbytes)
+            found: Lease | Growth | Plan | None = state.serve(account, nbytes, list(line.waiters))
+        while not isinstance(found, Lease):
+            # A request that grows stands in the line as well, until that is decided, so that none overtakes it.
+            found = line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
+            if isinstance(found, Growth):
+                found = self._end_of(found, account, nbytes)
+        if state.closed:
+            found.release()
             self.trim()
             self._check_open()
-        return served
+        return found
 
-    def _tell_of_refusal(self, resize: Resize) -> None:
+    def _end_of(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
+        """Return the lease that a growth was for; None if there is none, and the request has to wait."""
+        try:
+            lease: Lease | None = growth.result()
+            return lease
+        except HostIsFull:
+            return None
+        except REFUSALS:
+            if not growth.refusal or self._state.hopeless(account, nbytes) is not None:
+                raise
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"pool cannot grow by {format_bytes(resize.capacity)}, and goes on with the slabs that it has: "
-                f"{self._ledger.figures()}; {resize.refusal}; this is said once",
+                f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
+                f"{self._state.figures()}; {growth.refusal}; this is said once",
                 RuntimeWarning,
                 stacklevel=5,
             )
-
-    def _wait_for(self, resize: Resize) -> Lease | None:
-        """Wait for slow work; return the lease that it was for, unless an interrupt of another thread lost that."""
-        resize.wait()
-        ledger = self._ledger
-        with ledger.lock:
-            ledger.begin()
-            ledger.end()
-        return resize.outcome()
+        return None
 
     # -- checks
 
     def _check_entry(self) -> None:
         """Refuse a call in a forked child, or inside another one; tell of forgotten leases."""
-        ledger = self._ledger
-        if ledger.is_forked:
+        state = self._state
+        if state.is_forked:
             raise _refusals.forked()
-        if ledger.is_entered():
+        if state.is_entered():
             raise _refusals.entered_again()
-        if ledger.forgotten:
+        if state.forgotten:
             self._warn_of_forgotten(stacklevel=4)
 
     def _check_request(self, account: Account, nbytes: int) -> None:
         self._check_open()
         if nbytes > account.largest:
-            ledger = self._ledger
-            raise _refusals.never_fits(
-                ledger.decide(ledger.figures), nbytes, account if ledger.accounts.are_shared else None
-            )
+            state = self._state
+            raise _refusals.never_fits(state.figures(), nbytes, account if state.accounts.are_shared else None)
 
     def _check_open(self) -> None:
-        if self._ledger.closed:
-            raise _refusals.closed(self._ledger.figures(), self._user)
+        if self._state.closed:
+            raise _refusals.closed(self._state.figures(), self._user)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
-        forgotten = self._ledger.forgotten
+        forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
             warnings.warn(
@@ -423,4 +418,4 @@ class SlabPool:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
-        return f"<SlabPool {state} {type(self._memory).__name__} {self._ledger.figures()}>"
+        return f"<SlabPool {state} {type(self._memory).__name__} {self._state.figures()}>"

@@ -1,16 +1,20 @@
-"""A slab, what may keep it busy, where it is counted, and the notices by which the pool learns that it came back."""
+"""A slab, what keeps it busy, and what a pool holds."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
-from bisect import bisect_left, insort
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from .._memory import Block
-from ._accounts import Account, Waiter
+from .._memory import Block, MemoryResource
+from .._reaper import reaper
+from ._accounts import Account, Accounts
+from ._host_budget import LimitedMemory
+from ._refusals import Refusal
+from ._waiting import Line
 
 
 class Fence(Protocol):
@@ -24,173 +28,117 @@ class Fence(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Meter:
-    """Bytes and slabs in one state: current, peak and total ever entered."""
-
-    __slots__ = ("bytes", "peak_bytes", "peak_slabs", "slabs", "total_bytes", "total_slabs")
-
-    def __init__(self) -> None:
-        self.bytes = self.peak_bytes = self.total_bytes = 0
-        self.slabs = self.peak_slabs = self.total_slabs = 0
-
-    def enter(self, nbytes: int) -> None:
-        self.bytes += nbytes
-        self.slabs += 1
-        self.total_bytes += nbytes
-        self.total_slabs += 1
-        if self.bytes > self.peak_bytes:
-            self.peak_bytes = self.bytes
-        if self.slabs > self.peak_slabs:
-            self.peak_slabs = self.slabs
-
-    def leave(self, nbytes: int) -> None:
-        self.bytes -= nbytes
-        self.slabs -= 1
-
-    def recount(self, sizes: list[int]) -> None:
-        self.bytes, self.slabs = sum(sizes), len(sizes)
-
-    def figures(self, state: str) -> dict[str, int]:
-        """Return all six, named as in `PoolStats`."""
-        return {
-            f"{which}{state}_{unit}": getattr(self, f"{which}{unit}")
-            for which in ("", "peak_", "total_")
-            for unit in ("bytes", "slabs")
-        }
-
-
 class Slab:
     """One contiguous host allocation of the pool.
 
-    What keeps it busy is told by `holder`, `exporter`, `event` and `guards`, and by nothing else: the state that is
-    counted follows from these, so it can be found out again if an interrupt ends whoever was changing it.
+    `lease`, `views`, `event`, `guards` and `doomed` say whether it is free. Nothing else does.
 
     Attributes:
         block: its memory.
         ptr: address of its first byte.
         capacity: its size in bytes.
-        requested: what the holder of its lease asked for; 0 if it is not leased.
-        account: of the owner whose lease it has, or had last while it is in flight; None if it is idle.
-        state: where it is counted; None until it is.
-        holder: a weak reference to the lease; None if there is none, or it was released.
-        exporter: a weak reference to what all views of the last lease keep alive; None if there was no view.
-        event: what the last lease was released behind, or is if it is never released; None for nothing.
-        guards: what the slab has to wait for besides.
-        came_back: puts the slab into the pool's inbox, whatever it is given.
+        stack: slabs of its capacity that may be free, the one returned last at the end.
+        put: adds the slab to `stack`, whatever it is called with. One call of C, which finalisers may make.
+        account: the owner of the lease that it has or had last; None before the first.
+        requested: bytes that its lease asked for.
+        used_at: the number of that lease, counted over the pool.
+        lease: weak reference to the lease; None after the release.
+        views: weak reference to an object that all views of the last lease keep alive; None if it had none.
+        event: pending work of the last lease, named by its release, or in case it is never released.
+        guards: other pending work.
+        doomed: whether a thread is about to free it.
     """
 
-    def __init__(self, block: Block, inbox: Inbox) -> None:
-        self.block = block
-        self.came_back: Callable[[object], object] = partial(inbox.notices.setdefault, self)
-        self.ptr = block.ptr
-        self.capacity = block.nbytes
-        self.requested = 0
+    def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
+        self.block, self.ptr, self.capacity = block, block.ptr, block.nbytes
+        self.stack = stacks.setdefault(block.nbytes, {})
+        self.put: Callable[[object], object] = partial(self.stack.setdefault, self)
         self.account: Account | None = None
-        self.state: Meter | None = None
-        self.holder: weakref.ref[Any] | None = None
-        self.exporter: weakref.ref[Any] | None = None
+        self.requested, self.used_at = 0, used_at
+        self.lease: weakref.ref[Any] | None = None
+        self.views: weakref.ref[Any] | None = None
         self.event: Fence | None = None
         self.guards: tuple[Fence, ...] = ()
+        self.doomed = False
 
-    def enter(self, state: Meter) -> None:
-        before, nbytes = self.state, self.capacity
-        if before is not state:
-            if before is not None:
-                before.bytes -= nbytes
-                before.slabs -= 1
-            self.state = state
-            state.enter(nbytes)
-
-    def fences(self) -> tuple[Fence, ...]:
-        """Return all that the slab has to wait for when it has come back."""
-        return self.guards if self.event is None else (*self.guards, self.event)
+    def is_free(self) -> bool:
+        """Say whether nothing uses the slab, after a look at its events. Called under the pool's lock."""
+        if self.lease is not None or self.doomed:
+            return False
+        views = self.views  # not before: without a lease no others are made
+        if views is not None and views() is not None:
+            return False
+        event = self.event
+        if event is not None:
+            if not event.query():
+                return False
+            self.event = None  # nothing can have replaced it: the slab has no lease
+        if self.guards:
+            if not all(guard.query() for guard in self.guards):
+                return False
+            self.guards = ()
+        return True
 
     def has_lease(self) -> bool:
-        return self.holder is not None and self.holder() is not None
+        return self.lease is not None and self.lease() is not None
 
-    def has_view(self) -> bool:
-        return self.exporter is not None and self.exporter() is not None
+    def has_views(self) -> bool:
+        return self.views is not None and self.views() is not None
 
-
-class IdleSlabs:
-    """Idle slabs by capacity, and by when they were used last. All methods are called under the pool's lock."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._stacks: dict[int, deque[Slab]] = {}  # by capacity; most recently used at the right
-        self._capacities: list[int] = []  # the keys of _stacks, sorted
-        self._recency: OrderedDict[Slab, None] = OrderedDict()  # least recently used first
-
-    def take(self, nbytes: int, bound: int) -> Slab | None:
-        """Take out the smallest slab of at least `nbytes` and at most `bound`."""
-        if self.bytes < nbytes:
-            return None  # the steady state of one loop: its only slab is in flight until somebody looks
-        capacities = self._capacities
-        for position in range(bisect_left(capacities, nbytes), len(capacities)):
-            capacity = capacities[position]
-            if capacity > bound:
-                return None
-            if stack := self._stacks[capacity]:
-                slab = stack.pop()
-                del self._recency[slab]
-                self.bytes -= capacity
-                return slab
-        return None
-
-    def put(self, slab: Slab) -> None:
-        stack = self._stacks.get(slab.capacity)
-        if stack is None:
-            stack = self._stacks[slab.capacity] = deque()
-            insort(self._capacities, slab.capacity)
-        stack.append(slab)
-        self._recency[slab] = None
-        self.bytes += slab.capacity
-
-    def count(self, nbytes: int, bound: int) -> int:
-        """Say how many there are of at least `nbytes` and at most `bound`."""
-        first = bisect_left(self._capacities, nbytes)
-        return sum(len(self._stacks[size]) for size in self._capacities[first:] if size <= bound)
-
-    def take_oldest(self, nbytes: int) -> list[Slab]:
-        """Take out so many bytes, or all, least recently used first."""
-        taken = []
-        while nbytes > 0 and self._recency:
-            slab, _ = self._recency.popitem(last=False)
-            self._stacks[slab.capacity].popleft()  # each class is in the same order as _recency
-            self.bytes -= slab.capacity
-            nbytes -= slab.capacity
-            taken.append(slab)
-        return taken
-
-    def slabs(self) -> list[Slab]:
-        return list(self._recency)
-
-    def forget(self, capacity: int) -> None:
-        """Forget a capacity of which the pool holds no slab any more."""
-        if self._stacks.pop(capacity, None) is not None:
-            self._capacities.remove(capacity)
+    def fences(self) -> tuple[Fence, ...]:
+        """Return all pending work that is known."""
+        return self.guards if self.event is None else (*self.guards, self.event)
 
 
-class Inbox:
-    """What has come back, and who waits for it. Written by releases and finalisers, which take no lock.
-
-    A finaliser may run at any point of any thread, also inside the pool, and an interrupt may end it between two steps
-    of Python. So all that it does is one call of C: the callback of a weak reference is ``notices.setdefault`` with the
-    slab, made once for each slab.
+class Holdings:
+    """What a pool holds, and what it counts.
 
     Attributes:
-        notices: slabs to be looked at again, and slow work that got on, in the order in which they came. Whoever next
-            has the pool's lock works them off.
-        line: who waits for a slab, the one who has waited longest first.
+        lock: held for a decision, and by whoever changes what is held. A thread that has it may come again, by a
+            finaliser.
+        is_forked: whether this is a forked child's copy, which must not be used.
+        host: `memory`, if it allocates within a budget for the host.
+        record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
+        unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
+        forgotten: leases that nobody released: bytes asked for, and of the slab.
+        slabs: all that are held, written by growths.
+        growths: slow work under way, written by growths.
+        stacks: slabs that may be free, by capacity.
+        sizes: the capacities of slabs, sorted.
+        reap: frees what came back to a closed pool; for the reaper.
     """
 
-    def __init__(self) -> None:
-        self.notices: dict[Any, Any] = {}
-        self.line: deque[Waiter] = deque()
+    reap: Callable[[], bool]
 
-    def ring(self) -> None:
-        """Let the first of those who wait look again."""
-        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
-            self.line[0].ring()
-        except (IndexError, RuntimeError):
-            pass  # nobody waits, or it was rung and not heard yet
+    def __init__(
+        self,
+        memory: MemoryResource | LimitedMemory,
+        host: LimitedMemory | None,
+        max_bytes: int,
+        record: Callable[[], tuple[Fence, ...]] | None,
+    ) -> None:
+        self.memory, self.host, self.max_bytes, self.record = memory, host, max_bytes, record
+        self.granularity = memory.granularity
+        self.closed = self.frozen = self.is_forked = False
+        self.lock = threading.RLock()
+        self.accounts = Accounts(max_bytes, self.granularity)
+        self.line = Line(self.accounts)
+        self.clock = itertools.count(1)
+        self.slabs: dict[Slab, None] = {}
+        self.growths: dict[Any, None] = {}
+        self.stacks: dict[int, dict[Slab, Any]] = {}
+        self.sizes: list[int] = []
+        self.unrecorded: dict[Any, None] = {}
+        self.forgotten: list[tuple[int, int]] = []
+        self.refusal: Refusal | None = None
+        self.hits = self.misses = self.trims = 0
+        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
+
+    def tidy_later(self) -> None:
+        """Have what came back to a closed pool freed. Finalisers call this."""
+        reaper.tasks.put(self)
+
+    def promised(self) -> int:
+        """Return the bytes of the cap that are taken: held, or promised to growths."""
+        promised: int = sum(growth.promised() for growth in list(self.growths))
+        return promised + sum(slab.capacity for slab in list(self.slabs))

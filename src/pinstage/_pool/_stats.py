@@ -1,4 +1,4 @@
-"""Counters of the pool: integers kept up to date at each transition, never recomputed by a scan."""
+"""Counters of the pool."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class OwnerStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PoolStats:
-    """A consistent snapshot of a pool's counters.
+    """A consistent snapshot of a pool.
 
-    Held, leased, in flight and free each have current, ``peak_`` and ``total_`` values, in bytes (capacities) and in
-    slabs. ``total_`` counts every entry into the state since the pool was made. Always ``held = free + leased +
-    in_flight`` and ``held <= max_bytes``. A slab that is just being allocated counts against the cap, but not here yet.
-    One that is being freed counts as held and free until it is gone.
+    Bytes are capacities of slabs. Always ``held = free + leased + in_flight`` and ``held <= max_bytes``. A slab that is
+    just being allocated counts against the cap, but not here yet. A slab that is being freed counts as held and free
+    until it is gone.
     """
 
     held_bytes: int
@@ -61,23 +60,11 @@ class PoolStats:
     free_slabs: int
 
     peak_held_bytes: int
-    peak_leased_bytes: int
-    peak_in_flight_bytes: int
-    peak_free_bytes: int
+    """The most bytes that were held at once."""
     peak_held_slabs: int
-    peak_leased_slabs: int
-    peak_in_flight_slabs: int
-    peak_free_slabs: int
-
     total_held_bytes: int
-    total_leased_bytes: int
-    total_in_flight_bytes: int
-    total_free_bytes: int
-    total_requested_bytes: int
+    """Bytes of all slabs that the pool ever allocated."""
     total_held_slabs: int
-    total_leased_slabs: int
-    total_in_flight_slabs: int
-    total_free_slabs: int
 
     hits: int
     """Leases served by a slab that was already there."""
@@ -89,32 +76,22 @@ class PoolStats:
     """Time spent waiting, summed over all requests."""
     trims: int
     """Idle slabs given back to the system."""
-    recovered: int
-    """Slabs found again that an interrupt had lost."""
     owners: Mapping[str, OwnerStats] = field(hash=False)
     """Who holds what, by the name given to `SlabPool.acquire`."""
-
-    @property
-    def rounding_waste(self) -> float:
-        """Share of all leased bytes that nobody asked for, from 0.0 to 1.0."""
-        if not self.total_leased_bytes:
-            return 0.0
-        return 1.0 - self.total_requested_bytes / self.total_leased_bytes
 
     def __repr__(self) -> str:
         rows = []
         for state in ("held", "leased", "in_flight", "free"):
-            now, peak = (format_bytes(getattr(self, f"{prefix}{state}_bytes")) for prefix in ("", "peak_"))
             slabs = count(getattr(self, f"{state}_slabs"), "slab")
-            rows.append((state.replace("_", " "), f"{now} in {slabs}, at most {peak}"))
+            rows.append((state.replace("_", " "), f"{format_bytes(getattr(self, f'{state}_bytes'))} in {slabs}"))
         return table_text(
             "PoolStats",
             [
                 ("max_bytes", f"{format_bytes(self.max_bytes)} ({self.max_bytes_reason})"),
                 *rows,
+                ("peak held", f"{format_bytes(self.peak_held_bytes)} in {count(self.peak_held_slabs, 'slab')}"),
                 ("hits, misses", f"{self.hits:,}, {self.misses:,}"),
                 ("waits", f"{self.waits:,}, {self.wait_seconds:.3f} s"),
-                ("trims, recovered", f"{self.trims:,}, {self.recovered:,}"),
-                ("rounding_waste", f"{self.rounding_waste:.1%}"),
+                ("trims", f"{self.trims:,}"),
             ],
         )

@@ -1,4 +1,4 @@
-"""The line of those who wait for a slab."""
+"""The line of requests that wait for a slab."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import numbers
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._accounts import Accounts, Waiter
-from ._slab import Inbox
 
 _POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the waiter whose turn it is. A release wakes it at once; an event that gets done and a
-view that dies wake nobody (finalisers do no more than one call of C), so it looks again by itself."""
+"""First and longest pause of the first in line. A release wakes it at once. An event that gets done and a view that
+dies wake nobody, so it looks again by itself."""
 
 _GIVE_UP_SECONDS = 0.2
-"""How often a waiter whose turn it is not looks whether its thread gives up."""
+"""How often the others look whether their thread gives up."""
 
 
 class _Here(threading.local):
@@ -48,26 +48,38 @@ def check_timeout(timeout: object) -> None:
 class Line:
     """Waiters, first come first served.
 
-    Each looks for itself, with those before it in mind. What comes back wakes the first; where there are shares, which
-    may let another one pass, each who finds nothing wakes the next.
+    Each looks for itself, with those before it in mind. A release wakes the first; where there are shares, which may
+    let another one pass, each that finds nothing wakes the next.
+
+    Attributes:
+        waiters: the one that has waited longest first.
+        waits: how many requests waited since the pool was made.
+        seconds: that they waited in all.
     """
 
-    def __init__(self, inbox: Inbox, accounts: Accounts) -> None:
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self.waiters: deque[Waiter] = deque()
         self.waits = 0
         self.seconds = 0.0
-        self._inbox = inbox
-        self._accounts = accounts
 
-    def ring_all(self) -> None:
+    def wake_first(self) -> None:
+        """Let the first look again. Finalisers call this."""
+        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
+            self.waiters[0].wake()
+        except (IndexError, RuntimeError):
+            pass  # nobody waits, or it is awake
+
+    def wake_all(self) -> None:
         """Let all look again."""
-        for waiter in list(self._inbox.line):
-            with contextlib.suppress(RuntimeError):  # rung already
-                waiter.ring()
+        for waiter in list(self.waiters):
+            with contextlib.suppress(RuntimeError):
+                waiter.wake()
 
     def wait(
         self,
         me: Waiter,
-        attempt: Callable[[Sequence[Waiter]], Any],
+        attempt: Callable[[Waiter, Sequence[Waiter]], Any],
         timeout: float | None,
         timed_out: Callable[[int], Exception],
     ) -> Any:
@@ -75,40 +87,42 @@ class Line:
 
         Args:
             me: who waits.
-            attempt: called with those who have waited longer. What it raises ends the wait.
+            attempt: called with `me` and those who have waited longer. What it raises ends the wait.
             timeout: seconds; None waits forever.
             timed_out: returns what is raised then; called with how many others wait.
         """
-        start = time.monotonic()
-        line = self._inbox.line
+        start, waits = time.monotonic(), 0
+        waiters = self.waiters
         pause, longest_pause = _POLL_SECONDS
         gives_up = _here.gives_up
         longest_in_line = threading.TIMEOUT_MAX if gives_up is None else _GIVE_UP_SECONDS
         try:
-            line.append(me)
-            self.waits += 1
-            me.account.waits += 1
+            waiters.append(me)
             while True:
-                ahead = list(line)
+                ahead = list(waiters)
                 place = ahead.index(me)
                 behind = ahead[place + 1 :]
                 del ahead[place:]
-                found = attempt(ahead)
+                found = attempt(me, ahead)
                 if found is not None:
                     return found
+                if not waits:
+                    waits = 1
+                    self.waits += 1
+                    me.account.waits += 1
                 if self._accounts.are_shared and behind:
                     with contextlib.suppress(RuntimeError):
-                        behind[0].ring()
+                        behind[0].wake()
                 left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
                 if left <= 0 or (gives_up is not None and gives_up()):
-                    raise timed_out(len(line) - 1)
-                me.hear(timeout=min(left, longest_in_line if ahead else pause))
+                    raise timed_out(len(waiters) - 1)
+                me.sleep(timeout=min(left, longest_in_line if ahead else pause))
                 if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:
-            if me in line:  # not, if an interrupt came before it was; the next line is one call of C
-                line.remove(me)
-            self._inbox.ring()
-            seconds = time.monotonic() - start
+            if me in waiters:  # not, if an interrupt came before it was; the next line is one call of C
+                waiters.remove(me)
+            self.wake_first()
+            seconds = waits * (time.monotonic() - start)
             self.seconds += seconds
             me.account.wait_seconds += seconds

@@ -40,7 +40,7 @@ from .._pool import (
     check_timeout,
     close_for,
     guard_until_release,
-    keeper_of,
+    state_of,
 )
 from .._reaper import reaper
 from .._sizes import count, format_bytes, parse_bytes, table_text
@@ -246,7 +246,7 @@ class Stager:
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
-        self._keeper = keeper_of(self._pool)
+        self._pool_state = state_of(self._pool)
         self._moves_few = ring is None and keep is None and own_storage is not False
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._sources = Sources()
@@ -398,8 +398,8 @@ class Stager:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            keeper = self._keeper
-            if len(leaves) <= _FEW_LEAVES and self._moves_few and not (keeper.closed or keeper.is_forked):
+            state = self._pool_state
+            if len(leaves) <= _FEW_LEAVES and self._moves_few and not (state.closed or state.is_forked):
                 moved = target.move_few(leaves)
                 if moved is not None:
                     leaves, count, nbytes, copies = moved
@@ -647,7 +647,7 @@ class Stager:
     ) -> Sent:
         """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
         target, nbytes = self._target, parts.table.nbytes
-        if nbytes and (self._keeper.closed or self._keeper.is_forked):
+        if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
             check_open(self._pool)
         blocks = target.blocks(parts.table, sharing, stream, slab)
         if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):

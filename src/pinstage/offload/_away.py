@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._pool import Fence, Lease, SlabPool
+from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
 from .._staging import Arrival, Events, Kept, Shuttle
 from ..errors import ForkedPoolError, PoolClosedError
@@ -33,7 +33,7 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
     """
-    found = pool.acquire_in_flight(nbytes, owner=OWNER)
+    found = lease_in_flight(pool, nbytes, owner=OWNER)
     if found is not None:
         lease, after = found
         if hasattr(after, "wait"):

@@ -1,0 +1,191 @@
+"""Slow work: freeing slabs and allocating others, in threads of our own.
+
+Python handles signals in the main thread only, so no interrupt comes here, and memory that the kernel or CUDA has given
+is never lost between the call and the line that records it. Nor do these threads spoil a CUDA graph that another one
+captures.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from .._memory import REFUSALS, Block, as_called_here, remedy
+from .._reaper import running
+from ._accounts import Waiter
+from ._lease import Lease
+from ._refusals import Refusal
+from ._slab import Holdings, Slab
+
+RETRY_SECONDS = 60.0
+"""How long a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A change of what the pool holds: some slabs are freed, then others are allocated."""
+
+    victims: Sequence[Slab] = ()
+    capacity: int = 0
+    """Bytes of each slab to allocate."""
+    count: int = 0
+
+
+class Growth:
+    """Carries out a plan in a thread of its own.
+
+    That thread makes the decision again, under the pool's lock, so that a plan which nobody carries out leaves nothing
+    behind. Until the end, `Growth` says which bytes are promised to it.
+
+    Args:
+        state: of the pool.
+        decide: returns the plan, or whatever else there is by now.
+        waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
+
+    Attributes:
+        plan: what is carried out; empty until the decision.
+        freed: bytes given back to the system.
+        refusal: why the platform refused memory; empty if it did not.
+    """
+
+    def __init__(self, state: Holdings, decide: Callable[[], Any], waiter: Waiter | None = None) -> None:
+        self.plan = Plan()
+        self.waiter = waiter
+        self.freed = 0
+        self.refusal = ""
+        self._state = state
+        self._decide = decide
+        self._found: Any = None
+        self._error: BaseException | None = None
+        self.is_over = False
+        self._news: SimpleQueue[object] = SimpleQueue()  # after the decision, and at the end
+        self._surroundings = as_called_here()
+
+    def start(self) -> None:
+        """Begin, and wait for the decision."""
+        run = partial(self.run)
+        # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant for
+        # its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
+        self._thread = weakref.ref(run, self._news.put)
+        try:
+            _thread.start_new_thread(run, ())
+        finally:
+            del run  # who keeps an error has the names of this function
+        self._news.get()
+
+    def result(self) -> Any:
+        """Wait for the end. Return the lease, or what was there instead of a plan; None if the thread never began.
+
+        Raises:
+            BaseException: what ended the work. Then nothing was allocated.
+        """
+        while not self.is_over and self._thread() is not None:
+            self._news.get()
+        found, self._found = self._found, None
+        error, self._error = self._error, None  # or it and its traceback would keep one another
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        return found
+
+    def promised(self) -> int:
+        """Return the bytes of the cap that it needs beyond those of its victims that are still there."""
+        plan = self.plan
+        return max(0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed)
+
+    def run(self) -> None:
+        """Do all of it in this thread."""
+        state = self._state
+        try:
+            running[self] = None
+            with self._surroundings():
+                with state.lock:
+                    found = self._decide()
+                    if isinstance(found, Plan):
+                        if self.waiter is not None:
+                            state.line.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
+                        for slab in found.victims:
+                            slab.doomed = True
+                        self.plan = found
+                        state.growths[self] = None
+                self._news.put(None)
+                self._found = self._carry_out(found) if isinstance(found, Plan) else found
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
+        finally:
+            self.is_over = True
+            self._news.put(None)
+            running.pop(self, None)
+            state.line.wake_first()
+
+    def _carry_out(self, plan: Plan) -> Lease | None:
+        state, blocks = self._state, list[Block]()
+        try:
+            for slab in plan.victims:
+                self._free(slab)
+            if plan.count > 1 and state.host is not None:  # all or none
+                state.host.check_room(plan.capacity * plan.count)
+            while len(blocks) < plan.count:
+                blocks.append(self._allocate(plan.capacity))
+        except BaseException:
+            while blocks:
+                with contextlib.suppress(Exception):  # the first error is raised
+                    state.memory.deallocate(blocks.pop())
+            raise
+        finally:
+            with state.lock:
+                del state.growths[self]
+                lease = self._settle(blocks)
+        return lease
+
+    def _allocate(self, nbytes: int) -> Block:
+        try:
+            return self._state.memory.allocate(nbytes)
+        except REFUSALS as error:
+            self.refusal = f"{error}; {remedy(nbytes)}"
+            raise
+
+    def _free(self, slab: Slab) -> None:
+        state = self._state
+        try:
+            state.memory.deallocate(slab.block)
+        finally:  # a slab that could not be freed is never used again
+            with state.lock:
+                del state.slabs[slab]
+                slab.stack.pop(slab, None)
+                self.freed += slab.capacity
+                state.trims += 1
+
+    def _settle(self, blocks: list[Block]) -> Lease | None:
+        """Make slabs of new blocks, and lease the first; make victims that were not reached idle again."""
+        state, lease = self._state, None
+        for slab in self.plan.victims:
+            slab.doomed = slab not in state.slabs
+        for block in blocks:
+            slab = Slab(block, state.stacks, next(state.clock))
+            state.slabs[slab] = None
+            state.total_held_bytes += slab.capacity
+            state.total_held_slabs += 1
+            if self.waiter is not None:
+                state.misses += 1
+                lease = Lease(state, slab, self.waiter.nbytes, self.waiter.account)
+            else:
+                slab.put(None)
+        if self.refusal:
+            before = state.promised()
+            total = before + self.plan.capacity * self.plan.count
+            state.refusal = Refusal(self.refusal, total, before, time.monotonic() + RETRY_SECONDS)
+        held = [slab.capacity for slab in state.slabs]
+        state.sizes = sorted(set(held))
+        state.peak_held_bytes = max(state.peak_held_bytes, sum(held))
+        state.peak_held_slabs = max(state.peak_held_slabs, len(held))
+        return lease

@@ -1,0 +1,375 @@
+"""What the pool holds, and what is decided about it.
+
+The slabs are the only truth: whether one is free follows from its lease, its views and its events. `PoolState.stacks`
+is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. What the pool holds is
+changed by threads of its own only (`_growth`), where no interrupt comes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from .._memory import MemoryResource
+from .._reaper import reaper
+from .._torch import ownership
+from ..errors import PoolFrozenError
+from . import _refusals
+from ._accounts import Account, Waiter
+from ._classes import reuse_limit, size_class
+from ._growth import Growth, Plan
+from ._host_budget import LimitedMemory, held_bytes
+from ._lease import Lease
+from ._refusals import Figures
+from ._slab import Fence, Holdings, Slab
+from ._stats import OwnerStats, PoolStats
+
+_states: weakref.WeakSet[PoolState] = weakref.WeakSet()
+"""Of this process and its parents."""
+
+
+def _mark_forked() -> None:
+    for state in list(_states):
+        state.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+_HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
+
+
+class PoolState(Holdings):
+    """The budget and the slabs. Methods of the first section are called under `lock`, and none does slow work.
+
+    Attributes:
+        is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryResource,
+        max_bytes: int,
+        reason: str,
+        host: LimitedMemory | None,
+        record: Callable[[], tuple[Fence, ...]] | None,
+    ) -> None:
+        super().__init__(memory, host, max_bytes, record)
+        self._reason = reason
+        has_lock = ownership(self.lock)
+        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
+        _states.add(self)
+        # Not the state itself: the garbage collector tells of a death before finalisers have had their last use of it.
+        self._life = np.empty(0)
+        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
+
+    # -- decisions
+
+    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | Plan | None:
+        """Serve a request from what is there, or plan to grow, or return None: wait.
+
+        What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
+        cases of shares and of turns. Within that, the cases are, in this order:
+
+        1. an idle slab of which at most 12.5% would be waste, or, from 1 MiB on, of at most twice the class;
+        2. there is room under the cap: allocate a slab of the request's class;
+        3. any larger idle slab;
+        4. idle slabs of other classes would make room: free them, least recently used first, and allocate;
+        5. wait.
+
+        A frozen pool leaves out 2 and 4, shares what it holds, and refuses at once where it has no slab that would do.
+        So does a pool that was refused memory by the platform, for a while: meanwhile it asks for no such total again
+        (2), and frees nothing that it might not get back (4).
+
+        Raises:
+            PoolFrozenError, MemoryError: it is refused.
+        """
+        room, idle = account.largest, None
+        if self.line.waiters or self.accounts.are_shared:
+            idle = self.scan()
+            if ahead or self.accounts.are_shared:
+                self._count_busy(idle)
+                room = self.accounts.room(account, ahead, self._whole())
+        limit = min(reuse_limit(nbytes, self.granularity), room)
+        slab = None
+        if idle is None:
+            slab = next(filter(None, map(take_free, self._stacks(nbytes, limit))), None)
+        if slab is None:
+            idle = self.scan() if idle is None else idle
+            slab = _best(idle, nbytes, limit)
+            capacity = min(size_class(nbytes, self.granularity), room)
+            may_grow = nbytes <= room and not self.frozen
+            if slab is None and may_grow and capacity <= self._headroom():
+                return Plan((), capacity, 1)
+            slab = slab or _best(idle, nbytes, room)
+            if slab is None:
+                if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
+                    return Plan(victims, capacity, 1)
+                if (error := self.hopeless(account, nbytes)) is not None:
+                    raise error
+                return None
+            slab.stack.pop(slab, None)
+        self.hits += 1
+        return Lease(self, slab, nbytes, account)
+
+    def _stacks(self, nbytes: int, bound: int) -> list[dict[Slab, Any]]:
+        """Return the stacks of slabs of at least `nbytes` and at most `bound`, the smallest first."""
+        sizes = self.sizes
+        return [self.stacks[size] for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]]
+
+    def scan(self) -> list[Slab]:
+        """Look at all slabs. Return the free ones, least recently used first, and see that they are in their stacks."""
+        slabs = list(self.slabs)
+        idle = [slab for slab in slabs if slab.is_free()]
+        for slab in slabs:  # afterwards, because asking events may have collected leases
+            if slab.lease is not None and slab.lease() is None:
+                slab.lease = None
+                self.forgotten.append((slab.requested, slab.capacity))
+                if slab.is_free():
+                    idle.append(slab)
+        idle.sort(key=attrgetter("used_at"))
+        for slab in idle:
+            slab.put(None)
+        return idle
+
+    def serve_in_flight(self, owner: str, nbytes: int) -> tuple[Lease, Fence] | None:
+        """Lend a slab that its owner has given back, while its event is not done yet, along with that event.
+
+        Not while anybody waits: then it is for whose turn it is.
+        """
+        account = self.accounts[owner]
+        if self.line.waiters:
+            return None
+        for stack in self._stacks(nbytes, reuse_limit(nbytes, self.granularity)):
+            for slab in list(stack):  # the one given back first comes first
+                event, is_its = slab.event, slab.account is account and slab.lease is None
+                if event is not None and is_its and not slab.guards and not slab.has_views():
+                    stack.pop(slab, None)
+                    self.hits += 1
+                    return Lease(self, slab, nbytes, account), event
+        return None
+
+    def hopeless(self, account: Account, nbytes: int) -> PoolFrozenError | MemoryError | None:
+        """Return the error of a request that a pool which cannot grow will never serve; None if it may be served."""
+        refusal = self.refusal
+        if not self.frozen and refusal is None:
+            return None
+        largest = self.accounts.largest(account, self._whole())
+        sizes = [size for size in self.sizes if size <= largest]
+        if any(size >= nbytes for size in sizes):
+            return None
+        if self.frozen or refusal is None:
+            return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+        capacity = min(size_class(nbytes, self.granularity), largest)
+        if capacity <= refusal.held or self.promised() + capacity < refusal.total:
+            return None
+        return _refusals.refused(self.figures(), nbytes, refusal)
+
+    def reserve(self, nbytes: int, count: int) -> Plan | None:
+        """Plan to allocate the slabs that are missing for `count` leases at once; None if none is.
+
+        Raises:
+            PoolFrozenError, BudgetExceededError: they cannot be had.
+        """
+        self.refusal = None  # who asks for it beforehand wants to know
+        limit, largest = reuse_limit(nbytes, self.granularity), self.max_bytes // self.granularity * self.granularity
+        if nbytes > largest:
+            raise _refusals.never_fits(self.figures(), nbytes)
+        capacity = min(size_class(nbytes, self.granularity), largest)
+        missing = count - sum(nbytes <= slab.capacity <= limit for slab in self.scan())
+        if missing <= 0:
+            return None
+        if self.frozen:
+            raise _refusals.frozen(self.figures(), nbytes, max(self.sizes, default=0))
+        if missing * capacity > self._headroom():
+            raise _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
+        return Plan((), capacity, missing)
+
+    def trim(self, to_bytes: int) -> Plan | None:
+        """Plan to free idle slabs, so that at most `to_bytes` are held; None if there is nothing to free."""
+        return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
+
+    def free(self, nbytes: int) -> Plan | None:
+        """Plan to free so many bytes of idle slabs, or all; None if there is nothing to free."""
+        idle = self.scan()
+        victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
+        return Plan(victims) if victims else None
+
+    def _headroom(self, *, by_freeing: bool = False) -> int:
+        """Return the bytes by which the pool may grow; negative if so many must be freed first."""
+        most, refusal = self.max_bytes if self.host is None else self.host.allowed, self.refusal
+        if refusal is not None:
+            if time.monotonic() >= refusal.until:
+                self.refusal = None
+            else:
+                most = min(most, refusal.held if by_freeing else refusal.total - 1)
+        return most - self.promised()
+
+    def _whole(self) -> int:
+        return sum(slab.capacity for slab in list(self.slabs)) if self.frozen else self.max_bytes
+
+    def _count_busy(self, idle: Collection[Slab]) -> None:
+        for account in self.accounts.values():
+            account.busy_bytes = 0
+        for growth in self.growths:
+            if growth.waiter is not None:
+                growth.waiter.account.busy_bytes += growth.plan.capacity
+        for slab in self.slabs.keys() - set(idle):
+            if slab.account is not None and not slab.doomed:
+                slab.account.busy_bytes += slab.capacity
+
+    def snapshot(self) -> PoolStats:
+        """Look at all slabs, and count."""
+        self._count_busy(self.scan())
+        leased, in_flight, free = self._parts()
+        return PoolStats(
+            **_sums("held", [*leased, *in_flight, *free]),
+            **_sums("leased", leased),
+            **_sums("in_flight", in_flight),
+            **_sums("free", free),
+            **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
+            max_bytes_reason=self.reason,
+            requested_bytes=sum(slab.requested for slab in leased),
+            waits=self.line.waits,
+            wait_seconds=self.line.seconds,
+            owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
+        )
+
+    def _of_owner(self, account: Account, *parts: Sequence[Slab]) -> OwnerStats:
+        leased, in_flight = (sum(slab.capacity for slab in slabs if slab.account is account) for slabs in parts)
+        return OwnerStats(
+            held_bytes=leased + in_flight,
+            leased_bytes=leased,
+            in_flight_bytes=in_flight,
+            available_bytes=max(0, self.accounts.room(account, (), self._whole())),
+            **{name: getattr(account, name) for name in ("at_least", "at_most", "waits", "wait_seconds")},
+        )
+
+    # -- without the lock
+
+    def _parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
+        """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
+        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
+        for slab in list(self.slabs):
+            is_busy = not slab.doomed and (slab.event is not None or slab.guards or slab.has_views())
+            (leased if slab.has_lease() else in_flight if is_busy else free).append(slab)
+        return parts
+
+    def pending(self) -> list[Fence]:
+        """Return the events that slabs without lease and views wait for."""
+        slabs = [slab for slab in list(self.slabs) if not slab.has_lease() and not slab.has_views()]
+        return [fence for slab in slabs for fence in slab.fences()]
+
+    def run(self, decide: Callable[[], Plan | None]) -> int:
+        """Carry out what is decided, in a thread of its own, and wait for the end. Return the bytes freed."""
+        while True:
+            with self.lock:
+                plan = decide()
+            if plan is None:
+                return 0
+            growth = Growth(self, decide)
+            growth.start()
+            growth.result()
+            if growth.is_over:
+                return growth.freed
+
+    def reap(self) -> bool:
+        """Free what came back to a closed pool; for the reaper. Says whether nothing more will come by itself."""
+        self._free_here(self.max_bytes)
+        return not self.pending()
+
+    def lend(self, nbytes: int) -> None:
+        """Free so many bytes of what is idle, or all, for another process; not what a frozen pool needs. Blocks."""
+        if not self.frozen:
+            self._free_here(nbytes)
+
+    def _free_here(self, nbytes: int) -> None:
+        growth = Growth(self, partial(self.free, nbytes))
+        growth.run()
+        growth.result()
+
+    def is_waited_for(self) -> bool:
+        return bool(self.line.waiters)
+
+    def report(self, *_: object) -> dict[str, Any]:
+        """Return what the pool tells of itself on this host. Its line counts waits itself."""
+        with self.lock:
+            stats = self.snapshot()
+        owners = {name: asdict(owner) for name, owner in stats.owners.items()}
+        names = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
+        return {name: getattr(stats, name) for name in names} | {"owners": owners}
+
+    @property
+    def reason(self) -> str:
+        """Where the cap comes from, and what others had of it when it was asked for last."""
+        return self._reason + ("" if self.host is None else self.host.holders())
+
+    def figures(self) -> Figures:
+        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self._parts())
+        others = None if self.host is None else held_bytes(self.host.others)
+        return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
+
+
+def take_free(stack: dict[Slab, Any]) -> Slab | None:
+    """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
+    # What touches the stack is a single call of C each time: a release in another thread may add to it at any moment.
+    if not stack:
+        return None
+    last: Slab = stack.popitem()[0]
+    if last.is_free():
+        return last
+    found = next((slab for slab in list(stack) if slab.is_free()), None)
+    if found is not None:
+        stack.pop(found, None)
+    if last.fences():  # else its release, or the end of its last view, puts it there again
+        last.put(None)
+    return found
+
+
+def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
+    """Return the smallest slab of at least `nbytes` and at most `bound`; of several, the one used last."""
+    fitting = [slab for slab in reversed(idle) if nbytes <= slab.capacity <= bound]
+    return min(fitting, key=attrgetter("capacity"), default=None)
+
+
+def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
+    """Return the first slabs that have so many bytes together; None if all have less."""
+    taken = []
+    for slab in idle:
+        if nbytes <= 0:
+            break
+        taken.append(slab)
+        nbytes -= slab.capacity
+    return taken if nbytes <= 0 else None
+
+
+def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
+    return {f"{state}_bytes": sum(slab.capacity for slab in slabs), f"{state}_slabs": len(slabs)}
+
+
+def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
+    """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
+
+    Raises:
+        Exception: of the first slab that could not be freed; the others are.
+    """
+    errors = []
+    for slab in list(slabs):
+        try:
+            if all(fence.query() for fence in slab.fences()):
+                del slabs[slab]
+                memory.deallocate(slab.block)
+        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return not slabs
