@@ -90,26 +90,20 @@ bool can_demote(void) {
 /* What was written past the caches is seen by others before what follows. */
 static void end_streams(void) { _mm_sfence(); }
 
-#elif defined(__aarch64__)
+#else
 
 static void stream_lines(char *to, const char *from, int64_t lines) {
+#if defined(__aarch64__)
     for (; lines > 0; lines--, to += 64, from += 64) {
         __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp q2, q3, [%0, #32]"
                          :
                          : "r"(to), "r"(from)
                          : "v0", "v1", "v2", "v3", "memory");
     }
-}
-
-static void demote_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
-
-bool can_demote(void) { return false; }
-
-static void end_streams(void) {}
-
 #else
-
-static void stream_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
+    memcpy(to, from, (size_t)lines * 64);
+#endif
+}
 
 static void demote_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
 
