@@ -70,8 +70,8 @@ def test_what_nobody_names_is_unnamed(pool):
 def test_a_stager_takes_slabs_in_its_name_or_in_one_that_is_given():
     with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
         Stager("cpu", pool=pool).to_device([1.0])
-        Stager("cpu", pool=pool).to_device(torch.ones(200_000))
-        Stager("cpu", pool=pool, owner="eval").to_device(torch.ones(200_000))
+        Stager("cpu", pool=pool).to_device(torch.ones(400_000)[::2])
+        Stager("cpu", pool=pool, owner="eval").to_device(torch.ones(400_000)[::2])
         assert list(pool.stats().owners) == ["stager", "eval"]
 
 

@@ -488,15 +488,6 @@ is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", 
 # -- tensors without memory --------------------------------------------------------------------------------------------
 
 
-def shell_of(kind: type[torch.Tensor], source: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a class of ours that has a shape and a dtype, is on the CPU, and has no memory."""
-    is_dense = source.is_contiguous() or source.untyped_storage().nbytes() == source.nbytes
-    stride = source.stride() if is_dense else torch.empty(source.shape, device="meta").stride()
-    return torch.Tensor._make_wrapper_subclass(
-        kind, source.size(), stride, dtype=source.dtype, device=torch.device("cpu")
-    )
-
-
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 
