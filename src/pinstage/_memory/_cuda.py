@@ -112,7 +112,7 @@ def why_unusable() -> str | None:
         _call(runtime, "cudaGetDeviceCount")
     except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
-    _bindings = Bindings(runtime, driver, runtime.cudaMemcpyKind.cudaMemcpyHostToDevice)
+    _bindings = Bindings(runtime, driver)
     return None
 
 
