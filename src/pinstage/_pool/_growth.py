@@ -46,7 +46,7 @@ class Growth:
 
     Args:
         state: of the pool.
-        decide: returns the plan, or whatever else there is by now.
+        decide: returns the plan, or whatever else there is then.
         waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
 
     Attributes:
@@ -161,6 +161,7 @@ class Growth:
         finally:  # a slab that could not be freed is never used again
             with state.lock:
                 del state.slabs[slab]
+                state.held_bytes -= slab.capacity
                 slab.stack.pop(slab, None)
                 self.freed += slab.capacity
                 state.trims += 1
@@ -173,6 +174,7 @@ class Growth:
         for block in blocks:
             slab = Slab(block, state.stacks, next(state.clock))
             state.slabs[slab] = None
+            state.held_bytes += slab.capacity
             state.total_held_bytes += slab.capacity
             state.total_held_slabs += 1
             if self.waiter is not None:
@@ -184,8 +186,7 @@ class Growth:
             before = state.promised()
             total = before + self.plan.capacity * self.plan.count
             state.refusal = Refusal(self.refusal, total, before, time.monotonic() + RETRY_SECONDS)
-        held = [slab.capacity for slab in state.slabs]
-        state.sizes = sorted(set(held))
-        state.peak_held_bytes = max(state.peak_held_bytes, sum(held))
-        state.peak_held_slabs = max(state.peak_held_slabs, len(held))
+        state.sizes = sorted({slab.capacity for slab in state.slabs})
+        state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
+        state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))
         return lease

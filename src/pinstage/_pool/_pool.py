@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, SupportsIndex
@@ -186,12 +186,10 @@ class SlabPool:
         with step("acquire"):
             with state.lock:
                 account, sizes = state.accounts[owner], state.sizes
-                # The steady state: a slab of the right size is free, and nothing else is to be thought of.
-                place = bisect_left(sizes, nbytes)
-                if place < len(sizes) and not (state.closed or state.line.waiters or state.accounts.are_shared):
-                    stack = state.stacks[sizes[place]]
-                    if stack and sizes[place] <= reuse_limit(nbytes, state.granularity):
-                        slab = take_free(stack)
+                if not (state.closed or state.line.waiters or state.accounts.are_shared):  # case 1 of `PoolState.serve`
+                    limit = reuse_limit(nbytes, state.granularity)
+                    for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
+                        slab = take_free(state.stacks[size])
                         if slab is not None:
                             state.hits += 1
                             return Lease(state, slab, nbytes, account)

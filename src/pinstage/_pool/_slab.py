@@ -79,9 +79,6 @@ class Slab:
             self.guards = ()
         return True
 
-    def has_lease(self) -> bool:
-        return self.lease is not None and self.lease() is not None
-
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
 
@@ -101,7 +98,7 @@ class Holdings:
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
         forgotten: leases that nobody released: bytes asked for, and of the slab.
-        slabs: all that are held, written by growths.
+        slabs: all that are held, of `held_bytes` together; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
@@ -132,7 +129,9 @@ class Holdings:
         self.forgotten: list[tuple[int, int]] = []
         self.refusal: Refusal | None = None
         self.hits = self.misses = self.trims = 0
-        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
+        self.held_bytes = self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = (
+            self.total_held_slabs
+        ) = 0
 
     def tidy_later(self) -> None:
         """Have what came back to a closed pool freed. Finalisers call this."""
@@ -141,4 +140,4 @@ class Holdings:
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or promised to growths."""
         promised: int = sum(growth.promised() for growth in list(self.growths))
-        return promised + sum(slab.capacity for slab in list(self.slabs))
+        return self.held_bytes + promised

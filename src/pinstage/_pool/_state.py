@@ -93,43 +93,30 @@ class PoolState(Holdings):
         Raises:
             PoolFrozenError, MemoryError: it is refused.
         """
-        room, idle = account.largest, None
-        if self.line.waiters or self.accounts.are_shared:
-            idle = self.scan()
-            if ahead or self.accounts.are_shared:
-                self._count_busy(idle)
-                room = self.accounts.room(account, ahead, self._whole())
-        limit = min(reuse_limit(nbytes, self.granularity), room)
-        slab = None
-        if idle is None:
-            slab = next(filter(None, map(take_free, self._stacks(nbytes, limit))), None)
-        if slab is None:
-            idle = self.scan() if idle is None else idle
-            slab = _best(idle, nbytes, limit)
-            capacity = min(size_class(nbytes, self.granularity), room)
-            may_grow = nbytes <= room and not self.frozen
-            if slab is None and may_grow and capacity <= self._headroom():
-                return Plan((), capacity, 1)
-            slab = slab or _best(idle, nbytes, room)
-            if slab is None:
-                if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
-                    return Plan(victims, capacity, 1)
-                if (error := self.hopeless(account, nbytes)) is not None:
-                    raise error
-                return None
+        room, idle = account.largest, self.scan()
+        if ahead or self.accounts.are_shared:
+            self._count_busy(idle)
+            room = self.accounts.room(account, ahead, self._whole())
+        capacity = min(size_class(nbytes, self.granularity), room)
+        may_grow = nbytes <= room and not self.frozen
+        slab = _best(idle, nbytes, min(reuse_limit(nbytes, self.granularity), room))
+        if slab is None and may_grow and capacity <= self._headroom():
+            return Plan((), capacity, 1)
+        slab = slab or _best(idle, nbytes, room)
+        if slab is not None:
             slab.stack.pop(slab, None)
-        self.hits += 1
-        return Lease(self, slab, nbytes, account)
-
-    def _stacks(self, nbytes: int, bound: int) -> list[dict[Slab, Any]]:
-        """Return the stacks of slabs of at least `nbytes` and at most `bound`, the smallest first."""
-        sizes = self.sizes
-        return [self.stacks[size] for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]]
+            self.hits += 1
+            return Lease(self, slab, nbytes, account)
+        if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
+            return Plan(victims, capacity, 1)
+        if (error := self.hopeless(account, nbytes)) is not None:
+            raise error
+        return None
 
     def scan(self) -> list[Slab]:
         """Look at all slabs. Return the free ones, least recently used first, and see that they are in their stacks."""
         slabs = list(self.slabs)
-        idle = [slab for slab in slabs if slab.is_free()]
+        idle = [slab for slab in slabs if slab.lease is None and slab.is_free()]
         for slab in slabs:  # afterwards, because asking events may have collected leases
             if slab.lease is not None and slab.lease() is None:
                 slab.lease = None
@@ -149,7 +136,9 @@ class PoolState(Holdings):
         account = self.accounts[owner]
         if self.line.waiters:
             return None
-        for stack in self._stacks(nbytes, reuse_limit(nbytes, self.granularity)):
+        limit = reuse_limit(nbytes, self.granularity)
+        for size in self.sizes[bisect_left(self.sizes, nbytes) : bisect_right(self.sizes, limit)]:
+            stack = self.stacks[size]
             for slab in list(stack):  # the one given back first comes first
                 event, is_its = slab.event, slab.account is account and slab.lease is None
                 if event is not None and is_its and not slab.guards and not slab.has_views():
@@ -215,7 +204,7 @@ class PoolState(Holdings):
         return most - self.promised()
 
     def _whole(self) -> int:
-        return sum(slab.capacity for slab in list(self.slabs)) if self.frozen else self.max_bytes
+        return self.held_bytes if self.frozen else self.max_bytes
 
     def _count_busy(self, idle: Collection[Slab]) -> None:
         for account in self.accounts.values():
@@ -223,9 +212,10 @@ class PoolState(Holdings):
         for growth in self.growths:
             if growth.waiter is not None:
                 growth.waiter.account.busy_bytes += growth.plan.capacity
-        for slab in self.slabs.keys() - set(idle):
-            if slab.account is not None and not slab.doomed:
-                slab.account.busy_bytes += slab.capacity
+        for slabs, sign in ((self.slabs, 1), (idle, -1)):
+            for slab in slabs:
+                if slab.account is not None and not slab.doomed:
+                    slab.account.busy_bytes += sign * slab.capacity
 
     def snapshot(self) -> PoolStats:
         """Look at all slabs, and count."""
@@ -260,14 +250,18 @@ class PoolState(Holdings):
         """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
         leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
         for slab in list(self.slabs):
-            is_busy = not slab.doomed and (slab.event is not None or slab.guards or slab.has_views())
-            (leased if slab.has_lease() else in_flight if is_busy else free).append(slab)
+            if slab.lease is not None and slab.lease() is not None:
+                leased.append(slab)
+            elif slab.doomed or not (slab.fences() or slab.has_views()):
+                free.append(slab)
+            else:
+                in_flight.append(slab)
         return parts
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without lease and views wait for."""
-        slabs = [slab for slab in list(self.slabs) if not slab.has_lease() and not slab.has_views()]
-        return [fence for slab in slabs for fence in slab.fences()]
+        _, in_flight, _ = self._parts()
+        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def run(self, decide: Callable[[], Plan | None]) -> int:
         """Carry out what is decided, in a thread of its own, and wait for the end. Return the bytes freed."""
