@@ -1,4 +1,4 @@
-"""Stages batches in processes in which a private name of torch, CPython or optree is gone, or does something else.
+"""Stages batches in processes in which a private name of torch or CPython is gone, or does something else.
 
 Run as a program it forks one process for each case: torch is imported there, pinstage is not, so its probes meet what
 the case has changed. What was found is printed as JSON.
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
@@ -29,7 +28,6 @@ WORKS = {
     "dual tensors": "staged",
     "a functional tensor": "staged",
     "a zero tensor": "staged",
-    "registered elsewhere": "staged",
     "registered with pytree": "staged",
     "audit": "knows what pin_memory does",
     "profile": "has steps",
@@ -41,7 +39,6 @@ WORKS = {
 SLOW_VIEWS = "views of a slab are made in Python, which takes longer: "
 SLOW_PATH = "batches are described and packed in Python, which takes longer: torch .*"
 ASKED = "each tensor is asked whether it has a tangent, which takes longer: "
-NOT_KNOWN = "classes that others registered with optree are not known: .*; give them to pinstage.register_node"
 NO_PYTREE = "classes that torch's pytree knows are not known: .*; give them to pinstage.register_node"
 NO_RING = "refused: ring= is not possible here: .*; leave it out, and each batch gets a fresh device slab"
 
@@ -247,19 +244,6 @@ CASES = {
     "views that are copies": Case(cut_views(lambda view: view.clone()), **NO_VIEWS),
     "views that share their version": Case(cut_views(shares_its_version), **NO_VIEWS),
     "views that cannot be made": Case(cut_views(cannot_be_made), **NO_VIEWS),
-    # -- optree
-    "optree's registry": Case(
-        for_us_only(optree, "registry", "_NODETYPE_REGISTRY"),
-        "optree",
-        NOT_KNOWN,
-        {"registered elsewhere": "refused: .*"},
-    ),
-    "optree's registry is another one": Case(
-        for_us_only(optree, "registry", "_NODETYPE_REGISTRY", {}),
-        "optree",
-        NOT_KNOWN,
-        {"registered elsewhere": "refused: .*"},
-    ),
     # -- torch's pytree
     "pytree's registry": Case(
         for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"),
@@ -291,16 +275,11 @@ CASES = {
 # -- what is tried -----------------------------------------------------------------------------------------------------
 
 
-class Elsewhere:
-    """A container that somebody else has registered."""
+class WithPytree:
+    """A container that was registered with torch's pytree."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-        self.cycle = [x]
-
-
-class WithPytree(Elsewhere):
-    """A container that was registered with torch's pytree."""
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -388,11 +367,6 @@ def dual_tensors(ps: Any, stager: Any) -> str:
         return "staged" if torch.equal(forward_ad.unpack_dual(staged["x"]).tangent, torch.arange(3.0)) else "lost"
 
 
-def registered_elsewhere(ps: Any, stager: Any) -> str:
-    staged = stager.to_device(Elsewhere(torch.ones(2)))
-    return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
-
-
 def registered_with_pytree(ps: Any, stager: Any) -> str:
     staged = stager.to_device(WithPytree(torch.ones(2)))
     return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
@@ -436,9 +410,6 @@ def try_all() -> dict[str, Any]:
         import pinstage as ps
         from pinstage.inspect._doctor import diagnose
 
-        optree.register_pytree_node(
-            Elsewhere, lambda found: ([found.x], None), lambda _, found: Elsewhere(found[0]), namespace="elsewhere"
-        )
         register_pytree_node(WithPytree, lambda found: ([found.x], None), lambda found, _: WithPytree(found[0]))
         with ps.Stager("cpu") as stager:
             wrong = stage_some(ps, stager, 3)
@@ -448,7 +419,6 @@ def try_all() -> dict[str, Any]:
                     ps, like, stager, torch._to_functional_tensor(torch.ones(3)), torch.ones(3)
                 ),
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
-                "registered elsewhere": outcome(ps, registered_elsewhere, stager),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
                 "audit": audit(ps),
                 "profile": profile(ps, stager),

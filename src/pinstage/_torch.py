@@ -1,4 +1,4 @@
-"""Private names of torch, CPython and optree: all that pinstage uses, each behind a probe of what it *does*.
+"""Private names of torch and CPython: all that pinstage uses, each behind a probe of what it *does*.
 
 A probe runs when a name is first needed. Where it fails, there is a slow way, or a clear refusal, which is told once;
 `problems` tries them all, for ``pinstage doctor``.
@@ -21,7 +21,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,7 +65,6 @@ def problems() -> list[Problem]:
         ),
         ("forward-mode AD", _why_levels_are_not_seen(), "each tensor is asked whether it has a tangent"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
-        ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("pytree", why_pytree_cannot_be_asked(), "register_node classes that were registered with torch's pytree"),
         ("locks", _why_owners_are_not_seen(), "the pool asks a Condition instead"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
@@ -534,47 +532,6 @@ def _why_streams_cannot_be_set_here() -> str | None:
     finally:
         torch.cuda.set_stream(before)
     return None if works else _in_this_torch("does not set streams as expected")
-
-
-# -- optree ------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def why_namespaces_cannot_be_read() -> str | None:
-    """Say why classes that are registered in a namespace of another's cannot be found; None if they can."""
-    sample: Any = type("Sample", (), {})
-    try:
-        optree.register_pytree_node(sample, lambda _: ((), None), lambda *_: sample(), namespace=_PROBE)
-        try:
-            [entry] = _entries(sample, ())
-            works = list(entry.flatten_func(sample())[0]) == _entries(sample, (_PROBE,)) == []
-        finally:
-            optree.unregister_pytree_node(sample, namespace=_PROBE)
-    except _WRONG as error:
-        return f"optree {optree.__version__} keeps its registry in another way ({error!r})"
-    return None if works else f"optree {optree.__version__} keeps its registry in another way"
-
-
-_PROBE = "pinstage.probe"
-
-
-def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
-    """Return how a class is taken apart in namespaces of optree, but for some; there is no public question for all.
-
-    Empty where optree keeps this in another way: then such a class has to be registered with pinstage, too.
-    """
-    reason = why_namespaces_cannot_be_read()
-    if reason is None:
-        return _entries(cls, but)
-    tell_once(
-        f"classes that others registered with optree are not known: {reason}; give them to pinstage.register_node"
-    )
-    return []
-
-
-def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
-    found = dict.copy(optree.registry._NODETYPE_REGISTRY)  # others may add
-    return [entry for key, entry in found.items() if isinstance(key, tuple) and key[1] is cls and key[0] not in but]
 
 
 # -- torch's pytree ----------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from .._tree import (
     Kind,
     Structure,
     Whole,
-    is_container_by_now,
-    learn_containers,
+    is_container,
     moves_as_a_whole,
     walk,
 )
@@ -210,11 +209,11 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
         tensor = tensor_over(structure, leaf, index)
         if tensor is not None:
             return _describe_plain(structure, tensor, index)
-    if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
+    if kind is Kind.OPAQUE and is_container(type(leaf)):
         raise IsContainer
     check_yields_no_batches(structure, leaf, index)
     if hides_tensor(structure, leaf, index):
-        if is_container_by_now(type(leaf)):
+        if is_container(type(leaf), look_again=True):
             raise IsContainer
         if moves_as_a_whole(type(leaf)):
             return Described(RowKind.MOVED)

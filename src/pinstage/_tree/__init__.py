@@ -11,8 +11,7 @@ from ._keeping import Keeping
 from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor, tensors_in
 from ._nodes import (
     StagingNode,
-    is_container_by_now,
-    learn_containers,
+    is_container,
     moves_as_a_whole,
     moves_in_silence,
     register_node,
@@ -33,8 +32,7 @@ __all__ = [
     "from_array",
     "has_attributes_only",
     "holds_tensor",
-    "is_container_by_now",
-    "learn_containers",
+    "is_container",
     "moves_as_a_whole",
     "moves_in_silence",
     "register_node",

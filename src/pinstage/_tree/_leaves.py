@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ._attributes import builtin_base, slots_of, stored_attributes
+from ._handler import MOST_CLASSES
 from ._keep import Keep
-from ._registry import MOST_CLASSES
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,

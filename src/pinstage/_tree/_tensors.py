@@ -2,89 +2,70 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._handler import Handler
 from ._keep import Keep, Whole
-from ._paths import Itself
-from ._registry import Functions
 
 Rebuild = Callable[[torch.Tensor, dict[str, Any]], Any]
 
 REBUILDS: dict[type, Rebuild | None] = {}
 """The classes that `register_tensor` was given; their subclasses follow them."""
 
-_WHOLE = "whole"
+
+def rebuild_of(cls: type) -> Any:
+    """Return what `register_tensor` was given for a class or its base; False if it was given none of them."""
+    return next((REBUILDS[base] for base in cls.__mro__ if base in REBUILDS), False)
 
 
-class _Met(threading.local):
-    """What was made of objects that a walk has met already: one that is in two places is packed once."""
+def tensor_handler(cls: Any) -> Handler | None:
+    """Return how a tensor of a class is taken apart; None if it moves by its ``.to()``.
 
-    made: dict[Any, Any] | None = None
-
-
-_met = _Met()
-
-
-@contextmanager
-def one_walk() -> Iterator[None]:
-    """Let a tensor that is met twice in the block be the same one afterwards."""
-    before, _met.made = _met.made, {}
-    try:
-        yield
-    finally:
-        _met.made = before
-
-
-def _once(key: Any, make: Callable[[], Any], *alive: Any) -> Any:
-    """Return what was made in this walk by that key; what it stands for is kept alive meanwhile."""
-    if _met.made is None:
-        return make()
-    if key not in _met.made:
-        _met.made[key] = make(), alive
-    return _met.made[key][0]
-
-
-def registered_base(cls: type) -> type:
-    """Return the class that `register_tensor` was given, of which a class is made; `object` if there is none."""
-    return next((base for base in cls.__mro__ if base in REBUILDS), object)
-
-
-def tensor_functions(cls: type) -> Functions | None:
-    """Return functions that take a tensor of a class apart, and put it together; None if it moves by its ``.to()``."""
-    base = registered_base(cls)
-    if base not in REBUILDS:
+    A tensor that is met twice in a walk is packed once: then its parts are the same objects. Metadata are None for one
+    that moves as a whole.
+    """
+    rebuild = rebuild_of(cls)
+    if rebuild is False:
         return None
-    if hasattr(cls, "__tensor_flatten__"):
-        return _wrapper_functions(cls)
-    return _subclass_functions(cls, REBUILDS[base])
+    take_apart, put_together = (
+        _wrapper_functions(cls) if hasattr(cls, "__tensor_flatten__") else _functions(cls, rebuild)
+    )
+
+    def flatten(tensor: torch.Tensor, met: dict[Any, Any]) -> tuple[Any, Any]:
+        if tensor.requires_grad:
+            return (_once(met, id(tensor), tensor, lambda: Whole(tensor)),), None
+        found: tuple[Any, Any] = take_apart(tensor, met)
+        return found
+
+    def unflatten(metadata: Any, children: Any, met: dict[Any, Any]) -> Any:
+        return children[0] if metadata is None else put_together(metadata, children, met)
+
+    return Handler(flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True)
 
 
-def _as_a_whole(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
-    return (_once(id(tensor), lambda: Whole(tensor), tensor),), _WHOLE, (Itself,)
+def _once(met: dict[Any, Any], key: Any, alive: Any, make: Callable[[], Any]) -> Any:
+    """Return what was made in this walk by that key; what it stands for is kept alive meanwhile."""
+    if key not in met:
+        met[key] = make(), alive
+    return met[key][0]
 
 
-def _subclass_functions(cls: type, rebuild: Rebuild | None) -> Functions:
+def _functions(cls: type, rebuild: Rebuild | None) -> Any:
     """Of a class over memory of its own: the tensor itself, and what its ``__dict__`` has beside it.
 
     ``as_subclass`` is none of the functions that a class may put its own in place of (`torch.overrides` says which).
     """
 
-    def flatten(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
-        if tensor.requires_grad:
-            return _as_a_whole(tensor)
-        plain = _once(id(tensor), lambda: torch.Tensor.as_subclass(tensor, torch.Tensor), tensor)
-        return (plain, Keep(dict(vars(tensor)))), None, (Itself, Itself)
+    def flatten(tensor: torch.Tensor, met: dict[Any, Any]) -> tuple[Any, Any]:
+        plain = _once(met, id(tensor), tensor, lambda: torch.Tensor.as_subclass(tensor, torch.Tensor))
+        return (plain, Keep(dict(vars(tensor)))), ()
 
-    def unflatten(metadata: Any, children: Any) -> Any:
-        if metadata == _WHOLE:
-            return children[0]
+    def unflatten(_: Any, children: Any, met: dict[Any, Any]) -> Any:
         plain, attributes = children
-        return _once((id(plain), cls), lambda: make(plain, attributes), plain)
+        return _once(met, (id(plain), cls), plain, lambda: make(plain, attributes))
 
     def make(plain: torch.Tensor, attributes: dict[str, Any]) -> Any:
         if rebuild is not None:
@@ -96,22 +77,18 @@ def _subclass_functions(cls: type, rebuild: Rebuild | None) -> Functions:
     return flatten, unflatten
 
 
-def _wrapper_functions(cls: Any) -> Functions:
+def _wrapper_functions(cls: Any) -> Any:
     """Of a class that has tensors inside, by the protocol that torch's compiler asks for: ``__tensor_flatten__``."""
 
-    def flatten(tensor: Any) -> tuple[Any, Any, Any]:
-        if tensor.requires_grad:
-            return _as_a_whole(tensor)
+    def flatten(tensor: Any, _: Any) -> tuple[Any, Any]:
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
         rest = {name: part for name, part in inner.items() if name not in parts}
         kept = Keep((names, rest, context, tensor.size(), tensor.stride()))
-        return (*parts.values(), kept), tuple(parts), (*parts, Itself)
+        return (*parts.values(), kept), tuple(parts)
 
-    def unflatten(metadata: Any, children: Any) -> Any:
-        if metadata == _WHOLE:
-            return children[0]
+    def unflatten(metadata: Any, children: Any, _: Any) -> Any:
         *parts, (names, rest, context, size, stride) = children
         inner = dict(zip(metadata, parts, strict=True)) | rest
         return cls.__tensor_unflatten__({name: inner[name] for name in names}, context, size, stride)
