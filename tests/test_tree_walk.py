@@ -1,6 +1,8 @@
 """A batch comes apart in the same way on both paths, whether or not others like it came before."""
 
+import gc
 import pickle
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import pytest
@@ -137,6 +139,121 @@ def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
     copy = pickle.loads(pickle.dumps(structure))
     assert copy == structure
     assert_same(batch, copy.rebuild(leaves), "cpu", copied=False)
+
+
+class Told:
+    """Is taken apart by functions, with metadata."""
+
+    def __init__(self, metadata):
+        self.metadata = metadata
+
+    def tree_flatten(self):
+        return [1], self.metadata
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(metadata)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        (("a", 1), ("a", 1), True),
+        (torch.Size([1]), torch.Size([1]), True),
+        (frozenset("ab"), frozenset("ba"), True),
+        (1, True, False),
+        ((("a", 1),), (("a", True),), False),
+        (Pair(1, 2), (1, 2), False),
+        ([1], [1], False),  # which may change
+    ],
+)
+def test_metadata_are_equal_with_their_types(one, other, are_equal):
+    structures = walk([Told(one)])[1], walk([Told(other)])[1]
+    assert (structures[0] == structures[1]) is are_equal
+    assert (structures[0] != structures[1]) is not are_equal
+
+
+def test_a_structure_that_refers_to_itself_is_collected():
+    class Owner:
+        def make(self):
+            return []
+
+    owner = Owner()
+    owner.structure = walk([defaultdict(owner.make, a=1), Told(owner)])[1]
+    alive = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert alive() is None
+
+
+LEAF_NODE = (0, 0, None, None, None)
+WRONG_NODES = {
+    "none": [],
+    "one more": [LEAF_NODE, LEAF_NODE],
+    "one less": [(2, 1, list, None, None)],
+    "no operation": [(99, 0, None, None, None)],
+    "a negative number": [(2, -1, list, None, None)],
+    "a leaf with children": [(0, 1, None, None, None), LEAF_NODE],
+    "keys missing": [(1, 1, dict, (), None), LEAF_NODE],
+    "no keys": [(1, 1, dict, None, None), LEAF_NODE],
+    "keys that are not text": [(1, 2, dict, (1, "a"), None), LEAF_NODE, LEAF_NODE],
+    "no named tuple": [(5, 1, Told, None, None), LEAF_NODE],
+    "no plain object": [(6, 1, Told, ("a",), None), LEAF_NODE],
+    "functions of a named tuple": [(7, 1, Pair, None, None), LEAF_NODE],
+    "no class": [(7, 1, [], None, None), LEAF_NODE],
+    "too short": [(0, 0)],
+    "no tuple": [0],
+}
+
+
+@pytest.mark.parametrize("nodes", WRONG_NODES.values(), ids=WRONG_NODES)
+def test_nodes_that_fit_no_structure_are_refused(nodes):
+    with pytest.raises((ValueError, TypeError)):
+        _structure.Structure.restore(nodes, _nodes.HANDLERS)
+
+
+def test_a_structure_of_an_unregistered_class_is_not_unpickled(monkeypatch):
+    pickled = pickle.dumps(walk([Told(1)])[1])
+    assert pickle.loads(pickled) == walk([Told(1)])[1]
+    _nodes.HANDLERS.clear()
+    monkeypatch.delattr(Told, "tree_flatten")
+    with pytest.raises(
+        LayoutError, match=r"Told is no known container in this process.*; call pinstage\.register_node"
+    ):
+        pickle.loads(pickled)
+    _nodes.HANDLERS.clear()
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda batch: [batch], lambda batch: {"a": batch}, Record], ids=["list", "dict", "class"]
+)
+def test_batches_of_1000_levels_are_walked(wrap):
+    batch = 5
+    for _ in range(1000):
+        batch = wrap(batch)
+    for _ in range(OFTEN):
+        leaves, structure = walk(batch)
+        assert leaves[0] == 5
+        assert len(pickle.loads(pickle.dumps(structure)).nodes()) == len(structure.nodes())
+        assert type(structure.rebuild(leaves)) is type(batch)
+        assert structure.path(0)
+    with pytest.raises(LayoutError, match="more than 1000 levels"):
+        walk(wrap(batch))
+
+
+def test_a_class_registered_while_it_is_looked_up_is_no_leaf(monkeypatch):
+    class Late:
+        def __init__(self):
+            self.value = 1
+
+    def registered_meanwhile(cls):
+        if cls is Late:
+            register_node(Late)
+
+    late = Late()
+    monkeypatch.setattr(_nodes, "library_functions", registered_meanwhile)
+    walk([late])
+    assert walk([late])[0] == [1]
 
 
 def refuse(*arguments, **keywords):

@@ -440,38 +440,16 @@ static int is_same(PyObject *one, PyObject *other) {
     return 0;
 }
 
-/* `exactly`: the order of keys counts, and so do the types of metadata. */
-static int are_alike(const Structure *one, const Structure *other, bool exactly) {
-    if (one->count != other->count || one->leaves != other->leaves) return 0;
-    int result = 1;
-    for (Py_ssize_t i = 0; i < one->count && result == 1; i++) {
-        const Node *left = &one->nodes[i], *right = &other->nodes[i];
-        if (left->op != right->op || left->number != right->number || left->type != right->type) return 0;
-        if (left->keys == NULL) continue;
-        if (exactly) {
-            result = is_same(left->keys, right->keys);
-        } else if (left->op == CUSTOM) {
-            result = PyObject_RichCompareBool(left->keys, right->keys, Py_EQ);
-        } else {
-            for (Py_ssize_t k = 0; k < left->number && result == 1; k++) {
-                PyObject *key = PyTuple_GetItem(left->keys, place_of(left, k));
-                result = is_same(key, PyTuple_GetItem(right->keys, place_of(right, k)));
-            }
-        }
+static PyObject *structure_compare(PyObject *left, PyObject *right, int operation) {
+    if ((operation != Py_EQ && operation != Py_NE) || Py_TYPE(left) != Py_TYPE(right)) Py_RETURN_NOTIMPLEMENTED;
+    const Structure *one = (Structure *)left, *other = (Structure *)right;
+    int result = one->count == other->count && one->leaves == other->leaves;
+    for (Py_ssize_t i = 0; one != other && i < one->count && result == 1; i++) {
+        const Node *a = &one->nodes[i], *b = &other->nodes[i];
+        result = a->op == b->op && a->number == b->number && a->type == b->type;
+        if (result && a->keys != NULL) result = is_same(a->keys, b->keys);
     }
-    return result;
-}
-
-static PyObject *structure_compare(PyObject *one, PyObject *other, int operation) {
-    if ((operation != Py_EQ && operation != Py_NE) || Py_TYPE(one) != Py_TYPE(other)) Py_RETURN_NOTIMPLEMENTED;
-    int result = one == other ? 1 : are_alike((Structure *)one, (Structure *)other, true);
     return result < 0 ? NULL : PyBool_FromLong(result == (operation == Py_EQ));
-}
-
-/* matches(other): whether this structure is equal to another but for the order of keys. */
-static PyObject *structure_matches(PyObject *one, PyObject *other) {
-    int result = one == other ? 1 : Py_TYPE(one) != Py_TYPE(other) ? 0 : are_alike((Structure *)one, (Structure *)other, false);
-    return result < 0 ? NULL : PyBool_FromLong(result);
 }
 
 static Py_hash_t structure_hash(PyObject *object) { /* few structures are compared at a time */
@@ -500,7 +478,7 @@ static PyObject *structure_nodes(PyObject *object, PyObject *nothing) {
 static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, int64_t *open) {
     int op, number;
     PyObject *type, *keys, *entries, *handler = NULL;
-    if (!PyArg_ParseTuple(node, "iiOOO", &op, &number, &type, &keys, &entries)) return false;
+    if (!PyTuple_Check(node) || !PyArg_ParseTuple(node, "iiOOO", &op, &number, &type, &keys, &entries)) return false;
     if (*open <= 0 || op < LEAF || op > CUSTOM || number < 0) return false;
     *open += number - 1;
     if (op == LEAF || op == NOTHING) return number == 0 && add_node(self, op, op == LEAF ? self->leaves++ : 0, NULL, NULL) >= 0;
@@ -537,7 +515,6 @@ static PyMethodDef structure_methods[] = {
     {"of", structure_of, METH_VARARGS | METH_CLASS, "of(batch, handlers): the structure and the leaves of a batch."},
     {"leaves", structure_leaves, METH_VARARGS, "leaves(batch, handlers): of a batch of this structure; else None."},
     {"rebuild", structure_rebuild, METH_O, "rebuild(leaves): a batch of this structure."},
-    {"matches", structure_matches, METH_O, "matches(other): whether they are equal but for the order of keys."},
     {"nodes", structure_nodes, METH_NOARGS, "nodes(): (operation, number, type, keys or metadata, entries) of each node."},
     {"restore", structure_restore, METH_VARARGS | METH_CLASS, "restore(nodes, handlers): the structure that has these nodes."},
     {NULL, NULL, 0, NULL},

@@ -38,7 +38,7 @@ Nodes = Callable[[type], Any]
 
 def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
     """Return how a class of a library is taken apart; False if it moves as a whole; None if no library knows it."""
-    for nodes in dict.fromkeys(_libraries_of(cls)):
+    for nodes in dict.fromkeys(nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)):
         found: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
         if found is not None:
             return found
@@ -48,11 +48,6 @@ def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
 def is_of_library(module: str) -> bool:
     """Say whether a module is torch's, or of a library that is known here."""
     return module.partition(".")[0] == "torch" or any(_that_know(module))
-
-
-def _libraries_of(cls: type) -> Iterator[Nodes]:
-    for base in cls.__mro__:
-        yield from _that_know(base.__module__)
 
 
 def _that_know(package: str) -> Iterator[Nodes]:

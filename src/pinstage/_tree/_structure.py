@@ -22,11 +22,17 @@ _BRACKETS = {_DICT: "{}", _LIST: "[]", _TUPLE: "()"}
 class Structure(_core.Structure):
     """Which containers a batch is made of, and where each leaf is. Holds nothing of the batch but metadata.
 
-    Two are equal if they rebuild alike, the order of keys included; they `matches` whatever the order. Picklable.
-    Made by `walk`.
+    Two are equal if they rebuild alike, the order of keys included. Picklable. Made by `walk`.
     """
 
     __slots__ = ()
+
+    def matches(self, other: Structure) -> bool:
+        """Say whether two structures are equal but for the order of keys in dicts."""
+        return self == other or self._sorted() == other._sorted()
+
+    def _sorted(self) -> list[Any]:
+        return [(*node[:3], sorted(node[3]) if node[0] == _DICT else node[3]) for node in self.nodes()]
 
     def path(self, leaf: int) -> str:
         """Return where a leaf is, as one would write it after the batch's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,63 +25,21 @@ def rebuild_of(cls: type) -> Any:
 def tensor_handler(cls: Any) -> Handler | None:
     """Return how a tensor of a class is taken apart; None if it moves by its ``.to()``.
 
-    A tensor that is met twice in a walk is packed once: then its parts are the same objects. Metadata are None for one
-    that moves as a whole.
+    One with tensors inside is taken apart by the protocol that torch's compiler asks for, ``__tensor_flatten__``. Any
+    other is a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
+    once: then its parts are the same objects. Metadata are None for one that moves as a whole.
     """
     rebuild = rebuild_of(cls)
     if rebuild is False:
         return None
-    take_apart, put_together = (
-        _wrapper_functions(cls) if hasattr(cls, "__tensor_flatten__") else _functions(cls, rebuild)
-    )
+    is_wrapper = hasattr(cls, "__tensor_flatten__")
+    make = partial(_in_class, cls) if rebuild is None else rebuild
 
-    def flatten(tensor: torch.Tensor, met: dict[Any, Any]) -> tuple[Any, Any]:
+    def flatten(tensor: Any, met: dict[Any, Any]) -> tuple[Any, Any]:
         if tensor.requires_grad:
-            return (_once(met, id(tensor), tensor, lambda: Whole(tensor)),), None
-        found: tuple[Any, Any] = take_apart(tensor, met)
-        return found
-
-    def unflatten(metadata: Any, children: Any, met: dict[Any, Any]) -> Any:
-        return children[0] if metadata is None else put_together(metadata, children, met)
-
-    return Handler(flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True)
-
-
-def _once(met: dict[Any, Any], key: Any, alive: Any, make: Callable[[], Any]) -> Any:
-    """Return what was made in this walk by that key; what it stands for is kept alive meanwhile."""
-    if key not in met:
-        met[key] = make(), alive
-    return met[key][0]
-
-
-def _functions(cls: type, rebuild: Rebuild | None) -> Any:
-    """Of a class over memory of its own: the tensor itself, and what its ``__dict__`` has beside it.
-
-    ``as_subclass`` is none of the functions that a class may put its own in place of (`torch.overrides` says which).
-    """
-
-    def flatten(tensor: torch.Tensor, met: dict[Any, Any]) -> tuple[Any, Any]:
-        plain = _once(met, id(tensor), tensor, lambda: torch.Tensor.as_subclass(tensor, torch.Tensor))
-        return (plain, Keep(dict(vars(tensor)))), ()
-
-    def unflatten(_: Any, children: Any, met: dict[Any, Any]) -> Any:
-        plain, attributes = children
-        return _once(met, (id(plain), cls), plain, lambda: make(plain, attributes))
-
-    def make(plain: torch.Tensor, attributes: dict[str, Any]) -> Any:
-        if rebuild is not None:
-            return rebuild(plain, attributes)
-        made: Any = plain.as_subclass(cls)
-        vars(made).update(attributes)
-        return made
-
-    return flatten, unflatten
-
-
-def _wrapper_functions(cls: Any) -> Any:
-    """Of a class that has tensors inside, by the protocol that torch's compiler asks for: ``__tensor_flatten__``."""
-
-    def flatten(tensor: Any, _: Any) -> tuple[Any, Any]:
+            return (_once(met, id(tensor), tensor, Whole),), None
+        if not is_wrapper:
+            return (_once(met, id(tensor), tensor, _plain), Keep(dict(vars(tensor)))), ()
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
@@ -88,9 +47,32 @@ def _wrapper_functions(cls: Any) -> Any:
         kept = Keep((names, rest, context, tensor.size(), tensor.stride()))
         return (*parts.values(), kept), tuple(parts)
 
-    def unflatten(metadata: Any, children: Any, _: Any) -> Any:
-        *parts, (names, rest, context, size, stride) = children
+    def unflatten(metadata: Any, children: Any, met: dict[Any, Any]) -> Any:
+        if metadata is None:
+            return children[0]
+        *parts, kept = children
+        if not is_wrapper:
+            return _once(met, (id(parts[0]), cls), parts[0], lambda plain: make(plain, kept))
+        names, rest, context, size, stride = kept
         inner = dict(zip(metadata, parts, strict=True)) | rest
         return cls.__tensor_unflatten__({name: inner[name] for name in names}, context, size, stride)
 
-    return flatten, unflatten
+    return Handler(flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True)
+
+
+def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what was made in this walk by that key; the tensor, whose id it may be, is kept alive meanwhile."""
+    if key not in met:
+        met[key] = make(tensor), tensor
+    return met[key][0]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor; a class can put none of its own in place of this function, see `torch.overrides`."""
+    return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
+def _in_class(cls: Any, plain: torch.Tensor, attributes: dict[str, Any]) -> Any:
+    made = plain.as_subclass(cls)
+    vars(made).update(attributes)
+    return made
