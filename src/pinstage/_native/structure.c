@@ -54,6 +54,7 @@ static int structure_clear(PyObject *object) {
     Py_ssize_t count = self->count;
     self->nodes = NULL;
     self->count = 0;
+    self->leaves = -1; /* it can't be rebuilt any more */
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_XDECREF(nodes[i].keys);
         Py_XDECREF(nodes[i].type);
@@ -308,7 +309,8 @@ enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
 
 static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves);
 
-static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers, PyObject *leaves) {
+static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
+                       PyObject *leaves) {
     PyObject *few[FEW], *key, *value, **values = NULL, *dict = dict_of(node->op, object);
     Py_ssize_t count = node->number, at = 0, found = 0;
     int result = dict == NULL ? FAILED : PyDict_Size(dict) == count ? KNOWN : UNKNOWN;
@@ -327,7 +329,8 @@ static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node
     return result;
 }
 
-static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers, PyObject *leaves) {
+static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
+                           PyObject *leaves) {
     Py_ssize_t count = node->op == LIST ? PyList_Size(object) : PyTuple_Size(object);
     int result = count == node->number ? KNOWN : UNKNOWN;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
@@ -484,7 +487,9 @@ static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, in
     if (op == LEAF || op == NOTHING) return number == 0 && add_node(self, op, op == LEAF ? self->leaves++ : 0, NULL, NULL) >= 0;
     if ((op == DICT || op == INSTANCE) && !(PyTuple_Check(keys) && PyTuple_Size(keys) == number)) return false;
     if (op >= NAMED && (handler = handler_of(handlers, type)) == NULL) return false;
-    bool fits = op < NAMED || (op == NAMED ? handler == Py_True : PyTuple_Check(handler) ? op == CUSTOM : PyCallable_Check(handler));
+    bool fits = op < NAMED || (op == NAMED              ? handler == Py_True
+                               : PyTuple_Check(handler) ? op == CUSTOM
+                                                        : PyCallable_Check(handler));
     Py_ssize_t index = fits ? add_node(self, op, number, type, handler) : -1;
     Py_XDECREF(handler);
     if (index < 0) return false;
@@ -504,7 +509,8 @@ static PyObject *structure_restore(PyObject *type, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!O!:restore", &PyList_Type, &nodes, &PyDict_Type, &handlers)) return NULL;
     Structure *self = structure_new(type);
     bool fits = self != NULL;
-    for (Py_ssize_t i = 0; fits && i < PyList_Size(nodes); i++) fits = restore_node(self, PyList_GetItem(nodes, i), handlers, &open);
+    for (Py_ssize_t i = 0; fits && i < PyList_Size(nodes); i++)
+        fits = restore_node(self, PyList_GetItem(nodes, i), handlers, &open);
     if (fits && open == 0) return (PyObject *)self;
     Py_XDECREF((PyObject *)self);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "these are not the nodes of a structure");
@@ -525,13 +531,15 @@ static PyMemberDef structure_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot structure_slots[] = {
-    {Py_tp_dealloc, structure_dealloc},       {Py_tp_traverse, structure_traverse}, {Py_tp_clear, structure_clear},
-    {Py_tp_methods, structure_methods},       {Py_tp_members, structure_members},   {Py_tp_hash, structure_hash},
-    {Py_tp_richcompare, structure_compare},   {0, NULL},
+    {Py_tp_dealloc, structure_dealloc},     {Py_tp_traverse, structure_traverse},
+    {Py_tp_clear, structure_clear},         {Py_tp_methods, structure_methods},
+    {Py_tp_members, structure_members},     {Py_tp_hash, structure_hash},
+    {Py_tp_richcompare, structure_compare}, {0, NULL},
 };
-static PyType_Spec structure_spec = {
-    "pinstage._native._core.Structure", sizeof(Structure), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, structure_slots};
+static PyType_Spec structure_spec = {"pinstage._native._core.Structure", sizeof(Structure), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE |
+                                         Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                     structure_slots};
 
 int add_structure_type(PyObject *module) {
     PyObject *type = PyType_FromSpec(&structure_spec);

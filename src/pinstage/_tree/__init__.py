@@ -8,7 +8,7 @@ libraries are looked up in `_libraries`. `walk` takes it apart into its leaves a
 from ._attributes import has_attributes_only, stored_attributes
 from ._keep import WRAPPERS, Keep, Whole
 from ._keeping import Keeping
-from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor, tensors_in
+from ._leaves import ATOM_TYPES, from_array, holds_tensor, is_atom, tensors_in
 from ._nodes import (
     StagingNode,
     is_container,
@@ -21,17 +21,16 @@ from ._structure import Structure, walk
 
 __all__ = [
     "ATOM_TYPES",
-    "KINDS",
     "WRAPPERS",
     "Keep",
     "Keeping",
-    "Kind",
     "StagingNode",
     "Structure",
     "Whole",
     "from_array",
     "has_attributes_only",
     "holds_tensor",
+    "is_atom",
     "is_container",
     "moves_as_a_whole",
     "moves_in_silence",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
+import numpy as np
 import torch
 import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
@@ -23,7 +24,7 @@ from ._checks import checked
 from ._copies import unshared
 from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten
 from ._keep import Keep
-from ._leaves import ATOM_TYPES, KINDS, Kind
+from ._leaves import ATOM_TYPES, IS_ATOM, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
 from ._tensors import REBUILDS, Rebuild, rebuild_of, tensor_handler
 
@@ -268,10 +269,10 @@ def forget_classes() -> None:
 
     Structures that have them go on: they hold what they need.
     """
-    if max(len(HANDLERS), len(KINDS)) > MOST_CLASSES:
+    if max(len(HANDLERS), len(IS_ATOM)) > MOST_CLASSES:
         HANDLERS.clear()
-        ATOM_TYPES.clear()  # before the kinds: a type that has one isn't added again
-        KINDS.clear()
+        ATOM_TYPES.clear()  # before the other: a type that it has isn't added again
+        IS_ATOM.clear()
 
 
 def is_container(cls: type, *, look_again: bool = False) -> bool:
@@ -298,7 +299,7 @@ def _find(cls: Any) -> Any:
     how = REGISTERED.get(cls)
     if how is not None:
         return attribute_handler(cls) if how == _BY_ATTRIBUTES else checked(cls, *how)
-    if KINDS[cls] is Kind.ATOM:
+    if is_atom(cls):
         return None
     found = library_functions(cls)
     if found is not None:
@@ -320,7 +321,7 @@ def _find(cls: Any) -> Any:
 
 def _stays_the_same(obj: Any) -> bool:
     """Say whether an object is in a staged batch as it is, although it may change."""
-    return KINDS[type(obj)] is Kind.OPAQUE and not is_container(type(obj))
+    return not isinstance(obj, torch.Tensor | np.ndarray) and not is_atom(type(obj)) and not is_container(type(obj))
 
 
 def _by_attributes() -> tuple[type, ...]:
