@@ -186,21 +186,21 @@ def test_a_structure_that_refers_to_itself_is_collected():
     assert alive() is None
 
 
-LEAF_NODE = (0, 0, None, None, None)
+LEAF_NODE = (0, 0, None, None)
 WRONG_NODES = {
     "none": [],
     "one more": [LEAF_NODE, LEAF_NODE],
-    "one less": [(2, 1, list, None, None)],
-    "no operation": [(99, 0, None, None, None)],
-    "a negative number": [(2, -1, list, None, None)],
-    "a leaf with children": [(0, 1, None, None, None), LEAF_NODE],
-    "keys missing": [(1, 1, dict, (), None), LEAF_NODE],
-    "no keys": [(1, 1, dict, None, None), LEAF_NODE],
-    "keys that are not text": [(1, 2, dict, (1, "a"), None), LEAF_NODE, LEAF_NODE],
-    "no named tuple": [(5, 1, Told, None, None), LEAF_NODE],
-    "no plain object": [(6, 1, Told, ("a",), None), LEAF_NODE],
-    "functions of a named tuple": [(7, 1, Pair, None, None), LEAF_NODE],
-    "no class": [(7, 1, [], None, None), LEAF_NODE],
+    "one less": [(2, 1, list, None)],
+    "no operation": [(99, 0, None, None)],
+    "a negative number": [(2, -1, list, None)],
+    "a leaf with children": [(0, 1, None, None), LEAF_NODE],
+    "keys missing": [(1, 1, dict, ()), LEAF_NODE],
+    "no keys": [(1, 1, dict, None), LEAF_NODE],
+    "keys that are not text": [(1, 2, dict, (1, "a")), LEAF_NODE, LEAF_NODE],
+    "no named tuple": [(5, 1, Told, None), LEAF_NODE],
+    "no plain object": [(6, 1, Told, ("a",)), LEAF_NODE],
+    "functions of a named tuple": [(7, 1, Pair, None), LEAF_NODE],
+    "no class": [(7, 1, [], None), LEAF_NODE],
     "too short": [(0, 0)],
     "no tuple": [0],
 }

@@ -14,10 +14,10 @@ enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE, CUSTOM }; /* operation
 typedef struct {
     int32_t op;
     int32_t number;    /* of a LEAF; else how many children there are */
-    PyObject *keys;    /* of a DICT or INSTANCE: a tuple, in the order in which it was filled; of a CUSTOM: its metadata */
+    PyObject *keys;    /* of a DICT or INSTANCE: a tuple, in the order in which it was filled; of a CUSTOM: (metadata, path
+                          entries or None), as its flatten returns them */
     PyObject *type;    /* of a container */
     PyObject *handler; /* of an INSTANCE or CUSTOM; see `structure_of` */
-    PyObject *entries; /* of a CUSTOM: as its flatten names them, or None */
     int32_t *order;    /* of a DICT: which child comes when keys are sorted; NULL if they are */
 } Node;
 
@@ -43,7 +43,6 @@ static int structure_traverse(PyObject *object, visitproc visit, void *arg) {
         Py_VISIT(self->nodes[i].keys);
         Py_VISIT(self->nodes[i].type);
         Py_VISIT(self->nodes[i].handler);
-        Py_VISIT(self->nodes[i].entries);
     }
     return 0;
 }
@@ -56,10 +55,10 @@ static int structure_clear(PyObject *object) {
     self->count = 0;
     self->leaves = -1; /* it can't be rebuilt any more */
     for (Py_ssize_t i = 0; i < count; i++) {
+        if (nodes[i].type == NULL) continue;
+        Py_DECREF(nodes[i].type);
         Py_XDECREF(nodes[i].keys);
-        Py_XDECREF(nodes[i].type);
         Py_XDECREF(nodes[i].handler);
-        Py_XDECREF(nodes[i].entries);
         free(nodes[i].order);
     }
     free(nodes);
@@ -80,8 +79,31 @@ static PyObject *held(PyObject *object) {
     return object;
 }
 
-/* The index of a new node; -1 with an error. */
-static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number, PyObject *type, PyObject *handler) {
+static int compare_keys(const void *one, const void *other, void *keys) {
+    return PyUnicode_Compare(PyTuple_GetItem(keys, *(const int32_t *)one), PyTuple_GetItem(keys, *(const int32_t *)other));
+}
+
+/* Find the order of a DICT's keys; false with an error. */
+static bool sort_keys(Node *node) {
+    bool sorted = true;
+    PyObject *before = NULL, *key;
+    for (Py_ssize_t i = 0; i < node->number && sorted; i++, before = key) {
+        key = PyTuple_GetItem(node->keys, i);
+        sorted = before == NULL || PyUnicode_Compare(before, key) < 0;
+    }
+    if (sorted) return true;
+    node->order = malloc(sizeof(int32_t) * (size_t)node->number);
+    if (node->order == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (int32_t i = 0; i < node->number; i++) node->order[i] = i;
+    qsort_r(node->order, (size_t)node->number, sizeof(int32_t), compare_keys, node->keys);
+    return true;
+}
+
+/* Append a node, and return its index; -1 with an error. */
+static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number, PyObject *type, PyObject *handler, PyObject *keys) {
     if (self->count == self->room || number > INT32_MAX) {
         Py_ssize_t room = self->room ? 2 * self->room : 32;
         Node *nodes = number > INT32_MAX ? NULL : realloc(self->nodes, sizeof(Node) * (size_t)room);
@@ -92,30 +114,9 @@ static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number, PyObj
         self->nodes = nodes;
         self->room = room;
     }
-    self->nodes[self->count] = (Node){.op = op, .number = (int32_t)number, .type = held(type), .handler = held(handler)};
-    return self->count++;
-}
-
-static int compare_keys(const void *one, const void *other, void *keys) {
-    return PyUnicode_Compare(PyTuple_GetItem(keys, *(const int32_t *)one), PyTuple_GetItem(keys, *(const int32_t *)other));
-}
-
-/* Give a DICT or an INSTANCE its keys, and a DICT their order. */
-static int set_keys(Node *node, PyObject *keys) {
-    bool sorted = true;
-    node->keys = held(keys);
-    for (Py_ssize_t i = 1; node->op == DICT && i < node->number && sorted; i++) {
-        sorted = PyUnicode_Compare(PyTuple_GetItem(keys, i - 1), PyTuple_GetItem(keys, i)) < 0;
-    }
-    if (sorted) return 0;
-    node->order = malloc(sizeof(int32_t) * (size_t)node->number);
-    if (node->order == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (int32_t i = 0; i < node->number; i++) node->order[i] = i;
-    qsort_r(node->order, (size_t)node->number, sizeof(int32_t), compare_keys, keys);
-    return 0;
+    Node *node = &self->nodes[self->count++];
+    *node = (Node){op, (int32_t)number, held(keys), held(type), held(handler), NULL};
+    return op == DICT && !sort_keys(node) ? -1 : self->count - 1;
 }
 
 static inline Py_ssize_t place_of(const Node *node, Py_ssize_t child) {
@@ -176,22 +177,19 @@ static PyObject *call(PyObject *handler, Py_ssize_t n, PyObject *one, PyObject *
 }
 
 static int find_custom(Walk *walk, PyObject *object, PyObject *type, PyObject *handler) {
-    Structure *self = walk->self;
-    PyObject *parts = call(handler, 0, object, NULL, &walk->met), *all = NULL;
+    PyObject *parts = call(handler, 0, object, NULL, &walk->met), *all = NULL, *keys = NULL;
     if (parts == NULL) return -1;
     int result = -1;
     PyObject *given, *metadata, *entries = Py_None;
     if (!PyArg_ParseTuple(parts, "OO|O:flatten", &given, &metadata, &entries)) goto done;
     all = PySequence_Tuple(given);
-    Py_ssize_t count = all == NULL ? -1 : PyTuple_Size(all);
-    Py_ssize_t node = count < 0 ? -1 : add_node(self, CUSTOM, count, type, handler);
-    if (node < 0) goto done;
-    self->nodes[node].keys = held(metadata);
-    self->nodes[node].entries = held(entries);
-    self->is_native = false;
+    keys = all == NULL ? NULL : Py_BuildValue("(OO)", metadata, entries);
+    if (keys == NULL || add_node(walk->self, CUSTOM, PyTuple_Size(all), type, handler, keys) < 0) goto done;
+    walk->self->is_native = false;
     result = 0;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = find(walk, PyTuple_GetItem(all, i));
+    for (Py_ssize_t i = 0; i < PyTuple_Size(all) && result == 0; i++) result = find(walk, PyTuple_GetItem(all, i));
 done:
+    Py_XDECREF(keys);
     Py_XDECREF(all);
     Py_DECREF(parts);
     return result;
@@ -225,12 +223,11 @@ static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, P
         Py_XDECREF(other);
         goto done;
     }
-    node = add_node(walk->self, op, count, type, handler);
-    if (node < 0 || set_keys(&walk->self->nodes[node], names) != 0) goto done;
+    node = add_node(walk->self, op, count, type, handler, names);
+    if (node < 0) goto done;
     result = 0;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
-        result = find(walk, values[place_of(&walk->self->nodes[node], i)]);
-    }
+    const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = find(walk, values[order == NULL ? i : order[i]]);
 done:
     Py_XDECREF(names);
     if (values != NULL) children_end(values, found, few);
@@ -240,7 +237,7 @@ done:
 
 static int find_sequence(Walk *walk, int32_t op, PyObject *object, PyObject *type) {
     Py_ssize_t count = op == LIST ? PyList_Size(object) : PyTuple_Size(object);
-    int result = count < 0 || add_node(walk->self, op, count, type, NULL) < 0 ? -1 : 0;
+    int result = count < 0 || add_node(walk->self, op, count, type, NULL, NULL) < 0 ? -1 : 0;
     for (Py_ssize_t i = 0; i < count && result == 0; i++) {
         PyObject *child = held(op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
         if (child == NULL) return -1;
@@ -251,22 +248,20 @@ static int find_sequence(Walk *walk, int32_t op, PyObject *object, PyObject *typ
 }
 
 static int find_leaf(Walk *walk, PyObject *object) {
-    if (add_node(walk->self, LEAF, walk->self->leaves++, NULL, NULL) < 0) return -1;
+    if (add_node(walk->self, LEAF, walk->self->leaves++, NULL, NULL, NULL) < 0) return -1;
     return PyList_Append(walk->leaves, object);
 }
 
 static int find(Walk *walk, PyObject *object) {
     PyTypeObject *class = Py_TYPE(object);
-    PyObject *type = (PyObject *)class, *handler = Py_None;
     if (class == torch.tensor || class == torch.array) return find_leaf(walk, object);
-    if (object == Py_None) return add_node(walk->self, NOTHING, 0, NULL, NULL) < 0 ? -1 : 0;
+    if (object == Py_None) return add_node(walk->self, NOTHING, 0, NULL, NULL, NULL) < 0 ? -1 : 0;
+    PyObject *type = (PyObject *)class, *handler = NULL;
     int32_t op = class == &PyDict_Type ? DICT : class == &PyList_Type ? LIST : class == &PyTuple_Type ? TUPLE : LEAF;
     if (op == LEAF) {
         handler = handler_of(walk->handlers, type);
         if (handler == NULL) return -1;
         if (handler != Py_None) op = handler == Py_True ? NAMED : PyTuple_Check(handler) ? CUSTOM : INSTANCE;
-    } else {
-        Py_INCREF(handler);
     }
     int result = -1;
     if (op == LEAF) {
@@ -275,12 +270,16 @@ static int find(Walk *walk, PyObject *object) {
         PyErr_SetString(PyExc_RecursionError, "a batch is nested too deeply");
     } else {
         walk->depth++;
-        result = op == CUSTOM                   ? find_custom(walk, object, type, handler)
-                 : op == DICT || op == INSTANCE ? find_dict(walk, op, object, type, handler)
-                                                : find_sequence(walk, op, object, type);
+        if (op == CUSTOM) {
+            result = find_custom(walk, object, type, handler);
+        } else if (op == DICT || op == INSTANCE) {
+            result = find_dict(walk, op, object, type, handler);
+        } else {
+            result = find_sequence(walk, op, object, type);
+        }
         walk->depth--;
     }
-    Py_DECREF(handler);
+    Py_XDECREF(handler);
     return result;
 }
 
@@ -317,8 +316,9 @@ static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node
     if (result == KNOWN && (values = children(count, few)) == NULL) result = FAILED;
     while (result == KNOWN && found < count && PyDict_Next(dict, &at, &key, &value)) {
         PyObject *expected = PyTuple_GetItem(node->keys, found);
-        bool are_text = Py_TYPE(key) == &PyUnicode_Type && Py_TYPE(expected) == &PyUnicode_Type;
-        if (key != expected && !(are_text && PyUnicode_Compare(key, expected) == 0)) result = UNKNOWN;
+        if (key != expected &&
+            (Py_TYPE(key) != &PyUnicode_Type || Py_TYPE(expected) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0))
+            result = UNKNOWN;
         values[found++] = held(value);
     }
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
@@ -394,7 +394,7 @@ static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves
     if (node->op == NAMED) {
         result = PyObject_CallObject(node->type, items);
     } else if (node->op == CUSTOM) {
-        result = call(node->handler, 1, node->keys, items, met);
+        result = call(node->handler, 1, PyTuple_GetItem(node->keys, 0), items, met);
     } else {
         result = node->op == DICT ? PyDict_New() : PyObject_CallObject(node->handler, NULL);
         dict = result == NULL ? NULL : node->op == DICT ? held(result) : PyObject_GenericGetDict(result, NULL);
@@ -462,16 +462,15 @@ static Py_hash_t structure_hash(PyObject *object) { /* few structures are compar
 
 /* -- taken apart itself --------------------------------------------------------------------------------------------------- */
 
-/* nodes(): what the structure is made of: (operation, number, type, keys or metadata, entries) of each node. */
+/* nodes(): what the structure is made of: (operation, number, type, keys) of each node. */
 static PyObject *structure_nodes(PyObject *object, PyObject *nothing) {
     (void)nothing;
     Structure *self = (Structure *)object;
     PyObject *nodes = PyList_New(self->count);
     for (Py_ssize_t i = 0; nodes != NULL && i < self->count; i++) {
         const Node *node = &self->nodes[i];
-        PyObject *all[] = {node->type, node->keys, node->entries};
-        for (int k = 0; k < 3; k++) all[k] = all[k] == NULL ? Py_None : all[k];
-        PyObject *item = Py_BuildValue("(iiOOO)", node->op, node->op == LEAF ? 0 : node->number, all[0], all[1], all[2]);
+        PyObject *type = node->type == NULL ? Py_None : node->type, *keys = node->keys == NULL ? Py_None : node->keys;
+        PyObject *item = Py_BuildValue("(iiOO)", node->op, node->op == LEAF ? 0 : node->number, type, keys);
         if (item == NULL || PyList_SetItem(nodes, i, item) != 0) Py_CLEAR(nodes);
     }
     return nodes;
@@ -480,26 +479,22 @@ static PyObject *structure_nodes(PyObject *object, PyObject *nothing) {
 /* Append a node; false if it cannot be one, with or without an error. */
 static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, int64_t *open) {
     int op, number;
-    PyObject *type, *keys, *entries, *handler = NULL;
-    if (!PyTuple_Check(node) || !PyArg_ParseTuple(node, "iiOOO", &op, &number, &type, &keys, &entries)) return false;
+    PyObject *type, *keys, *handler = NULL;
+    if (!PyTuple_Check(node) || !PyArg_ParseTuple(node, "iiOO", &op, &number, &type, &keys)) return false;
     if (*open <= 0 || op < LEAF || op > CUSTOM || number < 0) return false;
     *open += number - 1;
-    if (op == LEAF || op == NOTHING) return number == 0 && add_node(self, op, op == LEAF ? self->leaves++ : 0, NULL, NULL) >= 0;
-    if ((op == DICT || op == INSTANCE) && !(PyTuple_Check(keys) && PyTuple_Size(keys) == number)) return false;
+    if (op == LEAF) return number == 0 && add_node(self, op, self->leaves++, NULL, NULL, NULL) >= 0;
+    if (op == NOTHING) return number == 0 && add_node(self, op, 0, NULL, NULL, NULL) >= 0;
+    bool has_keys = op == DICT || op >= INSTANCE;
+    if (has_keys && !(PyTuple_Check(keys) && PyTuple_Size(keys) == (op == CUSTOM ? 2 : number))) return false;
     if (op >= NAMED && (handler = handler_of(handlers, type)) == NULL) return false;
     bool fits = op < NAMED || (op == NAMED              ? handler == Py_True
                                : PyTuple_Check(handler) ? op == CUSTOM
-                                                        : PyCallable_Check(handler));
-    Py_ssize_t index = fits ? add_node(self, op, number, type, handler) : -1;
+                                                        : op == INSTANCE && PyCallable_Check(handler));
+    fits = fits && add_node(self, op, number, type, handler, has_keys ? keys : NULL) >= 0 && !PyErr_Occurred();
+    self->is_native = self->is_native && op != CUSTOM;
     Py_XDECREF(handler);
-    if (index < 0) return false;
-    if (op == CUSTOM) {
-        self->is_native = false;
-        self->nodes[index].keys = held(keys);
-        self->nodes[index].entries = held(entries);
-        return true;
-    }
-    return (op != DICT && op != INSTANCE) || (set_keys(&self->nodes[index], keys) == 0 && !PyErr_Occurred());
+    return fits;
 }
 
 /* restore(nodes, handlers): the structure that has these. */
@@ -521,7 +516,7 @@ static PyMethodDef structure_methods[] = {
     {"of", structure_of, METH_VARARGS | METH_CLASS, "of(batch, handlers): the structure and the leaves of a batch."},
     {"leaves", structure_leaves, METH_VARARGS, "leaves(batch, handlers): of a batch of this structure; else None."},
     {"rebuild", structure_rebuild, METH_O, "rebuild(leaves): a batch of this structure."},
-    {"nodes", structure_nodes, METH_NOARGS, "nodes(): (operation, number, type, keys or metadata, entries) of each node."},
+    {"nodes", structure_nodes, METH_NOARGS, "nodes(): (operation, number, type, keys) of each node."},
     {"restore", structure_restore, METH_VARARGS | METH_CLASS, "restore(nodes, handlers): the structure that has these nodes."},
     {NULL, NULL, 0, NULL},
 };

@@ -105,6 +105,10 @@ def attribute_handler(cls: Any) -> Handler | Callable[[], Any]:
 
     def unflatten(metadata: Any, children: Any) -> Any:
         keys, names, factory = metadata
+        if not has_items:
+            obj = base.__new__(cls)
+            set_attributes(obj, names, children)
+            return obj
         items = children[: len(keys)]
         obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
         if isinstance(obj, defaultdict):

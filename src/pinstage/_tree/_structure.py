@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from pinstage._native import _core
@@ -42,22 +42,22 @@ class Structure(_core.Structure):
         """Return where each leaf is."""
         found: list[str] = []
         pending = [""]
-        for operation, count, cls, keys, entries in self.nodes():
+        for operation, count, cls, keys in self.nodes():
             path = pending.pop()
             if operation == _LEAF:
                 found.append(path)
             else:
-                pending += [path + step for step in _steps(operation, count, cls, keys, entries)][::-1]
+                pending += [path + step for step in _steps(operation, count, cls, keys)][::-1]
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         nodes = self.nodes()
-        classes = dict.fromkeys(cls for operation, _, cls, _, _ in nodes if operation >= _NAMED)
+        classes = dict.fromkeys(cls for operation, _, cls, _ in nodes if operation >= _NAMED)
         return _restore, ({cls: registration_of(cls) for cls in classes}, nodes)
 
     def __str__(self) -> str:
         made: list[str] = []
-        for operation, count, cls, keys, _ in reversed(self.nodes()):
+        for operation, count, cls, keys in reversed(self.nodes()):
             inside = [made.pop() for _ in range(count)]
             if operation == _DICT:
                 inside = [f"{key!r}: {text}" for key, text in zip(sorted(keys), inside, strict=True)]
@@ -73,20 +73,21 @@ _last: dict[tuple[type, int], Structure] = {}
 walking it."""
 
 
-def _steps(operation: int, count: int, cls: Any, keys: Any, entries: Iterable[Any] | None) -> list[str]:
+def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
     """Return how the path goes on from a container to each child."""
     if operation == _DICT:
         return [f"[{key!r}]" for key in sorted(keys)]
     if operation in (_NAMED, _INSTANCE):
         return [f".{name}" for name in (keys if operation == _INSTANCE else cls._fields)]
-    if operation == _CUSTOM and entries is not None:
-        return [f".{entry}" if isinstance(entry, str) else f"[{entry!r}]" for entry in entries]
     if operation != _CUSTOM:
         return [f"[{index}]" for index in range(count)]
-    handler = HANDLERS[cls]
-    if handler is None or handler.steps is None:  # None: it was known where the structure was made
+    metadata, entries = keys
+    if entries is not None:
+        return [f".{entry}" if isinstance(entry, str) else f"[{entry!r}]" for entry in entries]
+    steps_of = getattr(HANDLERS[cls], "steps", None)
+    if steps_of is None:
         return [f"[<child {index}>]" for index in range(count)]
-    steps = list(handler.steps(keys))
+    steps = list(steps_of(metadata))
     return steps + [""] * (count - len(steps))
 
 
