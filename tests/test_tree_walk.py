@@ -217,9 +217,7 @@ def test_a_structure_of_an_unregistered_class_is_not_unpickled(monkeypatch):
     assert pickle.loads(pickled) == walk([Told(1)])[1]
     _nodes.HANDLERS.clear()
     monkeypatch.delattr(Told, "tree_flatten")
-    with pytest.raises(
-        LayoutError, match=r"Told is no known container in this process.*; call pinstage\.register_node"
-    ):
+    with pytest.raises(LayoutError, match=r"Told isn't registered in this process.*; call pinstage\.register_node"):
         pickle.loads(pickled)
     _nodes.HANDLERS.clear()
 

@@ -97,8 +97,8 @@ def _restore(registrations: dict[type, Callable[[Any], Any] | None], nodes: list
             register(cls)
         if HANDLERS[cls] is None:
             raise LayoutError(
-                f"{cls.__module__}.{cls.__qualname__} is no known container in this process, as it is in the one that "
-                "made the batch; call pinstage.register_node where the class is defined",
+                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only in the one that made the "
+                "batch; call pinstage.register_node where the class is defined",
                 "",
             )
     return Structure.restore(nodes, HANDLERS)
@@ -147,7 +147,7 @@ def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]
 
 def _where(batch: Any, error: WrongFunctionsError) -> str:
     """Return the path of the first object that an error is about."""
-    structure, leaves = Structure.of(batch, HANDLERS | {error.cls: None})
+    structure, leaves = Structure.of(batch, type(HANDLERS)(HANDLERS | {error.cls: None}))
     for index, leaf in enumerate(leaves):
         try:
             if type(leaf) is error.cls:
