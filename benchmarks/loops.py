@@ -29,9 +29,9 @@ from functools import partial
 from typing import Any
 
 import loader
-import optree
 import script
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from comparison import harness, table
@@ -113,7 +113,7 @@ class Kept(Dataset[Any]):
 
 def tensors(batch: Any) -> list[torch.Tensor]:
     """Return the tensors of a batch."""
-    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool) -> Any:
@@ -122,7 +122,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
 
-    return optree.tree_map(move, batch)
+    return tree_map(move, batch)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ def check_schema(result):
     assert result["schema"] == SCHEMA
     assert {"commit", "date", "machine", "versions", "settings"} <= set(result)
     assert {"gpu", "driver", "cuda", "cpu", "cores"} <= set(result["machine"])
-    assert {"python", "torch", "numpy", "optree", "pinstage"} <= set(result["versions"])
+    assert {"python", "torch", "numpy", "pinstage"} <= set(result["versions"])
     assert {"tensordict", "spdl-io", "accvlab.multi_tensor_copier"} <= set(result["versions"])
     for row in result["rows"]:
         assert set(row) == {field.name for field in fields(Row)}

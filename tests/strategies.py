@@ -15,10 +15,10 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque, name
 
 import attrs
 import numpy as np
-import optree
 import torch
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import register_pytree_node
 
 import pinstage as ps
 
@@ -185,19 +185,14 @@ class Speaking:
         return cls(list(children), metadata)
 
 
-class KnownToOptree:
-    """Registered with optree, as its users do, in a namespace of their own."""
+class KnownToTorch:
+    """Registered with torch's pytree, as its users do."""
 
     def __init__(self, values):
         self.values = values
 
 
-optree.register_pytree_node(
-    KnownToOptree,
-    lambda known: (known.values, None),
-    lambda metadata, children: KnownToOptree(list(children)),
-    namespace="somebody",
-)
+register_pytree_node(KnownToTorch, lambda known: (known.values, None), lambda values, _: KnownToTorch(list(values)))
 
 
 class Colour(enum.Enum):
@@ -377,7 +372,7 @@ _MADE_OF_VALUES = (
     lambda values, note: _with_note(AttributeTuple(values), note),
     lambda values, note: deque(values, maxlen=5),
     lambda values, note: Speaking(values, "name"),
-    lambda values, note: KnownToOptree(values),
+    lambda values, note: KnownToTorch(values),
 )
 # From two values.
 _MADE_OF_TWO = (

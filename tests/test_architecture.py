@@ -269,7 +269,7 @@ def foreign_private_names(src: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_private_names_of_torch_cpython_and_optree_stand_in_one_file():
+def test_private_names_of_torch_and_cpython_stand_in_one_file():
     assert foreign_private_names(SRC) == BESIDE_TORCH
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch, CPython and optree, taken away one by one: what is left works, or refuses, and says so."""
+"""Private names of torch and CPython, taken away one by one: what is left works, or refuses, and says so."""
 
 import json
 import re

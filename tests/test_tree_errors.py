@@ -1,6 +1,7 @@
 """Classes that are taken apart wrongly, or not known: what is said of them. And dicts whose keys are tensors."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -131,6 +132,14 @@ def test_a_wrong_flatten_is_an_error_with_class_and_path(kind):
         assert str(caught.value).startswith("batch['b'][0] cannot be taken apart: ")
         assert cls.__qualname__ in str(caught.value)
         assert text in str(caught.value)
+
+
+def test_classes_behind_a_wrong_one_may_be_new():
+    cls, other = fresh(), dataclasses.make_dataclass("New", ["value"])
+    ps.register_node(cls, lambda box: None, lambda metadata, children: cls(*children))
+    with pytest.raises(LayoutError, match="flatten returned a NoneType") as caught:
+        ps.Layout.of([other(1), cls(torch.ones(1)), dataclasses.make_dataclass("New", ["value"])(1)])
+    assert caught.value.path == "[1]"
 
 
 @pytest.mark.parametrize("metadata", [lambda box: None, lambda box: (box.note,)], ids=["none", "a tuple"])

@@ -69,7 +69,7 @@ def test_what_torchs_pytree_knows_comes_out_of_workers(method):
     assert [(box.value.tolist(), box.note) for box in loader] == [([index] * 2, {index}) for index in range(4)]
 
 
-def test_a_class_of_optree_or_a_dataclass_is_not_taken_from_pytree(stager):
+def test_a_dataclass_is_not_taken_from_pytree(stager):
     made = dataclasses.make_dataclass("Made", ["value"])
     register_pytree_node(made, lambda _: ([], None), lambda *_: None)
     assert stager.to_device(made(torch.ones(1))).value.tolist() == [1]

@@ -109,6 +109,28 @@ def test_a_class_that_is_forgotten_while_its_object_is_walked_is_still_rebuilt()
     assert alive() is None
 
 
+def test_a_dict_that_shrinks_while_it_is_walked_is_what_is_left():
+    batch = {f"k{index}": index for index in range(50)}
+    spare = []
+
+    def shrink(phase, _):
+        batch.pop("k7", None)
+
+    def meanwhile():
+        spare.extend((number,) for number in range(3000))
+        gc.enable()
+
+    Odd.meanwhile = meanwhile
+    gc.disable()
+    gc.callbacks.append(shrink)
+    try:
+        structure, leaves = _native.core.Structure.of([Odd(), batch], {Odd: None, int: None})
+    finally:
+        gc.callbacks.remove(shrink)
+        gc.enable()
+    assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
+
+
 def test_threads_that_walk_more_kinds_of_batches_than_are_remembered_do_not_disturb_one_another():
     threads, sizes = 4, range(3 * _structure._MOST_REMEMBERED)
 

@@ -23,16 +23,16 @@ import weakref
 
 import attrs
 import numpy as np
-import optree
 import pytest
 import strategies as known
 import torch
 from loader_data import Mapped
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import register_pytree_node
 
 from pinstage import DataLoader, Layout, Stager, register_node
-from pinstage._tree import StagingNode, _leaves, _registry
+from pinstage._tree import StagingNode, _leaves, _nodes
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -174,7 +174,7 @@ CONTAINERS = {
     "registered": lambda: known.Registered(leaf(1), leaf(2)),
     "subclass of a registered one": lambda: known.RegisteredChild(leaf(1), leaf(2)),
     "protocol": lambda: known.Speaking([leaf(1), leaf(2)], "name"),
-    "optree's": lambda: known.KnownToOptree([leaf(1), leaf(2)]),
+    "torch's pytree": lambda: known.KnownToTorch([leaf(1), leaf(2)]),
     "None": lambda: None,
     "empty dict": dict,
     "empty list": list,
@@ -218,7 +218,6 @@ def test_a_dict_packs_by_a_layout_with_its_keys_in_another_order():
     assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
 
 
-@pytest.mark.xfail(reason="optree reads the keys of an OrderedDict as those of a dict, in the order they were added")
 def test_an_ordered_dict_whose_keys_were_moved_keeps_their_order():
     batch = moved(collections.OrderedDict(b=leaf(1), a=leaf(2)))
     assert list(through_slab(batch)) == ["a", "b"]
@@ -544,7 +543,7 @@ def test_a_namedtuple_with_a_constructor_of_its_own_can_be_registered():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-# -- the protocol and optree -------------------------------------------------------------------------------------------
+# -- the protocol and torch's pytree -----------------------------------------------------------------------------------
 
 
 def test_a_class_with_the_protocol_needs_no_registration():
@@ -572,9 +571,8 @@ def test_the_protocol_goes_before_what_else_a_class_is():
     assert len(Layout.of(Scaled(leaf(1), leaf(2))).slots) == 1
 
 
-@pytest.mark.parametrize("namespace", ["pinstage", "somebody's own"])
 @pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
-def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then_on(namespace, harmless_first):
+def test_a_class_that_pytree_learns_of_later_is_a_container(harmless_first):
     class Late:
         def __init__(self, value):
             self.value = value
@@ -586,13 +584,25 @@ def test_a_class_that_optree_learns_of_after_it_was_met_is_a_container_from_then
         for _ in range(2):
             with pytest.raises(LayoutError, match="register_node"):
                 Layout.of([late, leaf()])
-    optree.register_pytree_node(
-        Late, lambda late: ((late.value,), None), lambda metadata, children: Late(*children), namespace=namespace
-    )
+    register_pytree_node(Late, lambda late: ((late.value,), None), lambda children, context: Late(*children))
     with Stager("cpu", max_bytes="1MiB") as stager:
         assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).get(), "cpu")
         assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
         assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
+
+
+def test_a_class_that_optree_alone_knows_is_refused():
+    optree = pytest.importorskip("optree")
+
+    class Elsewhere:
+        def __init__(self, value):
+            self.value = value
+
+    optree.register_pytree_node(
+        Elsewhere, lambda obj: ((obj.value,), None), lambda _, children: Elsewhere(*children), namespace="somebody"
+    )
+    with pytest.raises(LayoutError, match=r"pinstage\.register_node\(.*Elsewhere, flatten, unflatten\)"):
+        Layout.of([Elsewhere(leaf())])
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------
@@ -1012,7 +1022,7 @@ def test_a_layout_outlasts_the_memory_of_its_classes():
     paths = [slot.path for slot in Layout.of(batch).slots]
     for _ in range(1100):
         Layout.of([type("Made", (), {})()])
-    assert not {local, with_slots, mapping} & set(_registry.REGISTERED)
+    assert not {local, with_slots, mapping} & set(_nodes.HANDLERS)
     assert [slot.path for slot in layout.slots] == paths
     assert layout == Layout.of(batch)
     assert layout != Layout.of([*batch[:2], MADE["dict"]()(leaf(3), 4)])

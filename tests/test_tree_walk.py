@@ -1,8 +1,9 @@
 """A batch comes apart in the same way on both paths, whether or not others like it came before."""
 
+import gc
 import pickle
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from paths import on_path
 from strategies import Record, assert_same, batches, through_slab
 
 from pinstage import register_node
-from pinstage._tree import _structure, walk
+from pinstage._tree import WRAPPERS, _nodes, _structure, walk
 from pinstage.errors import LayoutError
 
 both_paths = pytest.mark.usefixtures("both_paths")
@@ -99,35 +100,35 @@ def test_however_nested_a_batch_is_staged_the_same_each_time(batch):
 
 
 @given(st.one_of(alike, batches()))
-def test_both_paths_find_the_same_leaves_in_the_same_order_and_the_same_structure(batch):
-    found = []
-    for core in (_structure._native.core, None, _structure._native.core):  # the last one is held against the first
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_structure, "_native", SimpleNamespace(core=core))
-            leaves, structure = walk(batch)
-            found.append((list(map(id, leaves)), structure.paths(), structure))
-    for ids, paths, structure in found[1:]:
-        assert (ids, paths) == found[0][:2]
-        assert structure == found[0][2]
-        assert hash(structure) == hash(found[0][2])
-        assert structure.treespec == found[0][2].treespec
+def test_walking_again_finds_the_same(batch):
+    leaves, structure = walk(batch)
+    for forget in (False, True, True):
+        if forget:
+            _structure._last.clear()
+            _nodes.HANDLERS.clear()
+        again, other = walk(batch)
+        assert list(map(id, again)) == list(map(id, leaves)) or any(type(leaf) in WRAPPERS for leaf in leaves)
+        assert (other.paths(), str(other)) == (structure.paths(), str(structure))
+        assert other.matches(structure)
 
 
 @both_paths
 @many
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
-@example([OrderedDict(), {"a": 1, "b": 2}], [OrderedDict(), {"b": 1, "a": 2}])  # which only optree takes apart
+@example([OrderedDict(), {"a": 1, "b": 2}], [OrderedDict(), {"b": 1, "a": 2}])
 @example({1: 2}, {True: 2})
 @example({"a": 2}, {Named("a"): 2})
-def test_structures_that_share_a_key_rebuild_alike(one, other):
+def test_equal_structures_rebuild_alike(one, other):
     (_, first), (_, second) = walk(one), walk(other)
-    assert first.key() == walk(one)[1].key()
-    assert hash(first.key()) == hash(walk(one)[1].key())
+    _structure._last.clear()
+    assert first == walk(one)[1]
+    assert hash(first) == hash(walk(one)[1])
     numbers = list(range(first.num_leaves))
-    if first.key() == second.key():
+    if first == second:
+        assert hash(first) == hash(second)
         assert_same(first.rebuild(numbers), second.rebuild(numbers), "cpu")
-    elif first == second:  # but for the order of keys, or their types
+    elif first.matches(second):  # but for the order of keys, or their types
         assert repr(first.rebuild(numbers)) != repr(second.rebuild(numbers))
 
 
@@ -138,6 +139,119 @@ def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
     copy = pickle.loads(pickle.dumps(structure))
     assert copy == structure
     assert_same(batch, copy.rebuild(leaves), "cpu", copied=False)
+
+
+class Told:
+    """Is taken apart by functions, with metadata."""
+
+    def __init__(self, metadata):
+        self.metadata = metadata
+
+    def tree_flatten(self):
+        return [1], self.metadata
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls(metadata)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        (("a", 1), ("a", 1), True),
+        (torch.Size([1]), torch.Size([1]), True),
+        (frozenset("ab"), frozenset("ba"), True),
+        (1, True, False),
+        ((("a", 1),), (("a", True),), False),
+        (Pair(1, 2), (1, 2), False),
+        ([1], [1], False),  # which may change
+    ],
+)
+def test_metadata_are_equal_with_their_types(one, other, are_equal):
+    structures = walk([Told(one)])[1], walk([Told(other)])[1]
+    assert (structures[0] == structures[1]) is are_equal
+    assert (structures[0] != structures[1]) is not are_equal
+
+
+def test_a_structure_that_refers_to_itself_is_collected():
+    class Owner:
+        def make(self):
+            return []
+
+    owner = Owner()
+    owner.structure = walk([defaultdict(owner.make, a=1), Told(owner)])[1]
+    alive = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert alive() is None
+
+
+LEAF_NODE = (0, 0, None, None)
+WRONG_NODES = {
+    "none": [],
+    "one more": [LEAF_NODE, LEAF_NODE],
+    "one less": [(2, 1, list, None)],
+    "no operation": [(99, 0, None, None)],
+    "a negative number": [(2, -1, list, None)],
+    "a leaf with children": [(0, 1, None, None), LEAF_NODE],
+    "keys missing": [(1, 1, dict, ()), LEAF_NODE],
+    "no keys": [(1, 1, dict, None), LEAF_NODE],
+    "keys that are not text": [(1, 2, dict, (1, "a")), LEAF_NODE, LEAF_NODE],
+    "no named tuple": [(5, 1, Told, None), LEAF_NODE],
+    "no plain object": [(6, 1, Told, ("a",)), LEAF_NODE],
+    "functions of a named tuple": [(7, 1, Pair, None), LEAF_NODE],
+    "no class": [(7, 1, [], None), LEAF_NODE],
+    "too short": [(0, 0)],
+    "no tuple": [0],
+}
+
+
+@pytest.mark.parametrize("nodes", WRONG_NODES.values(), ids=WRONG_NODES)
+def test_nodes_that_fit_no_structure_are_refused(nodes):
+    with pytest.raises((ValueError, TypeError)):
+        _structure.Structure.restore(nodes, _nodes.HANDLERS)
+
+
+def test_a_structure_of_an_unregistered_class_is_not_unpickled(monkeypatch):
+    pickled = pickle.dumps(walk([Told(1)])[1])
+    assert pickle.loads(pickled) == walk([Told(1)])[1]
+    _nodes.HANDLERS.clear()
+    monkeypatch.delattr(Told, "tree_flatten")
+    with pytest.raises(LayoutError, match=r"Told isn't registered in this process.*; call pinstage\.register_node"):
+        pickle.loads(pickled)
+    _nodes.HANDLERS.clear()
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda batch: [batch], lambda batch: {"a": batch}, Record], ids=["list", "dict", "class"]
+)
+def test_batches_of_1000_levels_are_walked(wrap):
+    batch = 5
+    for _ in range(1000):
+        batch = wrap(batch)
+    for _ in range(OFTEN):
+        leaves, structure = walk(batch)
+        assert leaves[0] == 5
+        assert len(pickle.loads(pickle.dumps(structure)).nodes()) == len(structure.nodes())
+        assert type(structure.rebuild(leaves)) is type(batch)
+        assert structure.path(0)
+    with pytest.raises(LayoutError, match="more than 1000 levels"):
+        walk(wrap(batch))
+
+
+def test_a_class_registered_while_it_is_looked_up_is_no_leaf(monkeypatch):
+    class Late:
+        def __init__(self):
+            self.value = 1
+
+    def registered_meanwhile(cls):
+        if cls is Late:
+            register_node(Late)
+
+    late = Late()
+    monkeypatch.setattr(_nodes, "library_functions", registered_meanwhile)
+    walk([late])
+    assert walk([late])[0] == [1]
 
 
 def refuse(*arguments, **keywords):

@@ -89,7 +89,8 @@ def content(installed: Path) -> set[Path]:
 
 
 def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed):
-    sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")}
+    suffixes = (".py", ".pyi", ".typed")
+    sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in suffixes}
     assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
     assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
 

@@ -1,4 +1,4 @@
-"""Stages batches in processes in which a private name of torch, CPython or optree is gone, or does something else.
+"""Stages batches in processes in which a private name of torch or CPython is gone, or does something else.
 
 Run as a program it forks one process for each case: torch is imported there, pinstage is not, so its probes meet what
 the case has changed. What was found is printed as JSON.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import register_pytree_node
@@ -27,7 +26,6 @@ WORKS = {
     "dual tensors": "staged",
     "a functional tensor": "staged",
     "a zero tensor": "staged",
-    "registered elsewhere": "staged",
     "registered with pytree": "staged",
     "audit": "knows what pin_memory does",
     "profile": "has steps",
@@ -37,7 +35,6 @@ WORKS = {
 """What comes out where nothing is missing."""
 
 SLOW_TENSORS = "tensors are described and made in Python, which takes longer: torch .*"
-NOT_KNOWN = "classes that others registered with optree are not known: .*; give them to pinstage.register_node"
 NO_RING = "refused: ring= is not possible here: .*; leave it out, and each batch gets a fresh device slab"
 
 
@@ -217,19 +214,6 @@ CASES = {
     "views that are copies": Case(cut_views(lambda view: view.clone()), **NO_TENSORS),
     "views that share their version": Case(cut_views(shares_its_version), **NO_TENSORS),
     "views that cannot be made": Case(cut_views(cannot_be_made), **NO_TENSORS),
-    # -- optree
-    "optree's registry": Case(
-        for_us_only(optree, "registry", "_NODETYPE_REGISTRY"),
-        "optree",
-        NOT_KNOWN,
-        {"registered elsewhere": "refused: .*"},
-    ),
-    "optree's registry is another one": Case(
-        for_us_only(optree, "registry", "_NODETYPE_REGISTRY", {}),
-        "optree",
-        NOT_KNOWN,
-        {"registered elsewhere": "refused: .*"},
-    ),
     # -- torch's pytree
     "pytree's registry": Case(
         for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"), instead={"registered with pytree": "refused: .*"}
@@ -248,16 +232,11 @@ CASES = {
 # -- what is tried -----------------------------------------------------------------------------------------------------
 
 
-class Elsewhere:
-    """A container that somebody else has registered."""
+class WithPytree:
+    """A container that was registered with torch's pytree."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-        self.cycle = [x]
-
-
-class WithPytree(Elsewhere):
-    """A container that was registered with torch's pytree."""
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -345,11 +324,6 @@ def dual_tensors(ps: Any, stager: Any) -> str:
         return "staged" if torch.equal(forward_ad.unpack_dual(staged["x"]).tangent, torch.arange(3.0)) else "lost"
 
 
-def registered_elsewhere(ps: Any, stager: Any) -> str:
-    staged = stager.to_device(Elsewhere(torch.ones(2)))
-    return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
-
-
 def registered_with_pytree(ps: Any, stager: Any) -> str:
     staged = stager.to_device(WithPytree(torch.ones(2)))
     return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
@@ -393,9 +367,6 @@ def try_all() -> dict[str, Any]:
         import pinstage as ps
         from pinstage.inspect._doctor import diagnose
 
-        optree.register_pytree_node(
-            Elsewhere, lambda found: ([found.x], None), lambda _, found: Elsewhere(found[0]), namespace="elsewhere"
-        )
         register_pytree_node(WithPytree, lambda found: ([found.x], None), lambda found, _: WithPytree(found[0]))
         with ps.Stager("cpu") as stager:
             wrong = stage_some(ps, stager, 3)
@@ -405,7 +376,6 @@ def try_all() -> dict[str, Any]:
                     ps, like, stager, torch._to_functional_tensor(torch.ones(3)), torch.ones(3)
                 ),
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
-                "registered elsewhere": outcome(ps, registered_elsewhere, stager),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
                 "audit": audit(ps),
                 "profile": profile(ps, stager),

@@ -18,7 +18,7 @@ import torch
 SCHEMA = 1
 STATUSES = ("ok", "incorrect", "error", "not installed", "needs CUDA")
 PACKAGES = (
-    "torch", "numpy", "optree", "cuda-bindings", "pinstage", "tensordict", "spdl-io", "spdl-core",
+    "torch", "numpy", "cuda-bindings", "pinstage", "tensordict", "spdl-io", "spdl-core",
     "accvlab.multi_tensor_copier", "lightning", "accelerate", "torch-geometric",
 )  # fmt: skip
 

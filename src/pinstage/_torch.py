@@ -1,4 +1,4 @@
-"""Private names of torch and optree: all that pinstage uses.
+"""Private names of torch and CPython: all that pinstage uses.
 
 Where a wrong answer would corrupt data (who uses a storage, where a tensor's memory is, whether it was changed), a
 probe looks at what a name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and
@@ -23,7 +23,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,7 +59,6 @@ def problems() -> list[Problem]:
         ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
         ("tensors", _tensors[0], "tensors are described and made in Python, one by one"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
-        ("optree", why_namespaces_cannot_be_read(), "register_node classes that others registered with optree"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
         ("DataLoader", _why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
         ("default collation", why_collation_is_unknown(), "workers stack batches first, and pack them then"),
@@ -423,47 +421,6 @@ def cuda_calls() -> CudaCalls:
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
         ),
     )
-
-
-# -- optree ------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def why_namespaces_cannot_be_read() -> str | None:
-    """Say why classes that are registered in a namespace of another's cannot be found; None if they can."""
-    sample: Any = type("Sample", (), {})
-    try:
-        optree.register_pytree_node(sample, lambda _: ((), None), lambda *_: sample(), namespace=_PROBE)
-        try:
-            [entry] = _entries(sample, ())
-            works = list(entry.flatten_func(sample())[0]) == _entries(sample, (_PROBE,)) == []
-        finally:
-            optree.unregister_pytree_node(sample, namespace=_PROBE)
-    except _WRONG as error:
-        return f"optree {optree.__version__} keeps its registry in another way ({error!r})"
-    return None if works else f"optree {optree.__version__} keeps its registry in another way"
-
-
-_PROBE = "pinstage.probe"
-
-
-def registered_elsewhere(cls: type, but: tuple[str, ...]) -> list[Any]:
-    """Return how a class is taken apart in namespaces of optree, but for some; there is no public question for all.
-
-    Empty where optree keeps this in another way: then such a class has to be registered with pinstage, too.
-    """
-    reason = why_namespaces_cannot_be_read()
-    if reason is None:
-        return _entries(cls, but)
-    tell_once(
-        f"classes that others registered with optree are not known: {reason}; give them to pinstage.register_node"
-    )
-    return []
-
-
-def _entries(cls: type, but: tuple[str, ...]) -> list[Any]:
-    found = dict.copy(optree.registry._NODETYPE_REGISTRY)  # others may add
-    return [entry for key, entry in found.items() if isinstance(key, tuple) and key[1] is cls and key[0] not in but]
 
 
 # -- torch's pytree ----------------------------------------------------------------------------------------------------

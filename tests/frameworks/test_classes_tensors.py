@@ -3,7 +3,6 @@
 import sys
 
 import library_batches as made
-import optree
 import pytest
 import torch
 from class_trips import (
@@ -16,12 +15,13 @@ from class_trips import (
     check_workers,
     target,
 )
+from torch.utils._pytree import tree_map
 
 import pinstage as ps
 
 
 def each_to(batch, device):
-    return optree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def memory_mapped_to(batch, device):

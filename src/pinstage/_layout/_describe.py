@@ -10,6 +10,7 @@ import math
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import _native
@@ -17,14 +18,12 @@ from .._steps import step
 from .._torch import has_no_memory, is_dual, may_be_dual
 from .._tree import (
     ATOM_TYPES,
-    KINDS,
     WRAPPERS,
     Keeping,
-    Kind,
     Structure,
     Whole,
-    is_container_by_now,
-    learn_containers,
+    is_atom,
+    is_container,
     moves_as_a_whole,
     walk,
 )
@@ -159,24 +158,24 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
     The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
     after a search, and stays as it is; what moves by a ``.to()`` of its own; and errors.
     """
-    if type(leaf) is Whole:
+    cls = type(leaf)
+    if cls is Whole:
         return Described(RowKind.MOVED)
-    kind = KINDS[type(leaf)]
-    if kind is Kind.TENSOR:
+    if issubclass(cls, torch.Tensor):
         return _describe_tensor(structure, device, leaf, index)
-    if kind is Kind.ATOM:
+    if is_atom(cls):
         return Described(RowKind.OTHER)
-    if kind is Kind.ARRAY and arrays:
+    if issubclass(cls, np.ndarray) and arrays:
         tensor = tensor_over(structure, leaf, index)
         if tensor is not None:
             return _describe_plain(structure, tensor, index)
-    if kind is Kind.OPAQUE and learn_containers({type(leaf)}):
+    if is_container(cls):
         raise IsContainer
     check_yields_no_batches(structure, leaf, index)
     if hides_tensor(structure, leaf, index):
-        if is_container_by_now(type(leaf)):
+        if is_container(cls, look_again=True):
             raise IsContainer
-        if moves_as_a_whole(type(leaf)):
+        if moves_as_a_whole(cls):
             return Described(RowKind.MOVED)
         raise IsUnknown(index)
     return Described(RowKind.OTHER)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 import torch
 
 from .._tree import Structure
@@ -65,11 +64,6 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes a slab needs for this layout, padding included; a multiple of `ALIGNMENT`."""
         return self._table.nbytes
-
-    @property
-    def treespec(self) -> optree.PyTreeSpec:
-        """The structure of the batch."""
-        return self._structure.treespec
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -153,7 +147,7 @@ class Layout:
 
     def _parts_of(self, batch: Any) -> Parts:
         parts = take_apart(batch)
-        if parts.table != self._table or parts.structure != self._structure:
+        if parts.table != self._table or not parts.structure.matches(self._structure):
             raise self._mismatch(parts)
         return parts
 
@@ -187,7 +181,7 @@ class Layout:
             )
 
     def _mismatch(self, parts: Parts) -> LayoutError:
-        if parts.structure != self._structure:
+        if not parts.structure.matches(self._structure):
             return LayoutError(
                 f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
                 "layout with Layout.of(batch)"
@@ -206,7 +200,7 @@ class Layout:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._table == other._table and self._structure == other._structure
+        return isinstance(other, Layout) and self._table == other._table and self._structure.matches(other._structure)
 
     def __hash__(self) -> int:
         return hash(self._table)

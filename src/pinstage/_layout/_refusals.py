@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch import check_is_plain
 from .._tree import (
-    KINDS,
-    Kind,
     Structure,
     from_array,
     has_attributes_only,
     holds_tensor,
+    is_atom,
     moves_as_a_whole,
     stored_attributes,
     walk,
@@ -126,7 +125,7 @@ def _attribute(path: str) -> str:
 
 
 def _is_unknown(leaf: Any) -> bool:
-    if KINDS[type(leaf)] in (Kind.TENSOR, Kind.ATOM) or moves_as_a_whole(type(leaf)):
+    if isinstance(leaf, torch.Tensor) or is_atom(type(leaf)) or moves_as_a_whole(type(leaf)):
         return False
     try:
         return holds_tensor(leaf)

@@ -13,7 +13,7 @@ import torch.utils.data
 
 from .. import _torch
 from .._layout import Parts, Table, take_apart
-from .._tree import Keeping
+from .._tree import Keeping, Structure
 from ._messages import Message
 from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import WorkerSlabs
@@ -54,7 +54,7 @@ class SlabCollate:
         self._keeping = keeping
         self._worker = -1
         self._slabs: WorkerSlabs | None = None
-        self._known: dict[Any, tuple[int, Table]] = {}  # by the structure's key
+        self._known: dict[Structure, tuple[int, Table]] = {}
 
     def __call__(self, samples: Any) -> Message:
         """Return a small message that stands for the batch.
@@ -109,7 +109,7 @@ class SlabCollate:
 
     def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
         """Return the number that stands for this structure, and the structure and table if they have to be sent."""
-        key = parts.structure.key()
+        key = parts.structure
         known = self._known.get(key)
         if known is not None:
             number, table = known
@@ -121,7 +121,7 @@ class SlabCollate:
 
     def _told(self, number: int, parts: Parts) -> None:
         """Note what a number stands for in the main process, now that it is sent. The oldest one may make room."""
-        key = parts.structure.key()
+        key = parts.structure
         if key not in self._known and len(self._known) >= LOOKS_KNOWN:
             del self._known[next(iter(self._known))]
         self._known[key] = number, parts.table

@@ -1,21 +1,24 @@
-/* The structure of a batch: which containers there are, and where each leaf stands.
+/* The structure of a batch: which containers there are, and where each leaf is.
  *
  * Known here are dict (with keys of text), list, tuple, None, named tuples, and objects that are no more than their
- * `__dict__`. Leaves are numbered as optree does it, keys of a dict sorted. What else there is in a batch is optree's. */
+ * `__dict__`. For other containers the walk calls the functions that the table of handlers has for their class. Leaves are
+ * numbered in the order of the batch, keys of a dict sorted. */
 #include "core.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 
-enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE }; /* operations */
+enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE, CUSTOM }; /* operations; see pinstage._tree._structure */
 
 typedef struct {
     int32_t op;
-    int32_t number;   /* of a LEAF; else how many children there are */
-    PyObject *keys;   /* of a DICT or INSTANCE: a tuple, in the order in which it was filled */
-    PyObject *type;   /* of a NAMED or INSTANCE */
-    PyObject *make;   /* of an INSTANCE: returns a new one without attributes */
-    int32_t *order;   /* of a DICT: which child comes when keys are sorted; NULL if they are */
+    int32_t number;    /* of a LEAF; else how many children there are */
+    PyObject *keys;    /* of a DICT or INSTANCE: a tuple, in the order in which it was filled; of a CUSTOM: (metadata, path
+                          entries or None), as its flatten returns them */
+    PyObject *type;    /* of a container */
+    PyObject *handler; /* of an INSTANCE or CUSTOM; see `structure_of` */
+    int32_t *order;    /* of a DICT: which child comes when keys are sorted; NULL if they are */
 } Node;
 
 typedef struct {
@@ -23,44 +26,87 @@ typedef struct {
     Node *nodes; /* depth first, children in the order of their leaves */
     Py_ssize_t count, room;
     Py_ssize_t leaves;
-    int depth;             /* while it is found out */
-    PyTypeObject *unknown; /* while it is found out: what `handlers` do not have */
+    char is_native; /* nothing is CUSTOM */
 } Structure;
 
-static PyTypeObject *structure_type;
-
-static Structure *structure_new(PyTypeObject *type) {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Structure *self = (Structure *)alloc(type, 0);
-    if (self != NULL) {
-        self->nodes = NULL;
-        self->count = self->room = self->leaves = 0;
-        self->depth = 0;
-        self->unknown = NULL;
-    }
+static Structure *structure_new(PyObject *type) {
+    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+    Structure *self = (Structure *)alloc((PyTypeObject *)type, 0); /* filled with zeros */
+    if (self != NULL) self->is_native = true;
     return self;
 }
 
-static void structure_dealloc(PyObject *object) {
+static int structure_traverse(PyObject *object, visitproc visit, void *arg) {
     Structure *self = (Structure *)object;
-    PyTypeObject *type = Py_TYPE(object);
+    Py_VISIT(Py_TYPE(object));
     for (Py_ssize_t i = 0; i < self->count; i++) {
-        Py_XDECREF(self->nodes[i].keys);
-        Py_XDECREF(self->nodes[i].type);
-        Py_XDECREF(self->nodes[i].make);
-        free(self->nodes[i].order);
+        Py_VISIT(self->nodes[i].keys);
+        Py_VISIT(self->nodes[i].type);
+        Py_VISIT(self->nodes[i].handler);
     }
-    free(self->nodes);
-    Py_XDECREF((PyObject *)self->unknown);
+    return 0;
+}
+
+static int structure_clear(PyObject *object) {
+    Structure *self = (Structure *)object;
+    Node *nodes = self->nodes;
+    Py_ssize_t count = self->count;
+    self->nodes = NULL;
+    self->count = 0;
+    self->leaves = -1; /* it can't be rebuilt any more */
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (nodes[i].type == NULL) continue;
+        Py_DECREF(nodes[i].type);
+        Py_XDECREF(nodes[i].keys);
+        Py_XDECREF(nodes[i].handler);
+        free(nodes[i].order);
+    }
+    free(nodes);
+    return 0;
+}
+
+static void structure_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    structure_clear(object);
     freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
     Py_DECREF(type);
 }
 
-static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number) {
-    if (self->count == self->room) {
+static PyObject *held(PyObject *object) {
+    Py_XINCREF(object);
+    return object;
+}
+
+static int compare_keys(const void *one, const void *other, void *keys) {
+    return PyUnicode_Compare(PyTuple_GetItem(keys, *(const int32_t *)one), PyTuple_GetItem(keys, *(const int32_t *)other));
+}
+
+/* Find the order of a DICT's keys; false with an error. */
+static bool sort_keys(Node *node) {
+    bool sorted = true;
+    PyObject *before = NULL, *key;
+    for (Py_ssize_t i = 0; i < node->number && sorted; i++, before = key) {
+        key = PyTuple_GetItem(node->keys, i);
+        sorted = before == NULL || PyUnicode_Compare(before, key) < 0;
+    }
+    if (sorted) return true;
+    node->order = malloc(sizeof(int32_t) * (size_t)node->number);
+    if (node->order == NULL) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (int32_t i = 0; i < node->number; i++) node->order[i] = i;
+    qsort_r(node->order, (size_t)node->number, sizeof(int32_t), compare_keys, node->keys);
+    return true;
+}
+
+/* Append a node, and return its index; -1 with an error. */
+static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number, PyObject *type, PyObject *handler, PyObject *keys) {
+    if (self->count == self->room || number > INT32_MAX) {
         Py_ssize_t room = self->room ? 2 * self->room : 32;
-        Node *nodes = realloc(self->nodes, sizeof(Node) * (size_t)room);
+        Node *nodes = number > INT32_MAX ? NULL : realloc(self->nodes, sizeof(Node) * (size_t)room);
         if (nodes == NULL) {
             PyErr_NoMemory();
             return -1;
@@ -68,14 +114,19 @@ static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number) {
         self->nodes = nodes;
         self->room = room;
     }
-    self->nodes[self->count] = (Node){.op = op, .number = (int32_t)number};
-    return self->count++;
+    Node *node = &self->nodes[self->count++];
+    *node = (Node){op, (int32_t)number, held(keys), held(type), held(handler), NULL};
+    return op == DICT && !sort_keys(node) ? -1 : self->count - 1;
+}
+
+static inline Py_ssize_t place_of(const Node *node, Py_ssize_t child) {
+    return node->order == NULL ? child : node->order[child];
 }
 
 /* -- values of a dict, in the order in which it was filled ------------------------------------------------------------ */
 
 /* In a walk any object that is made may call the garbage collector, and any class that is looked up may have a `__hash__`
- * of its own. Both run Python, and other threads: they may change the batch and the handlers. What comes from either is
+ * of its own. Both run Python, and other threads: they may change the batch and the handlers. Whatever comes from either is
  * held until the walk is done with it. */
 
 enum { FEW = 64 };
@@ -88,11 +139,6 @@ static PyObject **children(Py_ssize_t count, PyObject **few) {
     return many;
 }
 
-static PyObject *held(PyObject *object) {
-    Py_XINCREF(object);
-    return object;
-}
-
 /* `count`: how many of them are held. */
 static void children_end(PyObject **all, Py_ssize_t count, PyObject **few) {
     for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(all[i]);
@@ -101,190 +147,190 @@ static void children_end(PyObject **all, Py_ssize_t count, PyObject **few) {
 
 /* -- finding a structure out ----------------------------------------------------------------------------------------- */
 
-enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
+/* How deep a batch may be nested: each level takes more than 0.5 KiB of the stack, and a batch may have no end. Python's own
+ * limit is the user's, and may be higher than any stack. */
+enum { MOST_DEEP = 1000 };
 
-/* How deep a batch may be nested here; optree says what becomes of one that is deeper, or has no end. Each level takes more
- * than 1 KiB of the stack. Python's own limit is the user's, and may be higher than any stack. */
-enum { MOST_DEEP = 200 };
+typedef struct {
+    Structure *self;
+    PyObject *handlers, *leaves;
+    PyObject *met; /* for handlers that ask for it: a dict that lasts as long as the walk; NULL until then */
+    int depth;
+} Walk;
 
-static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject *leaves);
+static int find(Walk *walk, PyObject *object);
 
-static int compare_keys(const void *one, const void *other, void *keys) {
-    PyObject **all = keys;
-    return PyUnicode_Compare(all[*(const int32_t *)one], all[*(const int32_t *)other]);
+/* What the table has for a class, held; a class that it doesn't have yet is looked up by its `__missing__`. */
+static PyObject *handler_of(PyObject *handlers, PyObject *type) {
+    PyObject *handler = PyDict_GetItemWithError(handlers, type);
+    if (handler != NULL || PyErr_Occurred()) return held(handler);
+    return PyObject_GetItem(handlers, type);
 }
 
-static int find_dict(Structure *self, PyObject *dict, PyObject *type, PyObject *make, PyObject *handlers, PyObject *leaves) {
-    Py_ssize_t count = PyDict_Size(dict), at = 0, i = 0, found = 0;
-    if (count > INT32_MAX) return UNKNOWN;
-    Py_ssize_t node = add_node(self, type == NULL ? DICT : INSTANCE, count);
-    if (node < 0) return FAILED;
-    PyObject *few_keys[FEW], *few_values[FEW], *key, *value;
-    PyObject **keys = children(count, few_keys), **values = NULL, *names = NULL;
-    int32_t *order = NULL;
-    int result = FAILED;
-    if (keys == NULL || (values = children(count, few_values)) == NULL) goto done;
-    names = PyTuple_New(count);
-    if (names == NULL) goto done;
-    while (PyDict_Next(dict, &at, &key, &value) && found < count) {
-        if (Py_TYPE(key) != &PyUnicode_Type) {
-            result = UNKNOWN;
-            goto done;
-        }
-        Py_INCREF(key);
-        PyTuple_SetItem(names, found, key);
-        keys[found] = key;
-        values[found++] = held(value);
-    }
-    if (found < count) { /* a finaliser has taken some away meanwhile */
-        result = UNKNOWN;
-        goto done;
-    }
-    if (type == NULL) {
-        bool sorted = true;
-        for (i = 1; i < count && sorted; i++) sorted = PyUnicode_Compare(keys[i - 1], keys[i]) < 0;
-        if (!sorted) {
-            order = malloc(sizeof(int32_t) * (size_t)count);
-            if (order == NULL) {
-                PyErr_NoMemory();
-                goto done;
-            }
-            for (int32_t k = 0; k < count; k++) order[k] = k;
-            qsort_r(order, (size_t)count, sizeof(int32_t), compare_keys, keys);
-        }
-    }
-    Py_XINCREF(type);
-    Py_XINCREF(make);
-    self->nodes[node].keys = names;
-    self->nodes[node].type = type;
-    self->nodes[node].make = make;
-    self->nodes[node].order = order;
-    names = NULL;
-    result = KNOWN;
-    for (i = 0; i < count && result == KNOWN; i++) {
-        result = find(self, values[order == NULL ? i : order[i]], handlers, leaves);
-    }
-    order = NULL;
+/* Call the n-th function of a CUSTOM handler, with one argument or two, and with `met` if it asks for that. */
+static PyObject *call(PyObject *handler, Py_ssize_t n, PyObject *one, PyObject *two, PyObject **met) {
+    PyObject *function = PyTuple_GetItem(handler, n), *asks = function == NULL ? NULL : PyTuple_GetItem(handler, 3);
+    if (asks == NULL) return NULL;
+    if (asks == Py_True && *met == NULL && (*met = PyDict_New()) == NULL) return NULL;
+    PyObject *last = asks == Py_True ? *met : NULL;
+    return PyObject_CallFunctionObjArgs(function, one, two == NULL ? last : two, two == NULL ? NULL : last, NULL);
+}
+
+static int find_custom(Walk *walk, PyObject *object, PyObject *type, PyObject *handler) {
+    PyObject *parts = call(handler, 0, object, NULL, &walk->met), *all = NULL, *keys = NULL;
+    if (parts == NULL) return -1;
+    int result = -1;
+    PyObject *given, *metadata, *entries = Py_None;
+    if (!PyArg_ParseTuple(parts, "OO|O:flatten", &given, &metadata, &entries)) goto done;
+    all = PySequence_Tuple(given);
+    keys = all == NULL ? NULL : Py_BuildValue("(OO)", metadata, entries);
+    if (keys == NULL || add_node(walk->self, CUSTOM, PyTuple_Size(all), type, handler, keys) < 0) goto done;
+    walk->self->is_native = false;
+    result = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(all) && result == 0; i++) result = find(walk, PyTuple_GetItem(all, i));
 done:
-    Py_XDECREF(names);
-    free(order);
-    if (keys != NULL) children_end(keys, 0, few_keys);
-    if (values != NULL) children_end(values, found, few_values);
+    Py_XDECREF(keys);
+    Py_XDECREF(all);
+    Py_DECREF(parts);
     return result;
 }
 
-static int find_sequence(Structure *self, int32_t op, PyObject *object, PyObject *type, PyObject *handlers, PyObject *leaves) {
+/* The dict of a DICT or an INSTANCE, held. */
+static PyObject *dict_of(int32_t op, PyObject *object) {
+    return op == DICT ? held(object) : PyObject_GenericGetDict(object, NULL);
+}
+
+static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, PyObject *handler) {
+    PyObject *few[FEW], *key, *value, **values = NULL, *names = NULL, *dict = dict_of(op, object);
+    Py_ssize_t count = 0, node, at = 0, found = 0;
+    bool is_text = true;
+    int result = -1;
+    if (dict == NULL) return -1;
+    do { /* making a tuple may run a finaliser that changes the dict */
+        Py_XDECREF(names);
+        count = PyDict_Size(dict);
+        names = PyTuple_New(count);
+    } while (names != NULL && PyDict_Size(dict) != count);
+    if (names == NULL || (values = children(count, few)) == NULL) goto done;
+    while (found < count && PyDict_Next(dict, &at, &key, &value)) {
+        is_text = is_text && Py_TYPE(key) == &PyUnicode_Type;
+        PyTuple_SetItem(names, found, held(key));
+        values[found++] = held(value);
+    }
+    if (op == DICT && !is_text) {
+        PyObject *other = handler_of(walk->handlers, type);
+        result = other == NULL ? -1 : find_custom(walk, dict, type, other);
+        Py_XDECREF(other);
+        goto done;
+    }
+    node = add_node(walk->self, op, count, type, handler, names);
+    if (node < 0) goto done;
+    result = 0;
+    const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = find(walk, values[order == NULL ? i : order[i]]);
+done:
+    Py_XDECREF(names);
+    if (values != NULL) children_end(values, found, few);
+    Py_DECREF(dict);
+    return result;
+}
+
+static int find_sequence(Walk *walk, int32_t op, PyObject *object, PyObject *type) {
     Py_ssize_t count = op == LIST ? PyList_Size(object) : PyTuple_Size(object);
-    if (count > INT32_MAX) return UNKNOWN;
-    Py_ssize_t node = add_node(self, op, count);
-    if (node < 0) return FAILED;
-    Py_XINCREF(type);
-    self->nodes[node].type = type;
-    int result = KNOWN;
-    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
+    int result = count < 0 || add_node(walk->self, op, count, type, NULL, NULL) < 0 ? -1 : 0;
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
         PyObject *child = held(op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
-        if (child == NULL) return FAILED;
-        result = find(self, child, handlers, leaves);
+        if (child == NULL) return -1;
+        result = find(walk, child);
         Py_DECREF(child);
     }
     return result;
 }
 
-static int find_instance(Structure *self, PyObject *object, PyObject *make, PyObject *handlers, PyObject *leaves) {
-    PyObject *dict = PyObject_GenericGetDict(object, NULL);
-    if (dict == NULL) return FAILED;
-    int result = find_dict(self, dict, (PyObject *)Py_TYPE(object), make, handlers, leaves);
-    Py_DECREF(dict);
+static int find_leaf(Walk *walk, PyObject *object) {
+    if (add_node(walk->self, LEAF, walk->self->leaves++, NULL, NULL, NULL) < 0) return -1;
+    return PyList_Append(walk->leaves, object);
+}
+
+static int find(Walk *walk, PyObject *object) {
+    PyTypeObject *class = Py_TYPE(object);
+    if (class == torch.tensor || class == torch.array) return find_leaf(walk, object);
+    if (object == Py_None) return add_node(walk->self, NOTHING, 0, NULL, NULL, NULL) < 0 ? -1 : 0;
+    PyObject *type = (PyObject *)class, *handler = NULL;
+    int32_t op = class == &PyDict_Type ? DICT : class == &PyList_Type ? LIST : class == &PyTuple_Type ? TUPLE : LEAF;
+    if (op == LEAF) {
+        handler = handler_of(walk->handlers, type);
+        if (handler == NULL) return -1;
+        if (handler != Py_None) op = handler == Py_True ? NAMED : PyTuple_Check(handler) ? CUSTOM : INSTANCE;
+    }
+    int result = -1;
+    if (op == LEAF) {
+        result = find_leaf(walk, object);
+    } else if (walk->depth == MOST_DEEP) {
+        PyErr_SetString(PyExc_RecursionError, "a batch is nested too deeply");
+    } else {
+        walk->depth++;
+        if (op == CUSTOM) {
+            result = find_custom(walk, object, type, handler);
+        } else if (op == DICT || op == INSTANCE) {
+            result = find_dict(walk, op, object, type, handler);
+        } else {
+            result = find_sequence(walk, op, object, type);
+        }
+        walk->depth--;
+    }
+    Py_XDECREF(handler);
     return result;
 }
 
-static int find(Structure *self, PyObject *object, PyObject *handlers, PyObject *leaves) {
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject *handler = NULL;
-    if (type != torch.tensor && type != torch.array) {
-        int result;
-        if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type) {
-            if (self->depth == MOST_DEEP) return UNKNOWN;
-            self->depth++;
-            if (type == &PyDict_Type) {
-                result = find_dict(self, object, NULL, NULL, handlers, leaves);
-            } else {
-                result = find_sequence(self, type == &PyList_Type ? LIST : TUPLE, object, NULL, handlers, leaves);
-            }
-            self->depth--;
-            return result;
-        }
-        if (object == Py_None) return add_node(self, NOTHING, 0) < 0 ? FAILED : KNOWN;
-        handler = PyDict_GetItemWithError(handlers, (PyObject *)type);
-        if (handler == NULL) {
-            if (PyErr_Occurred()) return FAILED;
-            self->unknown = (PyTypeObject *)held((PyObject *)type);
-            return UNKNOWN;
-        }
-        if (handler == Py_False) return UNKNOWN;
-        if (handler != Py_None) {
-            if (self->depth == MOST_DEEP) return UNKNOWN;
-            self->depth++;
-            Py_INCREF(handler);
-            if (handler == Py_True) {
-                result = find_sequence(self, NAMED, object, (PyObject *)type, handlers, leaves);
-            } else {
-                result = find_instance(self, object, handler, handlers, leaves);
-            }
-            Py_DECREF(handler);
-            self->depth--;
-            return result;
-        }
-    }
-    if (add_node(self, LEAF, self->leaves++) < 0) return FAILED;
-    return PyList_Append(leaves, object) != 0 ? FAILED : KNOWN;
-}
-
-/* Structure.of(batch, handlers): the structure and the leaves of a batch; a type in it that `handlers` do not have; None if
- * only optree knows what is in it.
+/* of(batch, handlers): the structure and the leaves of a batch.
  *
- * handlers: by type, None for a leaf, True for a named tuple, for an object that is no more than its `__dict__` what makes
- * a new one, False for what only optree knows. */
+ * handlers: by class, None for a leaf; True for a named tuple; for an object that is no more than its `__dict__` what makes
+ * a new one; for any other container a tuple (flatten, unflatten, _, asks). If it asks, both functions get a dict as their
+ * last argument, the same for all that is walked or rebuilt at once. */
 static PyObject *structure_of(PyObject *type, PyObject *args) {
-    PyObject *batch, *handlers;
-    if (!PyArg_ParseTuple(args, "OO!:of", &batch, &PyDict_Type, &handlers)) return NULL;
-    Structure *self = structure_new((PyTypeObject *)type);
-    PyObject *leaves = PyList_New(0);
-    int result = self == NULL || leaves == NULL ? FAILED : find(self, batch, handlers, leaves);
-    if (result == KNOWN) return Py_BuildValue("(NN)", (PyObject *)self, leaves);
-    PyObject *unknown = self == NULL || result == FAILED ? NULL : held((PyObject *)self->unknown);
-    Py_XDECREF((PyObject *)self);
-    Py_XDECREF(leaves);
-    if (result == FAILED) return NULL;
-    if (unknown != NULL) return unknown;
-    Py_RETURN_NONE;
+    PyObject *batch;
+    Walk walk = {0};
+    if (!PyArg_ParseTuple(args, "OO!:of", &batch, &PyDict_Type, &walk.handlers)) return NULL;
+    walk.self = structure_new(type);
+    walk.leaves = PyList_New(0);
+    int result = walk.self == NULL || walk.leaves == NULL ? -1 : find(&walk, batch);
+    Py_XDECREF(walk.met);
+    if (result == 0) return Py_BuildValue("(NN)", (PyObject *)walk.self, walk.leaves);
+    Py_XDECREF((PyObject *)walk.self);
+    Py_XDECREF(walk.leaves);
+    return NULL;
 }
 
 /* -- another batch of it ---------------------------------------------------------------------------------------------- */
 
+enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
+
 static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves);
 
-static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *dict, PyObject *handlers, PyObject *leaves) {
+static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
+                       PyObject *leaves) {
+    PyObject *few[FEW], *key, *value, **values = NULL, *dict = dict_of(node->op, object);
     Py_ssize_t count = node->number, at = 0, found = 0;
-    if (PyDict_Size(dict) != count) return UNKNOWN;
-    PyObject *few[FEW], *key, *value, **values = children(count, few);
-    if (values == NULL) return FAILED;
-    int result = KNOWN;
+    int result = dict == NULL ? FAILED : PyDict_Size(dict) == count ? KNOWN : UNKNOWN;
+    if (result == KNOWN && (values = children(count, few)) == NULL) result = FAILED;
     while (result == KNOWN && found < count && PyDict_Next(dict, &at, &key, &value)) {
         PyObject *expected = PyTuple_GetItem(node->keys, found);
-        if (key != expected && (Py_TYPE(key) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0)) result = UNKNOWN;
+        if (key != expected &&
+            (Py_TYPE(key) != &PyUnicode_Type || Py_TYPE(expected) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0))
+            result = UNKNOWN;
         values[found++] = held(value);
     }
-    if (found < count) result = UNKNOWN;
-    const int32_t *order = node->order;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        result = follow(self, next, values[order == NULL ? i : order[i]], handlers, leaves);
+        result = follow(self, next, values[place_of(node, i)], handlers, leaves);
     }
-    children_end(values, found, few);
+    if (values != NULL) children_end(values, found, few);
+    Py_XDECREF(dict);
     return result;
 }
 
-static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers, PyObject *leaves) {
+static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
+                           PyObject *leaves) {
     Py_ssize_t count = node->op == LIST ? PyList_Size(object) : PyTuple_Size(object);
     int result = count == node->number ? KNOWN : UNKNOWN;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
@@ -299,37 +345,21 @@ static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *
 static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves) {
     const Node *node = &self->nodes[(*next)++];
     PyTypeObject *type = Py_TYPE(object);
-    PyObject *handler;
-    int result;
-    switch (node->op) {
-    case LEAF:
+    if (node->op == LEAF) {
         if (type != torch.tensor && type != torch.array) {
-            handler = PyDict_GetItemWithError(handlers, (PyObject *)type);
+            PyObject *handler = PyDict_GetItemWithError(handlers, (PyObject *)type);
             if (handler != Py_None) return handler == NULL && PyErr_Occurred() ? FAILED : UNKNOWN;
         }
-        Py_INCREF(object);
-        return PyList_SetItem(leaves, node->number, object) != 0 ? FAILED : KNOWN;
-    case DICT:
-        return type == &PyDict_Type ? follow_dict(self, next, node, object, handlers, leaves) : UNKNOWN;
-    case LIST:
-        return type == &PyList_Type ? follow_sequence(self, next, node, object, handlers, leaves) : UNKNOWN;
-    case TUPLE:
-        return type == &PyTuple_Type ? follow_sequence(self, next, node, object, handlers, leaves) : UNKNOWN;
-    case NOTHING:
-        return object == Py_None ? KNOWN : UNKNOWN;
-    case NAMED:
-        return (PyObject *)type == node->type ? follow_sequence(self, next, node, object, handlers, leaves) : UNKNOWN;
-    default:
-        if ((PyObject *)type != node->type) return UNKNOWN;
-        PyObject *dict = PyObject_GenericGetDict(object, NULL);
-        if (dict == NULL) return FAILED;
-        result = follow_dict(self, next, node, dict, handlers, leaves);
-        Py_DECREF(dict);
-        return result;
+        return PyList_SetItem(leaves, node->number, held(object)) != 0 ? FAILED : KNOWN;
     }
+    if (node->op == NOTHING) return object == Py_None ? KNOWN : UNKNOWN;
+    if ((PyObject *)type != node->type || node->op == CUSTOM) return UNKNOWN;
+    if (node->op == DICT || node->op == INSTANCE) return follow_dict(self, next, node, object, handlers, leaves);
+    return follow_sequence(self, next, node, object, handlers, leaves);
 }
 
-/* leaves(batch, handlers): of a batch of this very structure, the order of keys included; None if it has another one. */
+/* leaves(batch, handlers): of a batch of this very structure, the order of keys included; None if it has another one, or if
+ * one of its containers has functions of its own. */
 static PyObject *structure_leaves(PyObject *object, PyObject *args) {
     Structure *self = (Structure *)object;
     PyObject *batch, *handlers;
@@ -346,58 +376,36 @@ static PyObject *structure_leaves(PyObject *object, PyObject *args) {
 
 /* -- put together ------------------------------------------------------------------------------------------------------- */
 
-/* Put a part of a batch together. Without `leaves` it is a skeleton, with numbers in their places, and no class of the
- * user's is asked for one of its own. */
-static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves) {
+static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves, PyObject **met) {
     const Node *node = &self->nodes[(*next)++];
     Py_ssize_t count = node->number;
-    if (node->op == LEAF) {
-        if (leaves == NULL) return PyLong_FromSsize_t(count);
-        PyObject *leaf = PyList_GetItem(leaves, count);
-        Py_XINCREF(leaf);
-        return leaf;
-    }
+    if (node->op == LEAF) return held(PyList_GetItem(leaves, count));
     if (node->op == NOTHING) Py_RETURN_NONE;
-    if (node->op == LIST) {
-        PyObject *list = PyList_New(count);
-        for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-            PyObject *child = build(self, next, leaves);
-            if (child == NULL || PyList_SetItem(list, i, child) != 0) Py_CLEAR(list);
-        }
-        return list;
-    }
-    PyObject *items = PyTuple_New(count);
+    bool is_list = node->op == LIST;
+    PyObject *items = is_list ? PyList_New(count) : PyTuple_New(count), *result = NULL, *dict = NULL;
     for (Py_ssize_t i = 0; items != NULL && i < count; i++) {
-        PyObject *child = build(self, next, leaves);
-        Py_ssize_t place = node->order == NULL ? i : node->order[i];
-        if (child == NULL || PyTuple_SetItem(items, place, child) != 0) Py_CLEAR(items);
-    }
-    if (items == NULL || node->op == TUPLE) return items;
-    PyObject *result;
-    if (node->op == NAMED) {
-        if (leaves != NULL) {
-            result = PyObject_CallObject(node->type, items);
-        } else {
-            result = PyObject_CallMethod((PyObject *)&PyTuple_Type, "__new__", "OO", node->type, items);
+        PyObject *child = build(self, next, leaves, met);
+        Py_ssize_t place = place_of(node, i);
+        if (child == NULL || (is_list ? PyList_SetItem(items, i, child) : PyTuple_SetItem(items, place, child)) != 0) {
+            Py_CLEAR(items);
         }
-        Py_DECREF(items);
-        return result;
     }
-    PyObject *dict;
-    if (node->op == DICT) {
-        result = dict = PyDict_New();
-        Py_XINCREF(dict);
+    if (items == NULL || is_list || node->op == TUPLE) return items;
+    if (node->op == NAMED) {
+        result = PyObject_CallObject(node->type, items);
+    } else if (node->op == CUSTOM) {
+        result = call(node->handler, 1, PyTuple_GetItem(node->keys, 0), items, met);
     } else {
-        result = PyObject_CallObject(node->make, NULL);
-        dict = result == NULL ? NULL : PyObject_GenericGetDict(result, NULL);
+        result = node->op == DICT ? PyDict_New() : PyObject_CallObject(node->handler, NULL);
+        dict = result == NULL ? NULL : node->op == DICT ? held(result) : PyObject_GenericGetDict(result, NULL);
+        bool failed = dict == NULL;
+        for (Py_ssize_t i = 0; i < count && !failed; i++) {
+            failed = PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), PyTuple_GetItem(items, i)) != 0;
+        }
+        Py_XDECREF(dict);
+        if (failed) Py_CLEAR(result);
     }
-    bool failed = dict == NULL;
-    for (Py_ssize_t i = 0; i < count && !failed; i++) {
-        failed = PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), PyTuple_GetItem(items, i)) != 0;
-    }
-    Py_XDECREF(dict);
     Py_DECREF(items);
-    if (failed) Py_CLEAR(result);
     return result;
 }
 
@@ -409,58 +417,128 @@ static PyObject *structure_rebuild(PyObject *object, PyObject *leaves) {
         return NULL;
     }
     Py_ssize_t next = 0;
-    return build(self, &next, leaves);
+    PyObject *met = NULL, *result = build(self, &next, leaves, &met);
+    Py_XDECREF(met);
+    return result;
 }
 
-/* skeleton(): a batch of this structure whose leaves are their numbers. */
-static PyObject *structure_skeleton(PyObject *object, PyObject *nothing) {
-    (void)nothing;
-    Py_ssize_t next = 0;
-    return build((Structure *)object, &next, NULL);
+/* -- compared ------------------------------------------------------------------------------------------------------------ */
+
+/* Whether one object does for another: they are equal, and so are the types of whatever is in them. -1 with an error. */
+static int is_same(PyObject *one, PyObject *other) {
+    if (one == other) return 1;
+    if (Py_TYPE(one) != Py_TYPE(other)) return 0;
+    if (PyTuple_Check(one)) {
+        Py_ssize_t count = PyTuple_Size(one);
+        int result = PyTuple_Size(other) == count;
+        for (Py_ssize_t i = 0; i < count && result == 1; i++) {
+            result = is_same(PyTuple_GetItem(one, i), PyTuple_GetItem(other, i));
+        }
+        return result;
+    }
+    Py_hash_t first = PyObject_Hash(one), second = first == -1 ? -1 : PyObject_Hash(other);
+    if (second != -1) return first == second ? PyObject_RichCompareBool(one, other, Py_EQ) : 0;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear(); /* it cannot be hashed, so it may change */
+    return 0;
 }
 
-/* key(): what two equal structures have in common, the order of keys included. */
-static PyObject *structure_key(PyObject *object, PyObject *nothing) {
+static PyObject *structure_compare(PyObject *left, PyObject *right, int operation) {
+    if ((operation != Py_EQ && operation != Py_NE) || Py_TYPE(left) != Py_TYPE(right)) Py_RETURN_NOTIMPLEMENTED;
+    const Structure *one = (Structure *)left, *other = (Structure *)right;
+    int result = one->count == other->count && one->leaves == other->leaves;
+    for (Py_ssize_t i = 0; one != other && i < one->count && result == 1; i++) {
+        const Node *a = &one->nodes[i], *b = &other->nodes[i];
+        result = a->op == b->op && a->number == b->number && a->type == b->type;
+        if (result && a->keys != NULL) result = is_same(a->keys, b->keys);
+    }
+    return result < 0 ? NULL : PyBool_FromLong(result == (operation == Py_EQ));
+}
+
+static Py_hash_t structure_hash(PyObject *object) { /* few structures are compared at a time */
+    Structure *self = (Structure *)object;
+    return self->count * 1000003 + self->leaves;
+}
+
+/* -- taken apart itself --------------------------------------------------------------------------------------------------- */
+
+/* nodes(): what the structure is made of: (operation, number, type, keys) of each node. */
+static PyObject *structure_nodes(PyObject *object, PyObject *nothing) {
     (void)nothing;
     Structure *self = (Structure *)object;
-    PyObject *key = PyTuple_New(self->count);
-    for (Py_ssize_t i = 0; key != NULL && i < self->count; i++) {
+    PyObject *nodes = PyList_New(self->count);
+    for (Py_ssize_t i = 0; nodes != NULL && i < self->count; i++) {
         const Node *node = &self->nodes[i];
-        PyObject *keys = node->keys == NULL ? Py_None : node->keys, *type = node->type == NULL ? Py_None : node->type;
-        PyObject *item = node->op == LEAF ? PyLong_FromLong(LEAF) : Py_BuildValue("(iiOO)", node->op, node->number, keys, type);
-        if (item == NULL || PyTuple_SetItem(key, i, item) != 0) Py_CLEAR(key);
+        PyObject *type = node->type == NULL ? Py_None : node->type, *keys = node->keys == NULL ? Py_None : node->keys;
+        PyObject *item = Py_BuildValue("(iiOO)", node->op, node->op == LEAF ? 0 : node->number, type, keys);
+        if (item == NULL || PyList_SetItem(nodes, i, item) != 0) Py_CLEAR(nodes);
     }
-    return key;
+    return nodes;
 }
 
-static PyObject *structure_count(PyObject *object, void *nothing) {
-    (void)nothing;
-    return PyLong_FromSsize_t(((Structure *)object)->leaves);
+/* Append a node; false if it cannot be one, with or without an error. */
+static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, int64_t *open) {
+    int op, number;
+    PyObject *type, *keys, *handler = NULL;
+    if (!PyTuple_Check(node) || !PyArg_ParseTuple(node, "iiOO", &op, &number, &type, &keys)) return false;
+    if (*open <= 0 || op < LEAF || op > CUSTOM || number < 0) return false;
+    *open += number - 1;
+    if (op == LEAF) return number == 0 && add_node(self, op, self->leaves++, NULL, NULL, NULL) >= 0;
+    if (op == NOTHING) return number == 0 && add_node(self, op, 0, NULL, NULL, NULL) >= 0;
+    bool has_keys = op == DICT || op >= INSTANCE;
+    if (has_keys && !(PyTuple_Check(keys) && PyTuple_Size(keys) == (op == CUSTOM ? 2 : number))) return false;
+    if (op >= NAMED && (handler = handler_of(handlers, type)) == NULL) return false;
+    bool fits = op < NAMED || (op == NAMED              ? handler == Py_True
+                               : PyTuple_Check(handler) ? op == CUSTOM
+                                                        : op == INSTANCE && PyCallable_Check(handler));
+    fits = fits && add_node(self, op, number, type, handler, has_keys ? keys : NULL) >= 0 && !PyErr_Occurred();
+    self->is_native = self->is_native && op != CUSTOM;
+    Py_XDECREF(handler);
+    return fits;
+}
+
+/* restore(nodes, handlers): the structure that has these. */
+static PyObject *structure_restore(PyObject *type, PyObject *args) {
+    PyObject *nodes, *handlers;
+    int64_t open = 1; /* how many nodes are to come */
+    if (!PyArg_ParseTuple(args, "O!O!:restore", &PyList_Type, &nodes, &PyDict_Type, &handlers)) return NULL;
+    Structure *self = structure_new(type);
+    bool fits = self != NULL;
+    for (Py_ssize_t i = 0; fits && i < PyList_Size(nodes); i++)
+        fits = restore_node(self, PyList_GetItem(nodes, i), handlers, &open);
+    if (fits && open == 0) return (PyObject *)self;
+    Py_XDECREF((PyObject *)self);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "these are not the nodes of a structure");
+    return NULL;
 }
 
 static PyMethodDef structure_methods[] = {
-    {"of", structure_of, METH_VARARGS | METH_CLASS, NULL},
-    {"leaves", structure_leaves, METH_VARARGS, NULL},
-    {"rebuild", structure_rebuild, METH_O, NULL},
-    {"skeleton", structure_skeleton, METH_NOARGS, NULL},
-    {"key", structure_key, METH_NOARGS, NULL},
+    {"of", structure_of, METH_VARARGS | METH_CLASS, "of(batch, handlers): the structure and the leaves of a batch."},
+    {"leaves", structure_leaves, METH_VARARGS, "leaves(batch, handlers): of a batch of this structure; else None."},
+    {"rebuild", structure_rebuild, METH_O, "rebuild(leaves): a batch of this structure."},
+    {"nodes", structure_nodes, METH_NOARGS, "nodes(): (operation, number, type, keys) of each node."},
+    {"restore", structure_restore, METH_VARARGS | METH_CLASS, "restore(nodes, handlers): the structure that has these nodes."},
     {NULL, NULL, 0, NULL},
 };
-static PyGetSetDef structure_getters[] = {{"num_leaves", structure_count, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyMemberDef structure_members[] = {
+    {"num_leaves", T_PYSSIZET, offsetof(Structure, leaves), READONLY, "How many leaves there are."},
+    {"is_native", T_BOOL, offsetof(Structure, is_native), READONLY, "Whether no container has functions of its own."},
+    {NULL, 0, 0, 0, NULL},
+};
 static PyType_Slot structure_slots[] = {
-    {Py_tp_dealloc, structure_dealloc},
-    {Py_tp_methods, structure_methods},
-    {Py_tp_getset, structure_getters},
-    {0, NULL},
+    {Py_tp_dealloc, structure_dealloc},     {Py_tp_traverse, structure_traverse},
+    {Py_tp_clear, structure_clear},         {Py_tp_methods, structure_methods},
+    {Py_tp_members, structure_members},     {Py_tp_hash, structure_hash},
+    {Py_tp_richcompare, structure_compare}, {0, NULL},
 };
 static PyType_Spec structure_spec = {"pinstage._native._core.Structure", sizeof(Structure), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, structure_slots};
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE |
+                                         Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                     structure_slots};
 
 int add_structure_type(PyObject *module) {
     PyObject *type = PyType_FromSpec(&structure_spec);
-    if (type == NULL) return -1;
-    structure_type = (PyTypeObject *)type;
-    int status = PyModule_AddObjectRef(module, "Structure", type);
-    Py_DECREF(type);
+    int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Structure", type);
+    Py_XDECREF(type);
     return status;
 }

@@ -8,11 +8,10 @@ libraries are looked up in `_libraries`. `walk` takes it apart into its leaves a
 from ._attributes import has_attributes_only, stored_attributes
 from ._keep import WRAPPERS, Keep, Whole
 from ._keeping import Keeping
-from ._leaves import ATOM_TYPES, KINDS, Kind, from_array, holds_tensor, tensors_in
+from ._leaves import ATOM_TYPES, from_array, holds_tensor, is_atom, tensors_in
 from ._nodes import (
     StagingNode,
-    is_container_by_now,
-    learn_containers,
+    is_container,
     moves_as_a_whole,
     moves_in_silence,
     register_node,
@@ -22,19 +21,17 @@ from ._structure import Structure, walk
 
 __all__ = [
     "ATOM_TYPES",
-    "KINDS",
     "WRAPPERS",
     "Keep",
     "Keeping",
-    "Kind",
     "StagingNode",
     "Structure",
     "Whole",
     "from_array",
     "has_attributes_only",
     "holds_tensor",
-    "is_container_by_now",
-    "learn_containers",
+    "is_atom",
+    "is_container",
     "moves_as_a_whole",
     "moves_in_silence",
     "register_node",

@@ -12,25 +12,10 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from ._registry import MOST_CLASSES
+from ._handler import MOST_CLASSES, Handler
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: no class statement makes such a type
-
-
-class Item:
-    """A path entry that is an item (``[key]``), beside plain strings that are attributes."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Item) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash((Item, self.key))
 
 
 @lru_cache(MOST_CLASSES)
@@ -90,82 +75,50 @@ def has_attributes_only(cls: type) -> bool:
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)
 
 
-def maker_of(cls: Any) -> Callable[[], Any] | None:
-    """Return what makes a new one of a class that is no more than its ``__dict__``; None if it is more."""
-    if issubclass(cls, dict | list | tuple) or slots_of(cls) or not cls.__dictoffset__:
-        return None
-    return partial(builtin_base(cls).__new__, cls)
+def keys_of(base: Any, obj: Any) -> Any:
+    """Return the keys of a dict, or the indexes of a list or tuple, by methods of its builtin base."""
+    return tuple(base.keys(obj)) if isinstance(obj, dict) else range(base.__len__(obj))
 
 
-def attribute_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    """Return functions that take an instance apart into its items, if it has any, and its stored attributes."""
-    base = builtin_base(cls)
-    if issubclass(cls, dict):
+def attribute_steps(metadata: Any) -> list[str]:
+    """Return the path of each item, then of each attribute: keys and names come first in the metadata."""
+    return [*(f"[{key!r}]" for key in metadata[0]), *(f".{name}" for name in metadata[1])]
 
-        def flatten_dict(obj: Any) -> tuple[Any, Any, Any]:
-            keys = tuple(base.keys(obj))
-            stored = stored_attributes(obj)
-            metadata = (keys, tuple(stored), obj.default_factory if isinstance(obj, defaultdict) else None)
-            entries = (*map(Item, keys), *stored)
-            return (*base.values(obj), *stored.values()), metadata, entries
 
-        def unflatten_dict(metadata: Any, children: Any) -> Any:
-            keys, names, factory = metadata
-            children = tuple(children)
-            obj = base.__new__(cls)
-            if isinstance(obj, defaultdict):
-                obj.default_factory = factory
-            set_attributes(obj, names, children[len(keys) :])
-            for key, value in zip(keys, children, strict=False):
-                base.__setitem__(obj, key, value)
-            return obj
+def attribute_handler(cls: Any) -> Handler | Callable[[], Any]:
+    """Return how an instance is taken apart into its items, if it has any, and its stored attributes.
 
-        return flatten_dict, unflatten_dict
+    The usual case is a class that is no more than its ``__dict__``, of which the walk has to know no more than how an
+    empty one is made.
+    """
+    base, has_items = builtin_base(cls), issubclass(cls, dict | list | tuple)
+    if not has_items and not slots_of(cls) and cls.__dictoffset__:
+        return partial(base.__new__, cls)
 
-    if issubclass(cls, list | tuple):
-
-        def flatten_sequence(obj: Any) -> tuple[Any, Any, Any]:
-            items = tuple(base.__iter__(obj))
-            stored = stored_attributes(obj)
-            entries = (*map(Item, range(len(items))), *stored)
-            return (*items, *stored.values()), (len(items), tuple(stored)), entries
-
-        def unflatten_sequence(metadata: Any, children: Any) -> Any:
-            count, names = metadata
-            children = tuple(children)
-            obj: Any
-            if base is list:
-                obj = base.__new__(cls)
-                list.extend(obj, children[:count])
-            else:
-                obj = base.__new__(cls, children[:count])
-            set_attributes(obj, names, children[count:])
-            return obj
-
-        return flatten_sequence, unflatten_sequence
-
-    if maker_of(cls) is not None:  # the usual case, at half the cost
-
-        def flatten_dict_alone(obj: Any) -> tuple[Any, Any, Any]:
-            stored = obj.__dict__
-            names = tuple(stored)
-            return stored.values(), names, names
-
-        def unflatten_dict_alone(names: Any, children: Any) -> Any:
-            obj = base.__new__(cls)
-            obj.__dict__.update(zip(names, children, strict=True))
-            return obj
-
-        return flatten_dict_alone, unflatten_dict_alone
-
-    def flatten_object(obj: Any) -> tuple[Any, Any, Any]:
+    def flatten(obj: Any) -> tuple[Any, Any]:
         stored = stored_attributes(obj)
-        names = tuple(stored)
-        return stored.values(), names, names
+        if not has_items:
+            return stored.values(), ((), tuple(stored), None)
+        items = base.values(obj) if isinstance(obj, dict) else base.__iter__(obj)
+        factory = obj.default_factory if isinstance(obj, defaultdict) else None
+        return (*items, *stored.values()), (keys_of(base, obj), tuple(stored), factory)
 
-    def unflatten_object(names: Any, children: Any) -> Any:
-        obj = base.__new__(cls)
-        set_attributes(obj, names, children)
+    def unflatten(metadata: Any, children: Any) -> Any:
+        keys, names, factory = metadata
+        if not has_items:
+            obj = base.__new__(cls)
+            set_attributes(obj, names, children)
+            return obj
+        items = children[: len(keys)]
+        obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
+        if isinstance(obj, defaultdict):
+            obj.default_factory = factory
+        set_attributes(obj, names, children[len(keys) :])
+        if isinstance(obj, list):
+            list.extend(obj, items)
+        elif isinstance(obj, dict):
+            for key, item in zip(keys, items, strict=True):
+                base.__setitem__(obj, key, item)
         return obj
 
-    return flatten_object, unflatten_object
+    return Handler(flatten, unflatten, attribute_steps)

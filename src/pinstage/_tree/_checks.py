@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import LayoutError
-from ._registry import Flatten, Unflatten
+from ._handler import Flatten, Handler, Unflatten
 
 
 class WrongFunctionsError(LayoutError):
@@ -23,10 +23,11 @@ class WrongFunctionsError(LayoutError):
         self.cls = cls
 
 
-def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Flatten:
-    """Return `flatten` that says what is wrong with what it returns, and looks once at the order that `unflatten` has.
+def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
+    """Return how these functions take an object apart, or say what is wrong with what `flatten` returns.
 
-    torch's pytree passes children and metadata in the other order.
+    The order of arguments that `unflatten` has is looked at once: torch's pytree passes children and metadata in the
+    other one.
     """
     is_tried = False
 
@@ -38,7 +39,7 @@ def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Flatten:
             is_tried = True
         return found
 
-    return flatten_checked
+    return Handler(flatten_checked, unflatten)
 
 
 def _parts(cls: type, found: Any) -> tuple[Any, ...]:

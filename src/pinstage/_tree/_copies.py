@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._attributes import Item, builtin_base, set_attributes, stored_attributes
+from ._attributes import attribute_steps, builtin_base, keys_of, set_attributes, stored_attributes
 from ._checks import WrongFunctionsError
+from ._handler import Handler
 from ._keep import Keep
 from ._leaves import holds_tensor
-from ._paths import Itself
-from ._registry import Functions
 
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 
@@ -29,7 +28,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 class _Stored(NamedTuple):
     """The keys of an object that is copied, and the names of its attributes that hold tensors or arrays."""
 
-    keys: tuple[Any, ...]
+    keys: Any
     names: tuple[str, ...]
 
 
@@ -58,43 +57,40 @@ def _way_to_copy(cls: type) -> Any:
     return None
 
 
-def unshared(cls: type, functions: Functions, is_leaf: Callable[[Any], bool]) -> Functions:
-    """Return functions of a subclass of dict or list that share no state with the original.
+def unshared(cls: type, handler: Handler, is_leaf: Callable[[Any], bool]) -> Handler:
+    """Return how a subclass of dict or list is taken apart so that it shares no state with the original.
 
     Args:
         cls: the class.
-        functions: take it apart by its attributes, and put it together.
+        handler: takes it apart by its attributes.
         is_leaf: says whether an attribute comes back as the same object.
     """
-    flatten, unflatten = functions
     base, duplicate = builtin_base(cls), _way_to_copy(cls)
 
-    def flatten_copy(obj: Any) -> tuple[Any, ...]:
+    def flatten(obj: Any) -> tuple[Any, Any]:
         stored = stored_attributes(obj)
         if not stored or getattr(obj, "__dict__", None) is obj:  # there is nothing but items
-            return flatten(obj)
+            return handler.flatten(obj)  # type: ignore[no-any-return]
         made = None if duplicate is None else duplicate(obj)
         if type(made) is not cls or made is obj or base.__len__(made) != base.__len__(obj):
             _check_shares_nothing(cls, stored, is_leaf)
-            return flatten(obj)
-        is_dict = isinstance(obj, dict)
-        keys = tuple(base.keys(obj) if is_dict else range(base.__len__(obj)))
-        values = tuple(base.values(obj) if is_dict else base.__iter__(obj))
+            return handler.flatten(obj)  # type: ignore[no-any-return]
+        keys = keys_of(base, obj)
+        values = tuple(base.values(obj) if isinstance(obj, dict) else base.__iter__(obj))
         staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
         _fill(base, made, keys, [None] * len(keys), staged, [None] * len(staged))
-        children = (*values, *staged.values(), Keep(_Copy(made)))
-        return children, _Stored(keys, tuple(staged)), (*map(Item, keys), *staged, Itself)
+        return (*values, *staged.values(), Keep(_Copy(made))), _Stored(keys, tuple(staged))
 
-    def unflatten_copy(metadata: Any, children: Any) -> Any:
+    def unflatten(metadata: Any, children: Any) -> Any:
         if not isinstance(metadata, _Stored):
-            return unflatten(metadata, children)
+            return handler.unflatten(metadata, children)
         *values, copied = children
         keys, names = metadata
         made = copied.take()
         _fill(base, made, keys, values[: len(keys)], names, values[len(keys) :])
         return made
 
-    return flatten_copy, unflatten_copy
+    return Handler(flatten, unflatten, attribute_steps)
 
 
 def _fill(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any], names: Iterable[str], values: Any) -> None:

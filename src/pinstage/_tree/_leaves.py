@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ._attributes import builtin_base, slots_of, stored_attributes
+from ._handler import MOST_CLASSES
 from ._keep import Keep
-from ._registry import MOST_CLASSES
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
@@ -52,36 +52,21 @@ _FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
 """How many items of an object are looked at by its own ``__getitem__``, and how many levels deep."""
 
 
-class Kind(enum.Enum):
-    """How a leaf's type is treated."""
-
-    TENSOR = "a tensor"
-    ARRAY = "a numpy array"
-    ATOM = "holds no tensor, whatever its value"
-    OPAQUE = "has to be searched for tensors"
-
-
-class _Kinds(dict[type, Kind]):
-    """Kinds by type, found out when a type is met first."""
-
-    def __missing__(self, cls: type) -> Kind:
-        if issubclass(cls, torch.Tensor):
-            kind = Kind.TENSOR
-        elif issubclass(cls, np.ndarray):
-            kind = Kind.ARRAY
-        else:
-            is_atom = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
-            kind = Kind.ATOM if is_atom else Kind.OPAQUE
-        self[cls] = kind
-        if kind is Kind.ATOM:
-            ATOM_TYPES.add(cls)
-        return kind
-
+IS_ATOM: dict[type, bool] = {}
+"""What `is_atom` has found out."""
 
 ATOM_TYPES: set[type] = set()
-"""The types that were met whose objects hold no tensor, whatever their value."""
+"""Those of them that are, for the extension."""
 
-KINDS = _Kinds()
+
+def is_atom(cls: type) -> bool:
+    """Say whether objects of a type hold no tensor, whatever their value."""
+    found = IS_ATOM.get(cls)
+    if found is None:
+        IS_ATOM[cls] = found = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+        if found:
+            ATOM_TYPES.add(cls)
+    return found
 
 
 def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -172,7 +157,7 @@ def _data_in(thing: Any) -> Iterator[Any]:
                 yield obj
             if obj.dtype.kind == "O":
                 pending.extend((item, level, arrays) for item in obj.ravel().tolist())
-        elif KINDS[type(obj)] is not Kind.ATOM and id(obj) not in seen:
+        elif not is_atom(type(obj)) and id(obj) not in seen:
             seen[id(obj)] = obj
             cls: Any = type(obj)
             if _has_more(cls):

@@ -15,8 +15,8 @@ from importlib import metadata
 from typing import Any
 
 from .._torch import pytree_functions, tell_once
+from ._handler import Flatten, Handler, Unflatten
 from ._keep import Keep
-from ._registry import Functions
 
 GROUP = "pinstage.nodes"
 """The group of entry points of others; the name of each is the package whose classes it knows."""
@@ -36,10 +36,10 @@ _SHIPPED = {
 Nodes = Callable[[type], Any]
 
 
-def library_functions(cls: type) -> Functions | bool | None:
+def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
     """Return how a class of a library is taken apart; False if it moves as a whole; None if no library knows it."""
-    for nodes in dict.fromkeys(_libraries_of(cls)):
-        found: Functions | bool | None = nodes(cls)
+    for nodes in dict.fromkeys(nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)):
+        found: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
         if found is not None:
             return found
     return None
@@ -48,11 +48,6 @@ def library_functions(cls: type) -> Functions | bool | None:
 def is_of_library(module: str) -> bool:
     """Say whether a module is torch's, or of a library that is known here."""
     return module.partition(".")[0] == "torch" or any(_that_know(module))
-
-
-def _libraries_of(cls: type) -> Iterator[Nodes]:
-    for base in cls.__mro__:
-        yield from _that_know(base.__module__)
 
 
 def _that_know(package: str) -> Iterator[Nodes]:
@@ -84,7 +79,7 @@ def _others() -> dict[str, metadata.EntryPoint]:
     return {entry.name: entry for entry in metadata.entry_points(group=GROUP)}
 
 
-def functions_of_pytree(cls: type) -> Functions | None:
+def pytree_handler(cls: type) -> Handler | None:
     """Return how torch's pytree takes a class apart; None if it does not. Its context is a child that stays."""
     found = pytree_functions(cls)
     if found is None:
@@ -95,8 +90,4 @@ def functions_of_pytree(cls: type) -> Functions | None:
         children, context = take_apart(obj)
         return (*children, Keep(context)), None
 
-    def unflatten(_: Any, children: Any) -> Any:
-        *children, context = children
-        return put_together(children, context)
-
-    return flatten, unflatten
+    return Handler(flatten, lambda _, children: put_together(list(children[:-1]), children[-1]))

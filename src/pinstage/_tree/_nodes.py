@@ -1,47 +1,108 @@
-"""Which objects are containers, and how a batch is taken apart as far as there are any.
+"""Which objects are containers: one table of handlers, by class, that the walk asks.
 
 Known without a word are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes
-with the `StagingNode` protocol, those of some libraries (`_libraries`), and what optree or torch's pytree know; and
-what `register_node` and `register_tensor` were given.
+with the `StagingNode` protocol, those of some libraries (`_libraries`), and those that torch's pytree knows. The others
+are given to `register_node` and `register_tensor`. A class is looked up when it is first met.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict, UserList
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
-import optree
+import numpy as np
 import torch
 import torch.utils.data
+from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import registered_elsewhere, tell_once
-from ..errors import LayoutError
-from ._attributes import attribute_functions, builtin_base, has_attributes_only, maker_of
-from ._checks import WrongFunctionsError, checked
+from .._torch import tell_once
+from ._attributes import attribute_handler, builtin_base, has_attributes_only
+from ._checks import checked
 from ._copies import unshared
-from ._leaves import ATOM_TYPES, KINDS, Kind
-from ._libraries import functions_of_pytree, is_of_library, library_functions
-from ._paths import in_words
-from ._registry import (
-    BY_ATTRIBUTES,
-    HANDLERS,
-    MOST_CLASSES,
-    NAMESPACE,
-    REGISTERED,
-    Flatten,
-    Functions,
-    Unflatten,
-    register,
-    unregister,
-)
-from ._special import without_sorting
-from ._tensors import REBUILDS, Rebuild, one_walk, registered_base, tensor_functions
+from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten
+from ._keep import Keep
+from ._leaves import ATOM_TYPES, IS_ATOM, is_atom
+from ._libraries import is_of_library, library_functions, pytree_handler
+from ._tensors import REBUILDS, Rebuild, rebuild_of, tensor_handler
 
 T = TypeVar("T")
 
-_by_attributes: set[type] = set()  # classes given to register_node(cls) alone; their subclasses follow them
+_BY_ATTRIBUTES = "by its attributes"
+
+REGISTERED: dict[type, Any] = {}
+"""The classes that `register_node` was given, each with its two functions, or `_BY_ATTRIBUTES`."""
+
+
+# -- Python's own, and torch's -----------------------------------------------------------------------------------------
+
+
+def _flatten_dict(obj: Any) -> tuple[Any, Any]:
+    keys, factory = tuple(obj), getattr(obj, "default_factory", None)
+    if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
+        return (*obj.values(), Keep(keys)), (factory, len(keys))
+    return obj.values(), (factory, keys)
+
+
+def _unflatten_dict(cls: Any, metadata: Any, children: Any) -> Any:
+    factory, keys = metadata
+    if isinstance(keys, int):
+        *children, keys = children
+    items = zip(keys, children, strict=True)
+    return defaultdict(factory, items) if cls is defaultdict else cls(items)
+
+
+def _steps_of_dict(metadata: Any) -> list[str]:
+    _, keys = metadata
+    if isinstance(keys, int):  # a tensor is too long to be written out, and may be on a device
+        return [f"[<key {number}>]" for number in range(keys)]
+    return [f"[{key!r}]" for key in keys]
+
+
+def _flatten_packed_sequence(packed: Any) -> tuple[Any, Any]:
+    # batch_sizes have to stay on the CPU (torch.nn.utils.rnn), so they are metadata; a tensor cannot be compared.
+    return (packed.data, packed.sorted_indices, packed.unsorted_indices), tuple(packed.batch_sizes.tolist())
+
+
+def _unflatten_packed_sequence(batch_sizes: Any, children: Any) -> Any:
+    batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64, device="cpu")
+    return PackedSequence(children[0], batch_sizes, *children[1:])
+
+
+_BUILTIN: dict[type, Handler] = {
+    **{
+        cls: Handler(_flatten_dict, partial(_unflatten_dict, cls), _steps_of_dict)
+        for cls in (dict, OrderedDict, defaultdict)
+    },
+    deque: Handler(
+        lambda obj: (tuple(obj), (len(obj), obj.maxlen)),
+        lambda metadata, children: deque(children, metadata[1]),
+        lambda metadata: [f"[{index}]" for index in range(metadata[0])],
+    ),
+    PackedSequence: Handler(
+        _flatten_packed_sequence,
+        _unflatten_packed_sequence,
+        lambda _: (".data", ".sorted_indices", ".unsorted_indices"),
+    ),
+}
+"""Dicts with keys of text, lists and tuples are known to the walk itself."""
+
+
+def _sequence_handler(cls: Any) -> Any:
+    """Return how a named tuple, or a tuple of torch's ``return_types``, is taken apart; None for other classes."""
+    if not issubclass(cls, tuple):
+        return None
+    if hasattr(cls, "_fields"):
+        return True
+    if not hasattr(cls, "n_sequence_fields"):
+        return None
+    steps = [f".{name}" for name in cls.__match_args__]
+    return Handler(lambda obj: (tuple(obj), None), lambda _, children: cls(children), lambda _: steps)
+
+
+# -- what users register -----------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -101,19 +162,24 @@ def register_node(
         raise TypeError(f"register_node needs a class: {cls!r}; use it as @register_node or register_node(cls)")
     if (flatten is None) != (unflatten is None):
         raise TypeError(f"register_node({cls.__name__}): flatten and unflatten go together; pass both or neither")
-    if flatten is not None and unflatten is not None:
-        _register(cls, (checked(cls, flatten, unflatten), unflatten), (flatten, unflatten))
-    elif issubclass(cls, torch.Tensor):
+    if flatten is None and issubclass(cls, torch.Tensor):
         raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
-    elif not has_attributes_only(cls):
+    if flatten is None and not has_attributes_only(cls):
         raise TypeError(
             f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that are no attributes; "
             "pass flatten and unflatten"
         )
-    else:
-        _register(cls, attribute_functions(cls), BY_ATTRIBUTES)
-        _by_attributes.add(cls)
-    HANDLERS.clear()
+    how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
+    is_known = cls in REGISTERED
+    if REGISTERED[cls] != how if is_known else cls in (*_BUILTIN, list, tuple) or HANDLERS.get(cls) is not None:
+        raise ValueError(
+            f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met in a batch "
+            "before; register it once, before its first batch"
+        )
+    REGISTERED[cls] = how
+    if not is_known:
+        _tell_of_pinning(cls)
+        _forget_leaves(cls)
     return cls
 
 
@@ -142,16 +208,18 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
         raise TypeError(f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes containers")
     if issubclass(cls, torch.nn.Parameter):
         raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they go by their own .to()")
-    if REBUILDS.get(cls, rebuild) is not rebuild or (cls in REGISTERED and cls not in REBUILDS):
+    if REBUILDS.get(cls, rebuild) is not rebuild or cls in REGISTERED:
         raise ValueError(f"register_tensor({cls.__name__}): it is already registered in another way")
     REBUILDS[cls] = rebuild
-    HANDLERS.clear()
+    _forget_leaves(cls)
     return cls
 
 
-def _register(cls: type, functions: Functions, how: Any) -> None:
-    if register(cls, functions, how, again=False):
-        _tell_of_pinning(cls)
+def _forget_leaves(cls: type) -> None:
+    """Have a class and its subclasses looked up again that were met as leaves."""
+    for known, handler in HANDLERS.copy().items():
+        if handler is None and issubclass(known, cls):
+            HANDLERS.pop(known, None)
 
 
 def _tell_of_pinning(cls: type) -> None:
@@ -164,92 +232,6 @@ def _tell_of_pinning(cls: type) -> None:
             f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
             "into page-locked memory of its own; what else the method does has to be done elsewhere"
         )
-
-
-def flatten(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Take a batch apart as far as containers are known; leaves of other types come back as they are.
-
-    Raises:
-        LayoutError: the batch contains itself or is nested too deeply, or a class is taken apart wrongly.
-    """
-    try:
-        with one_walk():
-            return optree.tree_flatten(batch, namespace=NAMESPACE)
-    except RecursionError:
-        raise too_deep() from None
-    except WrongFunctionsError as error:
-        path = _where(batch, error)
-        raise LayoutError(f"batch{path} cannot be taken apart: {error}", path) from None
-    except RuntimeError:  # of torch, which compares tensors by their elements
-        in_order = without_sorting(batch)
-        if in_order is None:
-            raise
-        with one_walk():
-            return optree.tree_flatten(in_order, namespace=NAMESPACE)
-
-
-def _where(batch: Any, error: WrongFunctionsError) -> str:
-    """Return the path of the first object that an error is about."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(
-        batch, is_leaf=lambda obj: type(obj) is error.cls, namespace=NAMESPACE
-    )
-    for way, leaf in zip(accessors, leaves, strict=True):
-        try:
-            optree.tree_flatten(leaf, namespace=NAMESPACE)
-        except LayoutError:
-            return in_words(way)
-    return ""
-
-
-def too_deep() -> LayoutError:
-    """Return the error of a batch that has no end."""
-    return LayoutError(
-        "batch refers to itself, or is nested deeper than the recursion limit; stage the tensors without the back "
-        "reference, or register_node(cls, flatten, unflatten) the class that holds it"
-    )
-
-
-def learn_containers(types: set[type]) -> bool:
-    """Register those leaf types that are containers by themselves; say whether there were any.
-
-    One that another thread has registered since the batch was walked counts too: no container is remembered as none.
-    """
-    learned = [_learn(cls) for cls in types if HANDLERS.get(cls, False) is not None]  # all of them, not up to the first
-    return any(learned)
-
-
-def forget_classes() -> None:
-    """Let go of the classes that were met, if they are too many. Called before a walk: one of it may have as many."""
-    if max(len(HANDLERS), len(KINDS)) > MOST_CLASSES:
-        unregister()
-        HANDLERS.clear()
-        ATOM_TYPES.clear()  # before the kinds: a type that has one isn't added again
-        KINDS.clear()
-
-
-def handler_of(cls: type) -> Any:
-    """Find out what the native walk does with a class; see `HANDLERS`.
-
-    The cases: a leaf, which optree does not know even after it was looked at; a named tuple; a class that is no more
-    than its ``__dict__``; anything else that is a container is optree's.
-    """
-    found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
-    if found is None and _learn(cls):
-        found = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
-    if found is None:
-        handler: Any = None
-    elif found.kind is optree.PyTreeKind.NAMEDTUPLE:
-        handler = True
-    else:
-        handler = (maker_of(cls) or False) if REGISTERED.get(cls) == BY_ATTRIBUTES else False
-    HANDLERS[cls] = handler
-    return handler
-
-
-def is_container_by_now(cls: type) -> bool:
-    """Look again at a class that was met as a leaf: it may have been registered with optree since."""
-    HANDLERS.pop(cls, None)
-    return handler_of(cls) is not None
 
 
 def moves_as_a_whole(cls: type) -> bool:
@@ -265,88 +247,94 @@ def moves_in_silence(cls: type) -> bool:
     return library_functions(cls) is False
 
 
-def _learn(cls: type) -> bool:
-    if cls in REGISTERED:
-        return True
-    if KINDS[cls] is Kind.ATOM:
-        return False
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class _Handlers(dict[type, Any]):
+    """What the walk does with a class; see ``structure_of`` in ``_native/structure.c``."""
+
+    def __missing__(self, cls: type) -> Any:
+        before = len(REGISTERED), len(REBUILDS)
+        self[cls] = found = _find(cls)
+        if before != (len(REGISTERED), len(REBUILDS)):  # another thread may have registered it meanwhile
+            self.pop(cls, None)
+        return found
+
+
+HANDLERS = _Handlers()
+
+
+def forget_classes() -> None:
+    """Let go of the classes that were met, if they are too many. Called before a walk: one of it may have as many.
+
+    Structures that have them go on: they hold what they need.
+    """
+    if max(len(HANDLERS), len(IS_ATOM)) > MOST_CLASSES:
+        HANDLERS.clear()
+        ATOM_TYPES.clear()  # before the other: a type that it has isn't added again
+        IS_ATOM.clear()
+
+
+def is_container(cls: type, *, look_again: bool = False) -> bool:
+    """Say whether the table has a handler for a class.
+
+    Args:
+        cls: the class.
+        look_again: whether a class that was met as a leaf is looked up again: it may have been registered with torch's
+            pytree since.
+    """
+    if look_again:
+        HANDLERS.pop(cls, None)
+    return HANDLERS[cls] is not None
+
+
+def _find(cls: Any) -> Any:
+    """Find out how a class is taken apart; None for a leaf.
+
+    The cases, first come first served: as its user says; as its library says; tensors of registered classes; the
+    protocol; named tuples; attributes; as torch's pytree says.
+    """
+    if cls in _BUILTIN:
+        return _BUILTIN[cls]
+    how = REGISTERED.get(cls)
+    if how is not None:
+        return attribute_handler(cls) if how == _BY_ATTRIBUTES else checked(cls, *how)
+    if is_atom(cls):
+        return None
     found = library_functions(cls)
-    if isinstance(found, bool):
-        return False
     if found is not None:
-        register(cls, (checked(cls, *found), found[1]), None, again=True)
-        return True
+        return None if isinstance(found, bool) else checked(cls, *found)
     if issubclass(cls, torch.Tensor):
-        functions = tensor_functions(cls)
-        if functions is not None:
-            register(cls, functions, None, again=True)
-        return functions is not None
-    functions, how = _functions_of(cls), None
-    if functions is None and _goes_by_attributes(cls) and has_attributes_only(cls):
-        functions, how = attribute_functions(cls), BY_ATTRIBUTES
-        if issubclass(cls, dict | list) and not issubclass(cls, tuple(_by_attributes)):
-            functions = unshared(cls, functions, _stays_the_same)
-    if functions is None:
-        functions = functions_of_pytree(cls)
-    if functions is not None and register(cls, functions, how, again=True):
+        return tensor_handler(cls)
+    own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
+    handler: Any = checked(cls, *own) if all(map(callable, own)) else _sequence_handler(cls)
+    if handler is None and _goes_by_attributes(cls) and has_attributes_only(cls):
+        handler = attribute_handler(cls)
+        if issubclass(cls, dict | list) and not issubclass(cls, _by_attributes()):
+            handler = unshared(cls, handler, _stays_the_same)
+    if handler is None:
+        handler = pytree_handler(cls)
+    if handler is not None:
         _tell_of_pinning(cls)
-    return functions is not None
+    return handler
 
 
 def _stays_the_same(obj: Any) -> bool:
     """Say whether an object is in a staged batch as it is, although it may change."""
-    return KINDS[type(obj)] is Kind.OPAQUE and handler_of(type(obj)) is None
+    return not isinstance(obj, torch.Tensor | np.ndarray) and not is_atom(type(obj)) and not is_container(type(obj))
 
 
-def _functions_of(cls: type) -> Functions | None:
-    own: Any = (getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None))
-    if all(map(callable, own)):
-        return checked(cls, *own), own[1]
-    # In another namespace. torch's own does not count: it is filled only when some part of torch happens to be
-    # imported, and with leaves of ours (torch.Size, slice).
-    for entry in registered_elsewhere(cls, ("torch",)):
-        return entry.flatten_func, entry.unflatten_func
-    return None
+def _by_attributes() -> tuple[type, ...]:
+    return tuple(cls for cls, how in REGISTERED.copy().items() if how == _BY_ATTRIBUTES)
 
 
 def _goes_by_attributes(cls: type) -> bool:
-    by_attributes = (dict, list, tuple, UserDict, UserList, *_by_attributes)
-    return issubclass(cls, by_attributes) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+    plain = (dict, list, tuple, UserDict, UserList, *_by_attributes())
+    return issubclass(cls, plain) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
 
 
-class NodeType:
-    """A class as it travels in a pickle beside a tree structure: unpickling it makes it known first."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        cls, again = self.cls, None
-        if REGISTERED.get(cls) == BY_ATTRIBUTES:
-            again = "node"
-        elif issubclass(cls, torch.Tensor) and REBUILDS.get(registered_base(cls)) is None:
-            again = "tensor"
-        return _restore_node_type, (cls, again)
-
-
-def _restore_node_type(cls: type, again: str | None) -> NodeType:
-    if not _learn(cls) and again is not None:
-        register_node(cls) if again == "node" else register_tensor(cls)
-        _learn(cls)
-    return NodeType(cls)
-
-
-def node_types(treespec: optree.PyTreeSpec) -> tuple[NodeType, ...]:
-    """Return those classes in a tree that this room registered."""
-    return tuple(NodeType(cls) for cls in dict.fromkeys(classes_in(treespec)) if cls in REGISTERED)
-
-
-def classes_in(treespec: optree.PyTreeSpec) -> list[Any]:
-    """Return the class of each node of a tree; None for a leaf."""
-    found: list[Any] = []
-    pending = [treespec]
-    while pending:
-        spec = pending.pop()
-        found.append(spec.type)
-        pending.extend(spec.children())
-    return found
+def registration_of(cls: Any) -> Callable[[Any], Any] | None:
+    """Return what has to be called in another process so that it knows a class; None if it does by itself."""
+    if issubclass(cls, _by_attributes()):
+        return register_node
+    return register_tensor if issubclass(cls, torch.Tensor) and rebuild_of(cls) is None else None

@@ -2,151 +2,156 @@
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable
 from typing import Any
 
-import optree
+from pinstage._native import _core
 
-from .. import _native
-from ._nodes import (
-    NodeType,
-    classes_in,
-    flatten,
-    forget_classes,
-    handler_of,
-    learn_containers,
-    node_types,
-    too_deep,
-)
-from ._paths import path_text, path_texts
-from ._registry import HANDLERS
-from ._tensors import one_walk
+from ..errors import LayoutError
+from ._checks import WrongFunctionsError
+from ._nodes import HANDLERS, forget_classes, registration_of
 
 _MOST_REMEMBERED = 32
 
-_last: dict[tuple[type, int], Any] = {}
-"""The structure of the last batch of each type and length, as the extension knows it, and its `Structure`. Verifying
-that a batch has this structure costs a third of flattening it."""
+_LEAF, _DICT, _LIST, _TUPLE, _NOTHING, _NAMED, _INSTANCE, _CUSTOM = range(8)
+"""Operations of nodes, as in ``_native/structure.c``."""
+
+_BRACKETS = {_DICT: "{}", _LIST: "[]", _TUPLE: "()"}
 
 
-class Structure:
-    """Which containers a batch is made of, and where each leaf stands. Holds nothing of the batch.
+class Structure(_core.Structure):
+    """Which containers a batch is made of, and where each leaf is. Holds nothing of the batch but metadata.
 
-    Equal if the types and keys are. The order in which a dict was filled does not count; `rebuild` keeps it.
-
-    Args:
-        native: as the extension knows it; None if it does not.
-        treespec: as optree knows it; None if the other one is there, of which it is made when it is asked for.
+    Two are equal if they rebuild alike, the order of keys included. Picklable. Made by `walk`.
     """
 
-    __slots__ = ("_key", "_native", "_treespec", "num_leaves")
+    __slots__ = ()
 
-    def __init__(self, native: Any, treespec: optree.PyTreeSpec | None) -> None:
-        self._native = native
-        self._treespec = treespec
-        self._key: Any = None
-        self.num_leaves: int = native.num_leaves if treespec is None else treespec.num_leaves
+    def matches(self, other: Structure) -> bool:
+        """Say whether two structures are equal but for the order of keys in dicts."""
+        return self == other or self._sorted() == other._sorted()
 
-    @property
-    def treespec(self) -> optree.PyTreeSpec:
-        """The structure as optree describes it."""
-        if self._treespec is None:
-            self._treespec = _flatten_all(self._native.skeleton())[1]
-        return self._treespec
-
-    def rebuild(self, leaves: list[Any]) -> Any:
-        """Put a batch together from all its leaves, in their order."""
-        if self._native is not None:
-            return self._native.rebuild(leaves)
-        with one_walk():
-            return self.treespec.unflatten(leaves)
+    def _sorted(self) -> list[Any]:
+        return [(*node[:3], sorted(node[3]) if node[0] == _DICT else node[3]) for node in self.nodes()]
 
     def path(self, leaf: int) -> str:
         """Return where a leaf is, as one would write it after the batch's name."""
-        return path_text(self.treespec, leaf)
+        return self.paths()[leaf]
 
     def paths(self) -> list[str]:
         """Return where each leaf is."""
-        return path_texts(self.treespec)
-
-    def key(self) -> Any:
-        """Return what two structures have in common that `rebuild` alike, the order of keys included. Can be hashed."""
-        if self._key is None:  # optree's structures are equal whatever the order of keys
-            self._key = pickle.dumps(self._treespec) if self._native is None else self._native.key()
-        return self._key
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Structure):
-            return False
-        return self is other or (self.num_leaves == other.num_leaves and _are_alike(self.treespec, other.treespec))
-
-    def __hash__(self) -> int:
-        return hash(self.treespec)
+        found: list[str] = []
+        pending = [""]
+        for operation, count, cls, keys in self.nodes():
+            path = pending.pop()
+            if operation == _LEAF:
+                found.append(path)
+            else:
+                pending += [path + step for step in _steps(operation, count, cls, keys)][::-1]
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The classes are unpickled first, so that the structure finds them registered.
-        return _restore, (node_types(self.treespec), self.treespec)
+        nodes = self.nodes()
+        classes = dict.fromkeys(cls for operation, _, cls, _ in nodes if operation >= _NAMED)
+        return _restore, ({cls: registration_of(cls) for cls in classes}, nodes)
 
     def __str__(self) -> str:
-        return str(self.treespec)
+        made: list[str] = []
+        for operation, count, cls, keys in reversed(self.nodes()):
+            inside = [made.pop() for _ in range(count)]
+            if operation == _DICT:
+                inside = [f"{key!r}: {text}" for key, text in zip(sorted(keys), inside, strict=True)]
+            name = "" if operation in _BRACKETS else getattr(cls, "__name__", "None")
+            brackets = _BRACKETS.get(operation, "()" if count else "")
+            text = f"{name}{brackets[:1]}{', '.join(inside)}{brackets[1:]}"
+            made.append("*" if operation == _LEAF else text)
+        return made[0]
 
 
-def _are_alike(one: optree.PyTreeSpec, other: optree.PyTreeSpec) -> bool:
-    """Compare as optree does, to which a class is another one once it was forgotten and learnt again."""
-    if one == other or hash(one) != hash(other):
-        return one == other
-    return str(one) == str(other) and classes_in(one) == classes_in(other)
+_last: dict[tuple[type, int], Structure] = {}
+"""The structure of the last batch of each type and length. Verifying that a batch has this structure costs a third of
+walking it."""
 
 
-def _restore(_nodes: tuple[NodeType, ...], treespec: optree.PyTreeSpec) -> Structure:
-    return Structure(None, treespec)
+def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
+    """Return how the path goes on from a container to each child."""
+    if operation == _DICT:
+        return [f"[{key!r}]" for key in sorted(keys)]
+    if operation in (_NAMED, _INSTANCE):
+        return [f".{name}" for name in (keys if operation == _INSTANCE else cls._fields)]
+    if operation != _CUSTOM:
+        return [f"[{index}]" for index in range(count)]
+    metadata, entries = keys
+    if entries is not None:
+        return [f".{entry}" if isinstance(entry, str) else f"[{entry!r}]" for entry in entries]
+    steps_of = getattr(HANDLERS[cls], "steps", None)
+    if steps_of is None:
+        return [f"[<child {index}>]" for index in range(count)]
+    steps = list(steps_of(metadata))
+    return steps + [""] * (count - len(steps))
+
+
+def _restore(registrations: dict[type, Callable[[Any], Any] | None], nodes: list[Any]) -> Structure:
+    for cls, register in registrations.items():
+        if HANDLERS[cls] is None and register is not None:
+            register(cls)
+        if HANDLERS[cls] is None:
+            raise LayoutError(
+                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only in the one that made the "
+                "batch; call pinstage.register_node where the class is defined",
+                "",
+            )
+    return Structure.restore(nodes, HANDLERS)
 
 
 def walk(batch: Any) -> tuple[list[Any], Structure]:
-    """Take a batch apart as far as there are containers, making those known that are met for the first time.
+    """Take a batch apart as far as there are containers; classes that are met for the first time are looked up.
 
     Returns:
-        The leaves, and the structure. Keys of a dict are sorted, as optree does it.
+        The leaves, and the structure. Keys of a dict are sorted, if all are text.
 
     Raises:
-        LayoutError: the batch contains itself or is nested too deeply.
+        LayoutError: the batch contains itself, is nested too deeply, or a class is taken apart wrongly.
     """
     kind = type(batch)
     key = (kind, len(batch) if kind in (dict, list, tuple) else 0)
     try:
         last = _last.get(key)
-        if last is not None and _native.core is not None:
-            native, structure = last
-            leaves = native.leaves(batch, HANDLERS)
+        if last is not None:
+            leaves = last.leaves(batch, HANDLERS)
             if leaves is not None:
-                return leaves, structure
+                return leaves, last
         return _walk_anew(batch, key)
     except RecursionError:
-        raise too_deep() from None
+        raise LayoutError(
+            "batch refers to itself, or is nested more than 1000 levels deep; stage the tensors without the back "
+            "reference, or register_node(cls, flatten, unflatten) the class that holds it",
+            "",
+        ) from None
+    except WrongFunctionsError as error:
+        path = _where(batch, error)
+        raise LayoutError(f"batch{path} cannot be taken apart: {error}", path) from None
 
 
 def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]:
     """Take a batch apart whose structure is not that of the last one."""
     forget_classes()
-    if _native.core is not None:
-        while isinstance(found := _native.core.Structure.of(batch, HANDLERS), type):
-            handler_of(found)
-        if found is not None:
-            native, leaves = found
-            structure = Structure(native, None)
-            _last[key] = native, structure
-            if len(_last) > _MOST_REMEMBERED:
-                for oldest in list(_last)[:-_MOST_REMEMBERED]:  # all at once: other threads add some
-                    _last.pop(oldest, None)
-            return leaves, structure
-    # There is something in it that only optree knows.
-    leaves, treespec = _flatten_all(batch)
-    return leaves, Structure(None, treespec)
+    structure, leaves = Structure.of(batch, HANDLERS)
+    if structure.is_native:  # others hold metadata, which may be as large as they like
+        _last[key] = structure
+        if len(_last) > _MOST_REMEMBERED:
+            for oldest in list(_last)[:-_MOST_REMEMBERED]:  # all at once: other threads add some
+                _last.pop(oldest, None)
+    return leaves, structure
 
 
-def _flatten_all(batch: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Take a batch apart by optree, making those containers known that it met as leaves."""
-    leaves, treespec = flatten(batch)
-    while learn_containers(set(map(type, leaves))):
-        leaves, treespec = flatten(batch)
-    return leaves, treespec
+def _where(batch: Any, error: WrongFunctionsError) -> str:
+    """Return the path of the first object that an error is about."""
+    structure, leaves = Structure.of(batch, type(HANDLERS)(HANDLERS | {error.cls: None}))
+    for index, leaf in enumerate(leaves):
+        try:
+            if type(leaf) is error.cls:
+                Structure.of(leaf, HANDLERS)
+        except WrongFunctionsError:
+            return structure.path(index)
+    return ""

@@ -161,9 +161,9 @@ def page_locking(available: bool, why_not: str | None) -> Check:
 
 
 def private_names(problems: list[Problem]) -> list[Check]:
-    """Say which private names of torch, CPython and optree do something else than pinstage expects."""
+    """Say which private names of torch and CPython do something else than pinstage expects."""
     if not problems:
-        return [Check("private names", "ok", "those of torch, CPython and optree do what is expected")]
+        return [Check("private names", "ok", "those of torch and CPython do what is expected")]
     return [Check(problem.name, "warning", problem.reason, problem.remedy) for problem in problems]
 
 

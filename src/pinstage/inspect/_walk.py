@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._tree import KINDS, Kind, stored_attributes
+from .._tree import is_atom, stored_attributes
 
 Leaf = torch.Tensor | np.ndarray[Any, Any]
 
@@ -43,7 +43,7 @@ def places(batch: Any) -> Iterator[FoundLeaf]:
         if isinstance(obj, torch.Tensor | np.ndarray):
             yield FoundLeaf(path, obj, parents)
             continue
-        has_no_data = KINDS[type(obj)] is Kind.ATOM or isinstance(obj, _NO_DATA)
+        has_no_data = is_atom(type(obj)) or isinstance(obj, _NO_DATA)
         if not has_no_data and not any(parent is obj for parent in parents):
             below = (*parents, obj)
             pending.extend([(path + step, child, below) for step, child in _children(obj)][::-1])
