@@ -252,6 +252,28 @@ def test_what_is_derived_from_a_view_keeps_the_slab_too(full_pool, derive):
     assert states(full_pool) == FREE
 
 
+def test_a_warm_lease_takes_at_most_six_calls(pool):
+    """Of Python's, in the package: a small batch has little time for more."""
+
+    def lease_and_release():
+        pool.acquire(100).release(after=(event := ManualEvent()))
+        event.finish()
+
+    def count(frame, event, _):
+        if event == "call" and "/pinstage/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    calls = []
+    lease_and_release()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        lease_and_release()
+    finally:
+        sys.setprofile(before)
+    assert 0 < len(calls) <= 6, calls
+
+
 # -- guards
 
 
