@@ -272,7 +272,11 @@ def loops(result: dict[str, Any] | None = None) -> str:
     result = result or measured("loops")
     if result is None:
         return ""
-    ways = {"torch_pin": "`pin_memory=True`", "stager": "`Stager.prefetch`", "pinstage": "**`ps.DataLoader`**"}
+    ways = {
+        "torch_pin": "`pin_memory=True`",
+        "stager_background": "`Stager.prefetch`",
+        "pinstage": "**`ps.DataLoader`**",
+    }
     lines = head(["steps a second", *ways.values(), "times as fast"])
     for case, rows in by_case(result).items():
         cells = []

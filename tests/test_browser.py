@@ -17,9 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trace_maker import TraceMaker
-
-from pinstage.inspect._trace import html, trace_report
 
 ROOT = Path(__file__).parents[1]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
@@ -164,18 +161,3 @@ def test_a_picture_can_be_read_in_light_and_in_dark(screenshot, image):
     assert np.median(dark) < 80
     for pixels in (light, dark):  # words and lines stand out from what is behind them
         assert (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 100).mean() > 0.02
-
-
-def test_the_report_of_a_trace_shows_its_timeline(screenshot, tmp_path):
-    trace = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
-    for step in range(4):
-        start = step * 1000
-        trace.step(step, start, 990).copy(start + 100, 300, 1 << 20, asked=start + 90).kernel(start + 450, 500)
-    (tmp_path / "trace.json").write_text(trace.text())
-    report = tmp_path / "report.html"
-    report.write_text(html(trace_report(tmp_path / "trace.json")))
-    assert not any(asset and "//" in asset for asset in Assets(report.read_text()).found)
-    pixels = screenshot(report)
-    colours = np.unique(pixels.reshape(-1, 3), axis=0)
-    assert len(colours) > 50
-    assert 0.01 < (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 60).mean() < 0.6

@@ -14,7 +14,7 @@ PARTS = ["walk", "describe", "acquire", "pack", "views", "unflatten"]
 
 
 def batch():
-    return {"a": torch.ones(200_000), "b": [torch.zeros(2)]}  # takes a slab
+    return {"a": torch.ones(400_000)[::2], "b": [torch.zeros(2)]}  # takes a slab
 
 
 def test_each_step_of_staging_is_timed_once_a_batch(stager):
