@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
@@ -308,3 +309,20 @@ cycle = [lease, view, stager, transfer, fetch, batches, loader, iterator]
 cycle.append(cycle)
 """
     assert run_script(SLOW_MEMORY + script) == (0, "", "")
+
+
+def test_an_event_ends_with_its_slab(memory):
+    """Garbage that has an event in it ends a forked child that collects it."""
+    gc.collect()
+    gc.disable()
+    try:
+        pool, event = SlabPool(memory, max_bytes=1000), ManualEvent()
+        pool.acquire(100).release(after=event)
+        event.finish()
+        del pool
+        wait_until(lambda: memory.live_bytes == 0)
+        alive = weakref.ref(event)
+        del event
+        wait_until(lambda: alive() is None)
+    finally:
+        gc.enable()

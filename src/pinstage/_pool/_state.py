@@ -360,6 +360,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
     for slab in list(slabs):
         try:
             if all(fence.query() for fence in slab.fences()):
+                slab.event, slab.guards = None, ()  # a slab is garbage in a cycle: a forked child may not end events
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
