@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +294,8 @@ def loops(result: dict[str, Any] | None = None) -> str:
     return "\n".join([said, "", *lines, "", source(result)])
 
 
-def frameworks(result: dict[str, Any] | None = None) -> str:
-    """Loops of frameworks, with their heading; nothing until they were measured."""
+def frameworks(result: dict[str, Any] | None = None, only: str | None = None) -> str:
+    """Loops of frameworks, with their heading, or one of them; nothing until they were measured."""
     result = result or measured("frameworks")
     if result is None:
         return ""
@@ -302,6 +303,8 @@ def frameworks(result: dict[str, Any] | None = None) -> str:
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
     lines = head(["ms a step", *ways.values(), "times as fast"])
     for case, rows in by_case(result).items():
+        if only not in (None, case):
+            continue
         cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
@@ -312,7 +315,7 @@ def frameworks(result: dict[str, Any] | None = None) -> str:
         said += " Losses are the same in every way that moves batches, bit for bit."
     if any(row["variant"] == "model" for row in result["rows"]):
         said += " The model alone has one batch, on the device before the loop begins."
-    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+    return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 
 
 CHECKPOINTS = {
@@ -577,6 +580,9 @@ TABLES = {
     "loader": loader,
     "loops": loops,
     "frameworks": frameworks,
+    "lightning": partial(frameworks, only="lightning"),
+    "accelerate": partial(frameworks, only="accelerate"),
+    "transformers": partial(frameworks, only="trainer"),
     "checkpoint": checkpoint,
     "offload": offload,
     "refusals": refusals,
