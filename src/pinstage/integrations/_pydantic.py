@@ -11,7 +11,7 @@ import pinstage as ps
 _EXTRA, _PRIVATE, _SET = "__pydantic_extra__", "__pydantic_private__", "__pydantic_fields_set__"
 
 
-def nodes(cls: type) -> Any:
+def nodes(cls: Any) -> Any:
     """Return how a model is taken apart; None of what is no model."""
     if not issubclass(cls, BaseModel):
         return None
