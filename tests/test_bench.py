@@ -328,7 +328,7 @@ def test_a_picture_takes_its_series_from_files_that_share_them(tmp_path):
 
 def test_the_committed_result_is_shown_with_its_ratios(capsys):
     assert run_bench(Settings(read=(ROOT / "benchmarks" / "results" / "staging.json",))) == 0
-    (ours,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage "))
+    ours, _beside_a_busy_gpu = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage "))
     assert ours.count("x") >= 8
 
 
