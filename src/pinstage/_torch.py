@@ -135,11 +135,6 @@ def why_storages_cannot_be_counted() -> str | None:
         return _in_this_torch(f"does not count a storage's users as expected ({error!r})")
 
 
-def has_interpreter_lock() -> bool:
-    """Say whether one thread at a time runs Python. Before Python 3.13 there is nothing to ask."""
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
-
-
 def check_storages_can_be_counted() -> None:
     """Refuse a ring where it cannot be told who still uses a batch.
 
