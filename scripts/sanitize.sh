@@ -5,7 +5,7 @@
 #     scripts/sanitize.sh TEST...          # with other ones: arguments of pytest
 #
 # 1. tests/native/pack_stress.c, which is packing without Python: as it is, under ASan with UBSan and LSan, under TSan.
-# 2. The whole extension under ASan with UBSan, in a copy of the package in build/sanitize: tests/smoke.py, then pytest.
+# 2. The whole extension under ASan with UBSan, in a copy of the package in build/sanitize: tests/helpers/smoke.py, then pytest.
 #    Leaks are not looked for there: CPython and torch keep memory to their end.
 #
 # What they find, here or in a process that a test has started, is printed at the end, and makes this fail.
@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
 export CC=${CC:-cc}
-[ $# -gt 0 ] || set -- tests/test_layout*.py tests/test_tree*.py tests/test_copy.py
+[ $# -gt 0 ] || set -- tests/batch
 build=build/sanitize
 rm -rf "$build"
 mkdir -p "$build"
@@ -64,6 +64,6 @@ log=log_path=$PWD/$build/report
 # PYTHONMALLOC: so that ASan sees the ends of objects of Python.
 sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS="detect_leaks=0:handle_abort=1:$log" UBSAN_OPTIONS="$UBSAN_OPTIONS:$log"
   PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
-"${sanitized[@]}" tests/smoke.py "$package"
+"${sanitized[@]}" tests/helpers/smoke.py "$package"
 "${sanitized[@]}" -m pytest -q -p no:cacheprovider --timeout=600 "$@"
 echo "   $((SECONDS - began)) s"

@@ -159,8 +159,8 @@ def prefetch(request, stager):
 @pytest.fixture
 def slabs_for_all(monkeypatch):
     """Let small batches take a slab too, rather than travel from ordinary memory."""
-    monkeypatch.setattr("pinstage._staging._stager.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("pinstage._staging._stager._FEW_LEAVES", -1)
+    monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._stage._stager._FEW_LEAVES", -1)
 
 
 @pytest.fixture

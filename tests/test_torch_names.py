@@ -17,7 +17,7 @@ from pinstage.errors import StagingError
 @pytest.fixture(scope="module")
 def found():
     """What came of each case, read from the program as it goes on."""
-    program = Path(__file__).with_name("torch_names.py")
+    program = Path(__file__).parent / "helpers" / "torch_names.py"
     results = {}
     with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as process:
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._layout import Layout
+from ._batch import Keep, Layout, register_node, register_tensor
 from ._memory import (
     HostAllocMemory,
     MemoryResource,
@@ -29,9 +29,8 @@ from ._memory import (
     default_memory,
 )
 from ._pool import HostBudget, HostShare, Lease, PoolStats, SlabPool
-from ._staging import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
+from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
-from ._tree import Keep, register_node, register_tensor
 
 if TYPE_CHECKING:
     from . import inspect as inspect

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pinstage as ps
-from pinstage._tree import stored_attributes
+from pinstage._batch import stored_attributes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = ["stager", "ring", "loader", "to_host"]

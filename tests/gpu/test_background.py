@@ -13,7 +13,7 @@ from latch import Latch
 from torch.utils.data import DataLoader
 
 import pinstage as ps
-from pinstage._staging import _background
+from pinstage._stage import _background
 
 pytestmark = [
     pytest.mark.gpu,

@@ -161,5 +161,5 @@ def test_saves_hold_the_bytes_of_the_call_while_training_goes_on(cuda_device, tm
 
 def test_fsdp2_saves_by_nccl_on_two_gpus(two_devices, tmp_path):
     assert len(two_devices) == 2
-    script = Path(__file__).parents[1] / "fsdp_checkpoint.py"
+    script = Path(__file__).parents[1] / "helpers" / "fsdp_checkpoint.py"
     torchrun(script, tmp_path, "cuda")

@@ -153,7 +153,7 @@ def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_de
 
 
 def test_fsdp2_trains_for_hundreds_of_steps_beside_a_pool_that_pins_and_frees_nothing(two_devices, tmp_path):
-    torchrun(HERE.parent / "fsdp_steps.py", tmp_path, "cuda", STEPS)
+    torchrun(HERE.parent / "helpers" / "fsdp_steps.py", tmp_path, "cuda", STEPS)
     for rank in range(2):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert report["pinned"]

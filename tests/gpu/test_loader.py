@@ -11,7 +11,7 @@ from latch import Latch
 
 import pinstage as ps
 from pinstage._loader._broker import SlabBroker
-from pinstage._staging._run_ahead import RUN_AHEAD
+from pinstage._stage._run_ahead import RUN_AHEAD
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ import torch
 from latch import Latch
 
 import pinstage as ps
-from pinstage._staging import shuttle_for
+from pinstage._stage import shuttle_for
 from pinstage.offload import optimizer_state, save_on_cpu
 
 pytestmark = pytest.mark.gpu

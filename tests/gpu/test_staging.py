@@ -15,7 +15,7 @@ from latch import Latch
 from steady import long_run
 
 import pinstage as ps
-from pinstage._staging._device import AT_ONCE_BYTES
+from pinstage._stage._device import AT_ONCE_BYTES
 
 pytestmark = pytest.mark.gpu
 

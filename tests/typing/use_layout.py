@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 import pinstage as ps
-from pinstage._layout import Slot
-from pinstage._tree import StagingNode
+from pinstage._batch import Slot, StagingNode
 
 
 def by_hand(batch: object, pool: ps.SlabPool) -> Any:

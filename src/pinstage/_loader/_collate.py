@@ -12,8 +12,7 @@ import torch
 import torch.utils.data
 
 from .. import _torch
-from .._layout import Parts, Table, take_apart
-from .._tree import Keeping, Structure
+from .._batch import Keeping, Parts, Structure, Table, take_apart
 from ._messages import Message
 from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import WorkerSlabs

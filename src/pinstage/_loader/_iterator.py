@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .._layout import pack, take_apart
+from .._batch import pack, take_apart
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
-from .._staging import RunAhead, Transfer, send_packed
+from .._stage import RunAhead, Transfer, send_packed
 from .._steps import step
 from .._torch import Workers, end_workers, next_batch
 from ..errors import BudgetExceededError, StagingError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.utils.data
 
-from .._layout import OwnStorage
+from .._batch import OwnStorage
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import count

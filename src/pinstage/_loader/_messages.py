@@ -7,8 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .._layout import Table, check_content
-from .._tree import Structure
+from .._batch import Structure, Table, check_content
 from ..errors import LayoutError
 
 BEGIN_AGAIN = "begin another pass, with new workers"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._staging import HandOver, Transfer, copy_event_of, send_packed
+from .._stage import HandOver, Transfer, copy_event_of, send_packed
 from .._torch import close_writing_end, is_resumption, queue_file
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._layout import OwnStorage, check_own_storage
+from .._batch import Keeping, OwnStorage, check_own_storage
 from .._memory import SharedMemory, cap_bytes, default_memory
 from .._pool import HostBudget, SlabPool, check_owner, check_pool
-from .._staging import Stager, check_depth, target_for
-from .._tree import Keeping
+from .._stage import Stager, check_depth, target_for
 from ._stats import Counters
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .. import _native, _torch
-from .._layout import Parts, pack
+from .._batch import Parts, pack
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are. None of them is a container."""

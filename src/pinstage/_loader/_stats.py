@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._pool import PoolStats
 from .._sizes import count, format_bytes, table_text
-from .._staging import Transfer
+from .._stage import Transfer
 
 _NOTICEABLE = 0.1
 """The share of the time from which on waiting is called a bottleneck."""

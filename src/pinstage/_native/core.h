@@ -13,7 +13,7 @@
 
 /* -- the offset table --------------------------------------------------------------------------------------------
  *
- * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._layout._table`, which
+ * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._batch._table`, which
  * reads the same with numpy. */
 
 #define TABLE_MAGIC INT64_C(0x70696e7374616703) /* "pinstag", version 3 */
@@ -37,7 +37,7 @@ typedef struct {
 _Static_assert(TABLE_MAGIC >> 8 == INT64_C(0x70696e73746167), "the last byte is the version");
 _Static_assert(sizeof(Header) == 72 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
                    offsetof(Row, sizes) == 24,
-               "pinstage._layout._table reads them so; a change needs another version");
+               "pinstage._batch._table reads them so; a change needs another version");
 
 static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
 

@@ -146,7 +146,7 @@ static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     return 0;
 }
 
-/* See `pinstage._layout._describe.Described`. What has to be kept alive goes to `kept`. */
+/* See `pinstage._batch._describe.Described`. What has to be kept alive goes to `kept`. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *number = PyLong_FromSsize_t(index);
     if (number == NULL) return -1;
@@ -271,7 +271,7 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     __builtin_prefetch(tensor + 128);
 }
 
-/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._layout._describe`. */
+/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
 static PyObject *describe(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *leaves, *atoms, *plainly;

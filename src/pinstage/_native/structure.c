@@ -9,7 +9,7 @@
 #include <string.h>
 #include <structmember.h>
 
-enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE, CUSTOM }; /* operations; see pinstage._tree._structure */
+enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE, CUSTOM }; /* operations; see pinstage._batch._structure */
 
 typedef struct {
     int32_t op;

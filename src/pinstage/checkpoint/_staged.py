@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._staging import HostTransfer, Landing, clear_own_frames, landings
+from .._stage import HostTransfer, Landing, clear_own_frames, landings
 from ..errors import StagingError
 from ._snapshot import Snapshot, rebuild
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import pinstage as ps
 
-from .._layout import Sharing, dense_stride, sharing_of
+from .._batch import Sharing, dense_stride, sharing_of
 from .._sizes import count, format_bytes
 from .._torch import memory_of
 from ._bus import REFERENCE, REFERENCE_BUS, Bus

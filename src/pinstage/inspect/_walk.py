@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._tree import is_atom, stored_attributes
+from .._batch import is_atom, stored_attributes
 
 Leaf = torch.Tensor | np.ndarray[Any, Any]
 

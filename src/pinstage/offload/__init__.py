@@ -7,7 +7,7 @@
 
 Where to look: `_saving` has the context manager, and says what stays; `_optimizer` does the same for an optimizer's
 state; `_trail` has what autograd keeps in the place of a tensor, what was saved in which order, and what comes back
-next; `_away` a piece of memory that has gone; `pinstage._staging._shuttle` the streams.
+next; `_away` a piece of memory that has gone; `pinstage._stage._shuttle` the streams.
 """
 
 from ._optimizer import OffloadedState, optimizer_state

@@ -10,7 +10,7 @@ import torch
 
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
-from .._staging import Arrival, Events, Kept, Shuttle
+from .._stage import Arrival, Events, Kept, Shuttle
 from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"

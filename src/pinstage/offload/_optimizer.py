@@ -10,7 +10,7 @@ import torch
 
 from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
-from .._staging import shuttle_for
+from .._stage import shuttle_for
 from ._away import Away, bytes_of, keep_until, lease_now, view_of
 
 

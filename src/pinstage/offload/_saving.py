@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
-from .._staging import shuttle_for
+from .._stage import shuttle_for
 from .._steps import step
 from .._torch import base_of, check_changes_are_seen
 from ..errors import StagingError

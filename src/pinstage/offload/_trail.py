@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._pool import Fence, Lease
-from .._staging import Arrival, Shuttle
+from .._stage import Arrival, Shuttle
 from .._torch import Changes, version_of
 from ._away import Away, bytes_of, keep_until, range_of, view_of
 

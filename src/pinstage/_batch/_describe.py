@@ -1,0 +1,237 @@
+"""A batch taken apart: its leaves, its structure, and the offset table.
+
+`_describe_leaf` says what a leaf is, in Python, and is right everywhere. The extension says the same of the leaves that
+are usual (plain tensors on the right device, plain arrays, what holds no tensor), and asks here about all others.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import _native
+from .._steps import step
+from .._torch import has_no_memory, is_dual, may_be_dual
+from ._dtypes import CODES
+from ._keep import WRAPPERS, Whole
+from ._keeping import Keeping
+from ._leaves import ATOM_TYPES, is_atom
+from ._nodes import is_container, moves_as_a_whole
+from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
+from ._structure import Structure, walk
+from ._table import MOST_DIMS, RowKind, Table
+
+_DLPACK = {"cpu": 1, "cuda": 2}
+"""Kinds of devices by DLPack's numbers, as the extension knows them."""
+
+_CPU = torch.device("cpu")
+
+_AMBIGUOUS_FROM = 4
+"""Dimensions from which a shape has more than one memory format (channels last)."""
+
+_MOST_BYTES = 2**61
+"""Beyond, what a table counts does not fit into it."""
+
+
+class Described(NamedTuple):
+    """What there is to know of a leaf."""
+
+    kind: RowKind
+    dtype: int = 0
+    """Its code."""
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    """In the slab, in elements."""
+    nbytes: int = 0
+    source: torch.Tensor | None = None
+    """What is read, and kept until then."""
+    address: int = 0
+    """Of the source."""
+    source_stride: tuple[int, ...] = ()
+    """Of the source, in elements."""
+
+
+class Parts(NamedTuple):
+    """A batch taken apart."""
+
+    structure: Structure
+    """Which containers it is made of."""
+    leaves: list[Any]
+    """What is in them."""
+    table: Table
+    """A row for each leaf."""
+    sources: bytes
+    """What is read: a row for each leaf, of its address, and of its stride where it is strided."""
+    kept: list[torch.Tensor]
+    """What has to stay alive for that beside the leaves."""
+    has_lazy: bool
+    """Whether torch has to compute some of the values."""
+
+    def others(self) -> list[Any]:
+        """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
+        if not self.table.others and not self.table.moved:
+            return []
+        leaves, positions = self.leaves, self.table.positions(RowKind.OTHER, RowKind.MOVED)
+        return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
+
+
+def take_apart(
+    tree: Any,
+    device: torch.device = _CPU,
+    keeping: Keeping | None = None,
+    walked: tuple[list[Any], Structure] | None = None,
+) -> Parts:
+    """Take a tree apart and describe its leaves.
+
+    Args:
+        tree: containers with anything in them.
+        device: where tensors are that can be packed; others are `RowKind.MOVED`.
+        keeping: says which leaves stay as they are.
+        walked: what `walk` said of the tree just now.
+
+    Raises:
+        LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
+            no memory, or the tree refers to itself, or is a loader or an iterator.
+    """
+    while True:
+        if walked is None:
+            with step("walk"):
+                walked = walk(tree)
+        leaves, structure = walked
+        if keeping is not None:
+            keeping.apply(leaves, structure)
+        try:
+            with step("describe"):
+                return describe(leaves, structure, device)
+        except IsContainer:
+            walked = None  # somebody made a class known since its objects were met as leaves
+
+
+def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
+    """Describe the leaves of a tree; see `take_apart`.
+
+    Args:
+        leaves: of the tree.
+        structure: of the tree.
+        device: where tensors are that can be packed.
+        arrays: whether numpy arrays count as tensors; else they are no tensors.
+
+    Raises:
+        IsContainer: a leaf is none; walk again.
+        LayoutError: as `take_apart`.
+    """
+    plainly, place = partial(_describe_leaf, structure, device, arrays), _dlpack_device(device)
+    try:
+        figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
+    except IsUnknown as unknown:
+        raise unknown_classes(leaves, structure, unknown.args[0]) from None
+    # Not by their classes, whose constructors are functions of Python.
+    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
+
+
+@lru_cache
+def _dlpack_device(device: torch.device) -> tuple[int, int]:
+    return _DLPACK[device.type], device.index or 0
+
+
+class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
+    """A leaf is of a class that has become a container."""
+
+
+class IsUnknown(Exception):  # noqa: N818 - as well
+    """A leaf, of this index, holds tensors, and nobody knows its class."""
+
+
+def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
+    """Say what a leaf is.
+
+    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
+    after a search, and stays as it is; what moves by a ``.to()`` of its own; and errors.
+    """
+    cls = type(leaf)
+    if cls is Whole:
+        return Described(RowKind.MOVED)
+    if issubclass(cls, torch.Tensor):
+        return _describe_tensor(structure, device, leaf, index)
+    if is_atom(cls):
+        return Described(RowKind.OTHER)
+    if issubclass(cls, np.ndarray) and arrays:
+        tensor = tensor_over(structure, leaf, index)
+        if tensor is not None:
+            return _describe_plain(structure, tensor, index)
+    if is_container(cls):
+        raise IsContainer
+    check_yields_no_batches(structure, leaf, index)
+    if hides_tensor(structure, leaf, index):
+        if is_container(cls, look_again=True):
+            raise IsContainer
+        if moves_as_a_whole(cls):
+            return Described(RowKind.MOVED)
+        raise IsUnknown(index)
+    return Described(RowKind.OTHER)
+
+
+def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.Tensor, index: int) -> Described:
+    """Say how a tensor travels: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.device != device
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.dtype not in CODES
+        or tensor.ndim > MOST_DIMS
+        or tensor.requires_grad
+        or (may_be_dual() and is_dual(tensor))
+    ):
+        return Described(RowKind.MOVED)
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
+        return Described(RowKind.MOVED)
+    if tensor.numel():
+        if has_no_memory(tensor):
+            return Described(RowKind.MOVED)
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        needed = int(tensor.storage_offset() + reach) * tensor.itemsize
+        if storage.nbytes() < needed or not tensor.data_ptr():
+            raise without_memory(structure, tensor, needed, index)
+    return _describe_plain(structure, tensor, index)
+
+
+def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> Described:
+    """Describe a tensor that is packed."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if math.prod(shape) * tensor.itemsize >= _MOST_BYTES:
+        raise too_large(structure, tensor, index)
+    kind, slab_stride = RowKind.RAW, stride
+    if not tensor.numel() or (tensor.is_contiguous() and len(shape) < _AMBIGUOUS_FROM):
+        slab_stride = contiguous_stride(shape)
+    elif not dense_stride(shape, stride):
+        kind, slab_stride = RowKind.STRIDED, contiguous_stride(shape)
+    if tensor.is_conj() or tensor.is_neg():
+        kind = RowKind.LAZY
+    return Described(kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a contiguous tensor, in elements."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
+    expected = 1
+    for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
+        if distance != expected:
+            return False
+        expected *= size
+    return True

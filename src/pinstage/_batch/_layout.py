@@ -1,0 +1,288 @@
+"""`Layout`, the offset table as users see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import LayoutError
+from ._describe import Parts, contiguous_stride, take_apart
+from ._dtypes import ALIGNMENT, DTYPES, name_of
+from ._pack import pack
+from ._structure import Structure
+from ._table import PACKED, RowKind, Table
+from ._views import cut
+
+
+class Slot(NamedTuple):
+    """One row of the offset table: where a tensor lies in the slab."""
+
+    path: str
+    """Where it is in the batch, as you would write it after the batch's name; the first place if it appears twice."""
+    offset: int
+    """First byte, a multiple of `ALIGNMENT`."""
+    nbytes: int
+    """Bytes, without padding."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements. Dense permuted tensors (channels-last) keep theirs; others are contiguous."""
+    block: int
+    """Slots of one number may share a tensor on the device; see `Stager`, `own_storage`."""
+
+
+class Layout:
+    """The offset table of a nested batch, and its structure.
+
+    Made by `Layout.of`. Immutable, hashable, picklable. Two layouts are equal if their structures and slots are equal,
+    and the same leaves are contiguous. A layout holds nothing of a batch: neither its values nor the leaves that are
+    not in the slab (strings, numbers, tensors that cannot be packed).
+    """
+
+    __slots__ = ("_slots", "_structure", "_table")
+
+    def __init__(self, structure: Structure, table: Table) -> None:
+        self._structure = structure
+        self._table = table
+        self._slots: tuple[Slot, ...] | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> Layout:
+        """Compute the layout of a batch.
+
+        Raises:
+            LayoutError: an object that holds tensors is not a known container, an array cannot become a tensor, or a
+                tensor has no memory.
+        """
+        parts = take_apart(batch)
+        return cls(parts.structure, parts.table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes a slab needs for this layout, padding included; a multiple of `ALIGNMENT`."""
+        return self._table.nbytes
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
+        if self._slots is None:
+            rows = zip(self._structure.paths(), self._table.rows, strict=True)
+            self._slots = tuple(_slot(path, row) for path, row in rows if row["kind"] in PACKED)
+        return self._slots
+
+    def others(self, batch: Any) -> list[Any]:
+        """Return the leaves of a batch of this layout that do not live in the slab, in its order; for `unpack`.
+
+        Raises:
+            LayoutError: the batch has another layout.
+        """
+        return self._parts_of(batch).others()
+
+    def pack(self, batch: Any, dst: torch.Tensor) -> None:
+        """Write a batch of this layout into host memory. Blocks until the bytes are there; one thread does it.
+
+        Args:
+            batch: has this layout; values may be others than those the layout was made of.
+            dst: uint8 ``[>= nbytes]``, contiguous, on the CPU, starting at a multiple of `ALIGNMENT` bytes.
+
+        Raises:
+            LayoutError: the batch has another layout; nothing was written.
+            ValueError: `dst` is not such a tensor; nothing was written.
+        """
+        parts = self._parts_of(batch)
+        self._check_slab(dst, "dst")
+        if not dst.is_cpu:
+            raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
+        if self.nbytes:
+            pack(parts, dst)
+
+    def unpack(self, src: torch.Tensor, others: Sequence[Any] = ()) -> Any:
+        """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
+
+        Args:
+            src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
+            others: the leaves that do not live in the slab, in the order of the batch, as `others` returns them.
+
+        Returns:
+            A batch of the same types, in which tensors and arrays are views of `src`.
+
+        Raises:
+            ValueError: `src` is not such a tensor, or `others` are too few or too many.
+        """
+        self._check_slab(src, "src")
+        return self._structure.rebuild(cut(self._table, src, list(others)))
+
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        """Return the offset table as a structured array.
+
+        Returns:
+            Fields ``path`` (text), ``offset``, ``nbytes`` (int64), ``dtype`` (text), ``ndim`` (int64), ``shape`` and
+            ``stride`` (int64, as wide as the largest number of dimensions; -1 where a row has fewer).
+        """
+        slots = self.slots
+        width = max((len(slot.shape) for slot in slots), default=0)
+
+        def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            return (*sizes, *[-1] * (width - len(sizes)))
+
+        rows = [
+            (s.path, s.offset, s.nbytes, name_of(s.dtype), len(s.shape), padded(s.shape), padded(s.stride))
+            for s in slots
+        ]
+        path_width = max((len(slot.path) for slot in slots), default=1) or 1
+        name_width = max((len(name_of(slot.dtype)) for slot in slots), default=1)
+        fields: list[Any] = [
+            ("path", f"U{path_width}"),
+            ("offset", np.int64),
+            ("nbytes", np.int64),
+            ("dtype", f"U{name_width}"),
+            ("ndim", np.int64),
+            ("shape", np.int64, (width,)),
+            ("stride", np.int64, (width,)),
+        ]
+        return np.array(rows, dtype=fields)
+
+    def _parts_of(self, batch: Any) -> Parts:
+        parts = take_apart(batch)
+        if parts.table != self._table or not parts.structure.matches(self._structure):
+            raise self._mismatch(parts)
+        return parts
+
+    def _check_slab(self, slab: torch.Tensor, name: str) -> None:
+        if (
+            type(slab) is not torch.Tensor
+            or slab.dtype is not torch.uint8
+            or slab.ndim != 1
+            or not slab.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__} {slab.dtype} "
+                f"{list(slab.shape)}; pass lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
+            )
+        if slab.numel() < self.nbytes:
+            raise ValueError(
+                f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at least layout.nbytes"
+            )
+        if not self.nbytes:
+            return
+        held = slab.untyped_storage().nbytes() - slab.storage_offset()
+        if held < self.nbytes or (slab.is_cpu and not slab.data_ptr()):
+            raise ValueError(
+                f"{name} has not the memory for its shape: {slab.numel()} bytes in a storage of "
+                f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: pass another one"
+            )
+        if slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of {ALIGNMENT} bytes: offset {slab.storage_offset()}, address "
+                f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"
+            )
+
+    def _mismatch(self, parts: Parts) -> LayoutError:
+        if not parts.structure.matches(self._structure):
+            return LayoutError(
+                f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
+                "layout with Layout.of(batch)"
+            )
+        for leaf, (expected, found) in enumerate(zip(self._table.rows, parts.table.rows, strict=True)):
+            if _in_words(expected) != _in_words(found):
+                path = self._structure.path(leaf)
+                return LayoutError(
+                    f"batch{path} does not match the layout: {_in_words(found)} instead of {_in_words(expected)}; make "
+                    "a layout with Layout.of(batch)",
+                    path,
+                )
+        return LayoutError(
+            "batch does not match the layout: its leaves have other places in the slab; make a layout with "
+            "Layout.of(batch)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._table == other._table and self._structure.matches(other._structure)
+
+    def __hash__(self) -> int:
+        return hash(self._table)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._structure, self._table)
+
+    def __repr__(self) -> str:
+        return f"<Layout nbytes={self.nbytes} slots={self._table.packed} {self._structure}>"
+
+    def __str__(self) -> str:
+        header = ("path", "offset", "bytes", "dtype", "shape")
+        rows = [
+            header,
+            *(
+                (s.path or "(batch)", str(s.offset), str(s.nbytes), name_of(s.dtype), str(list(s.shape)))
+                for s in self.slots
+            ),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = []
+        for path, offset, nbytes, dtype, shape in rows:
+            lines.append(
+                f"{path:<{widths[0]}}  {offset:>{widths[1]}}  {nbytes:>{widths[2]}}  {dtype:<{widths[3]}}  "
+                f"{shape}".rstrip()
+            )
+        slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
+        lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
+        return "\n".join(lines)
+
+
+def content_of(layout: Layout) -> tuple[Structure, Table]:
+    """Return what a layout is made of."""
+    return layout._structure, layout._table
+
+
+def check_content(structure: Any, table: Any) -> None:
+    """Refuse a structure and an offset table from elsewhere that don't belong together.
+
+    Raises:
+        LayoutError: they don't, or one of them is something else.
+    """
+    if not isinstance(structure, Structure) or not isinstance(table, Table):
+        raise LayoutError(
+            f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a structure and an "
+            "offset table; compute the layout anew with Layout.of(batch)"
+        )
+    if len(table.rows) != structure.num_leaves:
+        raise LayoutError(
+            f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
+            "layout anew with Layout.of(batch)"
+        )
+
+
+def _restore(structure: Structure, table: Table) -> Layout:
+    check_content(structure, table)
+    return Layout(structure, table)
+
+
+def _slot(path: str, row: Any) -> Slot:
+    ndim = int(row["ndim"])
+    shape, stride = (tuple(row[name][:ndim].tolist()) for name in ("shape", "stride"))
+    return Slot(path, int(row["offset"]), int(row["nbytes"]), _dtype(row), shape, stride, int(row["block"]))
+
+
+def _dtype(row: Any) -> torch.dtype:
+    dtype: torch.dtype | None = DTYPES[row["dtype"]]
+    assert dtype is not None
+    return dtype
+
+
+def _in_words(row: Any) -> str:
+    """Say what a leaf looks like."""
+    kind = RowKind(row["kind"])
+    if kind is RowKind.OTHER:
+        return "no tensor"
+    if kind is RowKind.ALIAS:
+        return f"the very object of leaf number {row['offset']}"
+    if kind is RowKind.MOVED:
+        return "a tensor that cannot be packed"
+    slot = _slot("", row)
+    permuted = kind is RowKind.RAW and slot.nbytes and slot.stride != contiguous_stride(slot.shape)
+    stride = f" with stride {list(slot.stride)}" if permuted else ""
+    how = {RowKind.STRIDED: ", strided", RowKind.LAZY: ", lazily conjugated or negated"}.get(kind, "")
+    return f"{name_of(slot.dtype)} {list(slot.shape)}{stride}{how}"

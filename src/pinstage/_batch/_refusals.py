@@ -1,0 +1,158 @@
+"""Leaves that cannot be described, and what to do about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from .._torch import check_is_plain
+from ..errors import LayoutError
+from ._attributes import has_attributes_only, stored_attributes
+from ._leaves import from_array, holds_tensor, is_atom
+from ._nodes import moves_as_a_whole
+from ._structure import Structure, walk
+
+_MOST_NAMED = 32
+"""Classes named in one error: a structure may be linked of any number."""
+
+
+def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
+    """Return a tensor over a numpy array; None if it is not numeric.
+
+    Raises:
+        LayoutError: torch has no such dtype, or the array is masked.
+    """
+    try:
+        tensor = from_array(array)
+    except TypeError as error:
+        path = structure.path(index)
+        masked = isinstance(array, np.ma.MaskedArray)
+        remedy = "pass .filled(...) and .mask separately" if masked else "convert it to a dtype that torch has"
+        raise LayoutError(
+            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
+            f"{remedy}",
+            path,
+        ) from error
+    if tensor is not None:
+        check_is_plain(tensor)
+    return tensor
+
+
+def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
+    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+
+    Raises:
+        LayoutError: there is too much to search.
+    """
+    try:
+        return holds_tensor(leaf)
+    except OverflowError as error:
+        path, name = structure.path(index), type(leaf).__qualname__
+        raise LayoutError(
+            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+            f"known with pinstage.register_node({name}), or pass it as pinstage.Keep(...)",
+            path,
+        ) from error
+
+
+def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
+    """Return an error that names all classes of a batch that hold tensors and are no known containers.
+
+    Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
+    if it gives other items when it is asked again.
+    """
+    found = _unknown(leaves, structure) or {type(leaves[index]): structure.path(index)}
+    (first, path), *more = found.items()
+    name = first.__qualname__
+    if issubclass(first, np.ndarray | set | frozenset):
+        text = f"batch{path} holds tensors in {name}, which cannot be staged; use a list"
+    else:
+        by_attributes = f"pinstage.register_node({name}), or " if has_attributes_only(first) else "pinstage."
+        text = (
+            f"batch{path} holds tensors and is no known container: {first.__module__}.{name}; make it known with "
+            f"{by_attributes}register_node({name}, flatten, unflatten), or give it tree_flatten and tree_unflatten"
+        )
+    lines = [f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}" for cls, where in more]
+    return LayoutError(f"{text}{'; the same for' if lines else ''}{''.join(lines)}", path)
+
+
+def _line(cls: type) -> str:
+    """Return what makes a class known, as one would write it."""
+    if issubclass(cls, np.ndarray | set | frozenset):
+        return f"use a list instead of {cls.__qualname__}"
+    functions = "" if has_attributes_only(cls) else ", flatten, unflatten"
+    return f"pinstage.register_node({cls.__qualname__}{functions})"
+
+
+def _unknown(leaves: list[Any], structure: Structure) -> dict[type, str]:
+    """Return the classes that nobody knows, in a batch and inside of its objects, with the path of one object each.
+
+    Depth first, in the order of the batch. One object of each class is looked into.
+    """
+    found: dict[type, str] = {}
+    pending: list[Iterator[tuple[Any, str]]] = [zip(leaves, structure.paths(), strict=True)]
+    while pending and len(found) < _MOST_NAMED:
+        leaf, path = next(pending[-1], (None, None))
+        if path is None:
+            pending.pop()
+            continue
+        if type(leaf) in found or not _is_unknown(leaf):
+            continue
+        found[type(leaf)] = path
+        try:
+            inner, below = walk(stored_attributes(leaf))
+        except LayoutError:  # it has no end
+            continue
+        pending.append(zip(inner, [f"{path}.{_attribute(name)}" for name in below.paths()], strict=True))
+    return found
+
+
+def _attribute(path: str) -> str:
+    """Turn the first key of a path into an attribute: ``['a'][0]`` into ``a[0]``."""
+    name, _, rest = path.removeprefix("['").partition("']")
+    return name + rest
+
+
+def _is_unknown(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor) or is_atom(type(leaf)) or moves_as_a_whole(type(leaf)):
+        return False
+    try:
+        return holds_tensor(leaf)
+    except OverflowError:
+        return True
+
+
+def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None:
+    """Refuse a whole batch that is a loader or an iterator."""
+    if isinstance(leaf, Iterator | DataLoader | IterableDataset) and not structure.path(index):
+        raise LayoutError(
+            f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of these, or iterate over "
+            "stager.prefetch(loader)",
+            "",
+        )
+
+
+def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutError:
+    """Return the error of a tensor that no memory has room for, since it repeats its elements."""
+    path = structure.path(index)
+    return LayoutError(
+        f"batch{path} is too large: {math.prod(tensor.shape) * tensor.itemsize} bytes of {list(tensor.shape)}; stage "
+        "it before you expand it",
+        path,
+    )
+
+
+def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
+    """Return the error of a tensor whose storage is too small for it."""
+    path = structure.path(index)
+    return LayoutError(
+        f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
+        "fill it again",
+        path,
+    )

@@ -1,0 +1,653 @@
+"""What staging needs of a device, for CUDA and for the CPU: streams and events, copies to it, and copies from it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from .. import _native
+from .._batch import (
+    ATOM_TYPES,
+    WRAPPERS,
+    Blocks,
+    Gathering,
+    HostSlab,
+    Parts,
+    Sharing,
+    Table,
+    make_blocks,
+    make_publicly,
+    pack,
+)
+from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
+from .._pool import Fence
+from .._steps import NOTHING
+from .._torch import check_is_plain, cuda_calls, ids_of, warn_of_tensors
+from ..errors import StagingError
+
+# -- streams and events ------------------------------------------------------------------------------------------------
+
+E = TypeVar("E", bound=torch.cuda.Event)
+
+UNSHARED = next(map(sys.getrefcount, [object()]))
+"""What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
+
+_TYPES = ATOM_TYPES, WRAPPERS
+"""Types of leaves that stay as they are, but for those of the second set."""
+
+_NO_CONTEXT = 201
+"""``CUDA_ERROR_INVALID_CONTEXT``: no device is current for the driver in this thread."""
+
+_EVENTS_KEPT = 32
+"""Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
+
+
+def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    """Make a stream current, and its device."""
+    if cuda_calls().device() != stream.device_index:
+        return _on_device_and_stream(stream)
+    return _OnStream(stream)
+
+
+class _OnStream:
+    """``torch.cuda.stream`` for a stream of the current device, without the 31 us that it takes."""
+
+    __slots__ = ("_previous", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        calls = cuda_calls()
+        self._previous = calls.stream(self._stream.device_index)
+        calls.set_stream(*ids_of(self._stream))
+
+    def __exit__(self, *_: object) -> None:
+        cuda_calls().set_stream(*self._previous)
+
+
+@contextmanager
+def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Do what ``torch.cuda.stream`` does for a stream of another device, but make no context on the one gone back to.
+
+    torch goes back by ``cudaSetDevice``, which makes one since CUDA 12; ``torch.cuda.device`` looks first whether there
+    is one.
+    """
+    with torch.cuda.device(stream.device_index), _OnStream(stream):
+        yield
+
+
+class EventCache(Generic[E]):
+    """Events of one device, each recorded again when nobody else has it any more: to make and end one takes longer.
+
+    May be used by several threads.
+
+    Args:
+        make: makes an event.
+    """
+
+    def __init__(self, make: Callable[[], E]) -> None:
+        self._make = make
+        self._made: deque[E] = deque()  # the one recorded longest ago comes first
+
+    def record(self, stream: Any) -> E:
+        """Mark this point of a stream."""
+        event = self._unused() or self._make()
+        event.record(stream)
+        self._made.append(event)
+        return event
+
+    def _unused(self) -> E | None:
+        try:
+            oldest = [self._made.popleft()]
+        except IndexError:
+            return None
+        if next(map(sys.getrefcount, oldest)) <= UNSHARED:
+            return oldest[0]
+        if len(self._made) < _EVENTS_KEPT:
+            self._made.appendleft(oldest[0])
+        return None
+
+
+# -- to a device -------------------------------------------------------------------------------------------------------
+
+
+AT_ONCE_BYTES = 64 * 1024
+"""Copies of at most this size to a device are asynchronous with respect to the host, from pageable memory too (CUDA
+Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes until the stream is there. Without a
+slab, and a stream to wait for, four leaves of 1 KiB take 0.03 ms instead of 0.05."""
+
+
+_MOST_COPIES_AT_ONCE, _MOST_BYTES_AT_ONCE = 512, 2 * 1024 * 1024
+"""Half of what the driver holds of such copies for a stream that is not there yet: 1,021, or 4,000 KiB, on an H100 with
+driver 580. One more waits for the device."""
+
+
+class AtOnce:
+    """Counts copies from ordinary memory that the driver may still hold. By guess, if several threads send.
+
+    Args:
+        record: marks a point of a stream.
+    """
+
+    def __init__(self, record: Callable[[Any], Any]) -> None:
+        self._record = record
+        self._copies = self._bytes = 0
+        self._marked_copies = self._marked_bytes = 0  # of these, behind some mark
+        self._marks: deque[tuple[Any, int, int]] = deque()  # event, and the totals up to it
+
+    def has_room(self) -> bool:
+        """Say whether a few more copies will not wait for the device."""
+        if self._copies < _MOST_COPIES_AT_ONCE and self._bytes < _MOST_BYTES_AT_ONCE:
+            return True
+        marks = self._marks
+        while marks and marks[0][0].query():
+            _, copies, nbytes = marks.popleft()
+            self._copies, self._bytes = self._copies - copies, self._bytes - nbytes
+            self._marked_copies, self._marked_bytes = self._marked_copies - copies, self._marked_bytes - nbytes
+        return self._copies < _MOST_COPIES_AT_ONCE and self._bytes < _MOST_BYTES_AT_ONCE
+
+    def add(self, copies: int, nbytes: int, stream: Any) -> None:
+        """Count copies that were sent on a stream just now."""
+        self._copies += copies
+        self._bytes += nbytes
+        copies, nbytes = self._copies - self._marked_copies, self._bytes - self._marked_bytes
+        if copies >= _MOST_COPIES_AT_ONCE // 8 or nbytes >= _MOST_BYTES_AT_ONCE // 8:
+            self._marked_copies, self._marked_bytes = self._copies, self._bytes
+            self._marks.append((self._record(stream), copies, nbytes))
+
+
+class Target(Protocol):
+    """A device that batches are staged to."""
+
+    device: torch.device
+    stream: Any
+    """The stream of its own for copies, which is done when none is under way; None where there are no streams, and a
+    copy is done when the call returns."""
+
+    def is_capturing(self) -> bool:
+        """Say whether a graph is being captured on the caller's current stream: no event may be asked then."""
+        ...
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make the device current in this thread."""
+        ...
+
+    def in_background(self) -> AbstractContextManager[Any]:
+        """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
+        ...
+
+    def use_own_stream(self) -> None:
+        """Let all further work of this thread on the device go to `stream`."""
+        ...
+
+    def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
+        """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
+        ...
+
+    def blocks(self, table: Table, sharing: Sharing, stream: Any, slab: torch.Tensor | None = None) -> Blocks:
+        """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
+
+        Args:
+            table: of the batch.
+            sharing: which leaves share memory.
+            stream: that writes them first.
+            slab: made by `empty`: the one tensor to be used.
+        """
+        ...
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
+        """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
+
+        Args:
+            blocks: of the batch.
+            host: address of the host slab.
+            start: first byte.
+            end: behind the last one.
+            stream: on which.
+            pinned: whether the slab is page-locked.
+        """
+        ...
+
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
+        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
+        ...
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+        """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+
+        Returns:
+            What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
+            too many, too large, or not plain, the stream is captured, or the copies would wait for the device.
+        """
+        ...
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:
+        """Copy leaves, by row and address, from page-locked memory of their own; otherwise as `copy`."""
+        ...
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
+
+        For a stream that is not captured. Otherwise as `copy`.
+        """
+        ...
+
+    def has_room(self) -> bool:
+        """Say whether `fill` will not wait for the device."""
+        ...
+
+    def consumer(self, stream: Any) -> Any:
+        """Return the stream that is meant: the current one for None; None where there are no streams."""
+        ...
+
+    def record(self, stream: Any) -> Fence | None:
+        """Mark this point of a stream; None where there are no streams."""
+        ...
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Let a stream wait for an event."""
+        ...
+
+    def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
+        """Order the consumer's stream behind an event, and keep tensors' memory while that stream uses it.
+
+        Args:
+            event: what `record` returned.
+            tensors: on the device.
+            consumer: what `consumer` returned.
+        """
+        ...
+
+
+class CudaTarget:
+    """A GPU, with a stream for copies of its own.
+
+    Why device slabs are made on the copy stream: memory made on the consumer's stream may still be in use by earlier
+    work there, so the copy would have to wait for all of it, and nothing would overlap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise StagingError(f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda")
+        index: int | None = device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._cuda = cuda_calls()
+        if not _native.core.find_driver():
+            raise StagingError(
+                f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
+                "device='cpu', or move batches by .to()"
+            )
+        self._events = EventCache(partial(DeviceEvent.of, self.device.index))
+        self._at_once = AtOnce(self._events.record)  # no cycle: a forked child that collected events would be ended
+        self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._last_consumer = ids_of(self.stream), self.stream
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        return NOTHING if self._cuda.device() == self.device.index else torch.cuda.device(self.device.index)
+
+    def in_background(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        disregard_captures()
+        return self.selected()
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
+        with self.selected():
+            self._cuda.set_stream(*ids_of(self.stream))
+
+    def is_capturing(self) -> bool:
+        """See `Target`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def empty(self, nbytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
+        """See `Target`. Not by ``torch.cuda.stream``, which takes 20 us."""
+        cuda, ids = self._cuda, ids_of(stream)
+        before = cuda.stream(self.device.index)
+        try:
+            if before != ids:
+                cuda.set_stream(*ids)
+            slab = self._sample.new_empty(nbytes)  # its dtype and device need no parsing: a third of the call
+        finally:
+            if before != ids:
+                cuda.set_stream(*before)
+        if type(slab) is not torch.Tensor:
+            check_is_plain(slab)
+        return slab
+
+    def blocks(
+        self, table: Table, sharing: Sharing, stream: torch.cuda.Stream, slab: torch.Tensor | None = None
+    ) -> Blocks:
+        """See `Target`."""
+        cuda, ids = self._cuda, ids_of(stream)
+        before = cuda.stream(self.device.index)
+        try:
+            if before != ids:
+                cuda.set_stream(*ids)
+            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, slab)
+            return make_publicly(table, sharing, self.device, slab) if made is None else made
+        finally:
+            if before != ids:
+                cuda.set_stream(*before)
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: torch.cuda.Stream, *, pinned: bool) -> int:
+        """See `Target`."""
+        copies = blocks.copy(host, start, end, stream.cuda_stream, pinned)
+        return copies if copies >= 0 else self._again(copies, blocks.copy, host, start, end, stream.cuda_stream, pinned)
+
+    def pack_and_copy(
+        self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: torch.cuda.Stream, *, pinned: bool
+    ) -> int:
+        """See `Target`."""
+        host, nbytes = lease.data_ptr(), parts.table.nbytes
+        if parts.has_lazy:
+            pack(parts, lease)
+            return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+        copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
+        return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+        """See `Target`."""
+        index, stream = self.device.index, self.consumer(None)
+        if self._cuda.device() != index:
+            return None
+        if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
+            return None
+        if not self._at_once.has_room():  # asks events, which would spoil a capture
+            return None
+        moved = _native.core.move_few(leaves, _TYPES, 1, index, stream.cuda_stream)
+        if isinstance(moved, int):
+            moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream.cuda_stream)
+        if moved is not None:
+            _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
+            self._at_once.add(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
+        return moved  # type: ignore[no-any-return]
+
+    def has_room(self) -> bool:
+        """See `Target`."""
+        return self._at_once.has_room()
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: torch.cuda.Stream) -> int:
+        """See `Target`."""
+        copies = blocks.copy_leaves(leaves, stream.cuda_stream)
+        if copies < 0:
+            copies = self._again(copies, blocks.copy_leaves, leaves, stream.cuda_stream)
+        return copies
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
+        """See `Target`."""
+        if parts.has_lazy:
+            copies = fill_plainly(self, blocks, parts, stream)
+        else:
+            copies = blocks.fill(parts.sources, stream.cuda_stream)
+        if copies < 0:
+            copies = self._again(copies, blocks.fill, parts.sources, stream.cuda_stream)
+        self._at_once.add(copies, parts.table.nbytes, stream)
+        return copies
+
+    def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
+        """Copy again if it failed because the driver knows no device in this thread; else raise its error.
+
+        Calls of CUDA's runtime see to that, but torch's allocator makes none while it has memory.
+        """
+        if code == -_NO_CONTEXT:
+            make_current(self.device.index)
+            done = send(*args)
+            code = done if isinstance(done, int) else 0
+        if code < 0:
+            raise copy_error(-code)
+        return done
+
+    def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
+        if stream is not None:
+            return stream
+        ids = self._cuda.stream(self.device.index)
+        known, current = self._last_consumer
+        if ids != known:
+            current = torch.cuda.current_stream(self.device.index)
+            self._last_consumer = ids, current  # at once: threads may race for it
+        return current
+
+    def record(self, stream: torch.cuda.Stream) -> Fence:
+        """See `Target`."""
+        return self._events.record(stream)
+
+    def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
+        """See `Target`."""
+        event.wait(stream)
+
+    def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: torch.cuda.Stream) -> None:
+        """See `Target`."""
+        if event is not None:
+            event.wait(consumer)
+        for tensor in tensors:
+            if tensor.is_cuda:  # else the allocator may give the block away while the consumer still reads it
+                tensor.record_stream(consumer)
+
+
+class CpuTarget:
+    """No GPU: a copy is done when the call returns, and there is nothing to wait for."""
+
+    device = torch.device("cpu")
+    stream: Any = None
+
+    def is_capturing(self) -> bool:
+        """See `Target`."""
+        return False
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        return NOTHING
+
+    def in_background(self) -> AbstractContextManager[Any]:
+        """See `Target`."""
+        return NOTHING
+
+    def use_own_stream(self) -> None:
+        """See `Target`."""
+
+    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:  # noqa: ARG002
+        """See `Target`."""
+        slab = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if type(slab) is not torch.Tensor:
+            check_is_plain(slab)
+        return slab
+
+    def blocks(self, table: Table, sharing: Sharing, stream: Any = None, slab: torch.Tensor | None = None) -> Blocks:  # noqa: ARG002
+        """See `Target`."""
+        return make_blocks(table, sharing, self.device, slab)
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
+        """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
+        return blocks.copy(host, start, end, 0, False)
+
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
+        """See `Target`."""
+        pack(parts, lease)
+        return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
+
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+        """See `Target`."""
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
+        """See `Target`."""
+        return blocks.copy_leaves(leaves, 0)
+
+    def has_room(self) -> bool:
+        """See `Target`."""
+        return True
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """See `Target`."""
+        if parts.has_lazy:
+            return fill_plainly(self, blocks, parts, stream)
+        return blocks.fill(parts.sources, 0)
+
+    def consumer(self, stream: Any) -> None:
+        """See `Target`."""
+
+    def record(self, stream: Any) -> None:
+        """See `Target`."""
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """See `Target`."""
+
+    def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: Any) -> None:
+        """See `Target`."""
+
+
+def fill_plainly(target: Target, blocks: Blocks, parts: Parts, stream: Any) -> int:
+    """Do what `Target.fill` does with leaves that torch computes."""
+    nbytes = parts.table.nbytes
+    host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    check_is_plain(host)
+    pack(parts, host)
+    return target.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
+
+
+def target_for(device: torch.device | str | int | None) -> Target:
+    """Return the target for a device; for None, the current CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: neither a CUDA device nor the CPU.
+        StagingError: CUDA is not available.
+    """
+    warn_of_tensors()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"not a device: {device!r}; write 'cuda', 'cuda:0' or 'cpu'") from error
+    if device.type == "cuda":
+        return CudaTarget(device)
+    if device.type == "cpu":
+        return CpuTarget()
+    raise ValueError(f"cannot stage to {device}: only CUDA devices and the CPU are supported")
+
+
+# -- from a device -----------------------------------------------------------------------------------------------------
+
+
+class HostCopy(NamedTuple):
+    """What one copy brings to the host."""
+
+    there: torch.Tensor
+    """uint8 ``[n]`` on the device."""
+    here: torch.Tensor
+    """uint8 ``[n]`` of a host slab."""
+    owned: bool
+    """Whether nobody but the copy uses `there`; else it is the caller's tensor itself."""
+
+
+class Source(Protocol):
+    """A device that tensors are fetched from."""
+
+    stream: Any
+    """See `Target`."""
+
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:
+        """Copy pieces to the host, behind what the caller's current stream was given so far.
+
+        Args:
+            pieces: what is copied.
+            hold: whether what that stream is given afterwards comes after the copies that read the caller's own
+                tensors, so that these may be changed or freed as if the copies had been work of that stream.
+
+        Returns:
+            The event behind the copies; None where they are done when the call returns. If the call raises, what was
+            begun has been waited for.
+        """
+        ...
+
+
+class CudaSource:
+    """A GPU, with a stream for copies to the host of its own: the bus carries both directions at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence:
+        """See `Source`."""
+        consumer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(consumer)
+        event = DeviceEvent.of(self.stream.device_index)
+        try:
+            with on_stream(self.stream):
+                for there, here, owned in pieces:
+                    here.copy_(there, non_blocking=True)
+                    if owned:  # it dies with this call; the allocator has to wait for the copy
+                        there.record_stream(self.stream)
+            event.record(self.stream)
+        except BaseException:
+            self.stream.synchronize()
+            raise
+        if hold and not all(piece.owned for piece in pieces):
+            event.wait(consumer)
+        return event
+
+
+class CpuSource:
+    """No GPU: a copy is done when the call returns."""
+
+    stream: Any = None
+
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> None:  # noqa: ARG002
+        """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
+        for there, here, _ in pieces:
+            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
+
+
+class Sources:
+    """The sources of a stager, made when a device is first met. May be used by several threads.
+
+    Attributes:
+        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
+            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self.gatherings: dict[Table, Gathering] = {}
+        self._made: dict[torch.device, Source] = {}
+
+    def of(self, device: torch.device) -> Source:
+        """Return the source for a device that tensors are on."""
+        source = self._made.get(device)
+        if source is None:  # no lock: if two threads make one, one of them is used
+            source = self._made.setdefault(device, CudaSource(device) if device.type == "cuda" else CpuSource())
+        return source
+
+
+class Events:
+    """Several events as one: done when all are."""
+
+    def __init__(self, events: Sequence[Fence]) -> None:
+        self.parts = events
+
+    def query(self) -> bool:
+        """Say whether all are done, without waiting."""
+        return all(event.query() for event in self.parts)
+
+    def synchronize(self) -> None:
+        """Wait for all."""
+        for event in self.parts:
+            event.synchronize()
+
+
+def wait_here(event: Fence | None) -> None:
+    """Let the current stream of each device wait for its part of an event; the host does not."""
+    for part in event.parts if isinstance(event, Events) else [event]:
+        if isinstance(part, DeviceEvent):
+            part.wait(torch.cuda.current_stream(part.index))

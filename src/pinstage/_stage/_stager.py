@@ -1,0 +1,813 @@
+"""`Stager`: one line moves a batch."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
+
+import numpy as np
+import torch
+
+from .._batch import (
+    ALIGNMENT,
+    Blocks,
+    Keeping,
+    Layout,
+    OwnStorage,
+    Parts,
+    Sharing,
+    Table,
+    borrow,
+    check_own_storage,
+    content_of,
+    most_threads,
+    reuses_places,
+    sharing_of,
+    start_packing,
+    take_apart,
+    walk,
+    windows,
+)
+from .._memory import REFUSALS, PageableMemory, default_memory, remedy
+from .._pool import (
+    Fence,
+    HostBudget,
+    Lease,
+    PoolStats,
+    SlabPool,
+    check_open,
+    check_owner,
+    check_pool,
+    check_timeout,
+    close_for,
+    guard_until_release,
+    state_of,
+)
+from .._reaper import reaper
+from .._sizes import count, format_bytes, parse_bytes, table_text
+from .._steps import step
+from .._torch import tell_once
+from ..errors import AcquireTimeoutError, StagingError
+from ._device import AT_ONCE_BYTES, Sources, target_for
+from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
+from ._ring import Ring, RingLease
+from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
+from ._to_host import HostTransfer, to_host
+from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+B = TypeVar("B")
+K = TypeVar("K")
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+SMALL_BYTES = 1024 * 1024
+"""Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
+and a second stream's memory has to be recorded there (5 us for each tensor)."""
+
+_FEW_LEAVES = 16
+"""Batches of more leaves, whatever these are, aren't tried as one of a few tensors; see ``move_few`` in
+``_native/blocks.c``."""
+
+_PARTS = 2
+"""Where a slab is smaller than its batch: one part of it is packed while the other travels. A batch of 64 MiB takes
+1.8 ms through one of 2 MiB, 2.1 in three parts, 2.4 in four, 4.0 in eight."""
+
+_LEAST_SLAB_BYTES = 1 << 20
+"""Below this size to start a copy of each part takes longer than its bytes do."""
+
+
+def _same(blocks: Blocks) -> Blocks:
+    return blocks
+
+
+class Kept:
+    """What has to stay alive until an event is done; a task of the reaper's."""
+
+    def __init__(self, event: Fence, things: list[Any]) -> None:
+        self._event = event
+        self._things = things
+
+    def reap(self) -> bool:
+        """Say whether the event is done."""
+        return self._event.query()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StagerStats:
+    """What a stager has done so far."""
+
+    batches: int
+    """Batches staged."""
+    copies: int
+    """Host-to-device copies of packed leaves: one for each block, and a large block may take several."""
+    blocks: int
+    """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
+    packed_leaves: int
+    """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
+    packed_bytes: int
+    """Their bytes."""
+    padding_bytes: int
+    """Bytes of alignment that travelled with them."""
+    passthrough_leaves: int
+    """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+    refused_batches: int
+    """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
+    fetches: int
+    """Calls of `to_host`."""
+    fetch_copies: int
+    """Device-to-host copies issued by them."""
+    fetched_bytes: int
+    """What these copies carried, padding included."""
+    pool: PoolStats
+    """The pool's counters."""
+
+    def __str__(self) -> str:
+        """Return one line for a log; ``repr`` is a table."""
+        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
+        fetched = f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
+        return (
+            f"{count(self.batches, 'batch', 'batches')}, {sent}; {count(self.fetches, 'fetch', 'fetches')}, {fetched}; "
+            f"pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, "
+            f"waited {self.pool.wait_seconds:.3f} s"
+        )
+
+    def __repr__(self) -> str:
+        fetches, fetch_copies = count(self.fetches, "call"), count(self.fetch_copies, "copy", "copies")
+        text = table_text(
+            "StagerStats",
+            [
+                ("batches", f"{self.batches:,}, in {count(self.copies, 'copy', 'copies')}"),
+                ("blocks", f"{self.blocks:,}"),
+                ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
+                ("padding", format_bytes(self.padding_bytes)),
+                ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
+                ("to_host", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
+            ],
+        )
+        return f"{text}\n{self.pool!r}"
+
+
+class Stager:
+    """Moves nested batches to a device.
+
+    A batch is packed into one page-locked slab and copied asynchronously. On the device, leaves of small batches and
+    large leaves have memory of their own, and others share blocks; see `own_storage`. A batch of at most 64 KiB,
+    padding included, is packed into ordinary memory: copies of that size return at once (CUDA Programming Guide,
+    Asynchronous Concurrent Execution).
+
+    Args:
+        device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
+            pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
+        pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
+        max_bytes: cap of the pool that is made; see `SlabPool`.
+        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
+            it.
+        ring: number of fixed device slabs to use in turn, instead of fresh memory for each batch. A layout that comes
+            back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
+            more and the work issued on it is done, or after `Transfer.release`. None: fresh memory.
+        ring_bytes: size of each of these slabs; None takes the first batch's.
+        threads: how many threads may pack a batch of 1 MiB or more, including the calling one; None takes the CPUs that
+            the process may use, at most 12.
+        borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
+            views of a lease). They travel from where they are, each by its own copy. They must not be changed until
+            `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
+        own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
+            batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
+            their own dtype: at most 1 MiB for leaves below 64 KiB, at most 4 MiB otherwise. A leaf that you keep, save
+            or pickle keeps its block. True: all leaves, for programs that pickle or save what they stage, or compile
+            functions that change many inputs in place. False: none. The device has one slab, and each leaf is a view
+            of it. A ring has views of its slabs, whatever this says.
+        run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
+            that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
+            None sets no bound.
+        keep: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots` write
+            them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
+            neither searched for tensors nor compared. `Keep` does the same in the batch itself.
+        timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
+            even if results of `to_host` in the calling thread hold the slabs.
+
+    Raises:
+        TypeError: `keep` is neither of these, or `pool`, `ring`, `threads`, `run_ahead` or `timeout` is of another
+            type.
+        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, a negative `timeout`, a
+            `run_ahead` below 1, or another `own_storage`.
+        StagingError: a CUDA device, but no CUDA.
+
+    If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
+    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
+    says so once, with the reason and what to do, and `StagerStats.refused_batches` counts these batches.
+
+    All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
+    pool when it is at its cap. In a forked child nothing can be staged.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        pool: SlabPool | None = None,
+        max_bytes: int | str | HostBudget | None = "auto",
+        owner: str = "stager",
+        ring: int | None = None,
+        ring_bytes: int | str | None = None,
+        threads: int | None = None,
+        borrow_pinned: bool = False,
+        own_storage: OwnStorage = "auto",
+        run_ahead: int | None = RUN_AHEAD,
+        keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+        timeout: float | None = 60.0,
+    ) -> None:
+        check_owner(owner)
+        if pool is not None:
+            check_pool(pool)
+            if max_bytes not in ("auto", None):
+                raise ValueError(
+                    f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
+                )
+        if ring is None and ring_bytes is not None:
+            raise ValueError(f"ring_bytes={ring_bytes!r} needs a ring: pass ring=")
+        if timeout is not None:
+            check_timeout(timeout)
+        self._target = target_for(device)
+        self._timeout = timeout
+        self._owner = owner
+        slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
+        self._ring = None if ring is None else Ring(self._target, ring, slab_bytes)
+        self._threads = most_threads(threads)
+        self._borrow_pinned = borrow_pinned
+        self._own_storage = check_own_storage(own_storage)
+        self._most_ahead = check_run_ahead(run_ahead)
+        self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
+        self._keeping = None if keep is None else Keeping(keep)
+        self._owns_pool = pool is None
+        self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
+        self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
+        self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
+        self._is_pinned = self._pool.memory.is_pinned
+        self._pool_state = state_of(self._pool)
+        self._moves_few = ring is None and keep is None and own_storage is not False
+        self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
+        self._sources = Sources()
+        self._fetches = self._fetch_copies = self._fetched_bytes = self._refused_batches = 0
+        self._pageable: SlabPool | None = None  # made where nothing can be page-locked
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self._target.device
+
+    @property
+    def pool(self) -> SlabPool:
+        """Where host slabs come from."""
+        return self._pool
+
+    @overload
+    def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
+    @overload
+    def stage(self, batch: dict[K, Array]) -> Transfer[dict[K, torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: list[Array]) -> Transfer[list[torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: tuple[Array, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(self, batch: B) -> Transfer[B]: ...
+    def stage(self, batch: Any) -> Transfer[Any]:
+        """Pack a batch and start its copy.
+
+        Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
+        stream; `Transfer.get` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
+        copy's event. When the call returns, everything that was packed has been read.
+
+        A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
+        while a CUDA graph is captured there, it travels like a larger one.
+
+        A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
+        counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
+        is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
+        warning.
+
+        Args:
+            batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
+
+        Raises:
+            LayoutError: something in the batch cannot be staged, or a path of `keep` leads to nothing in the first
+                batch; see its ``path``.
+            BudgetExceededError: the batch is larger than the pool's cap.
+            AcquireTimeoutError: no host slab came free within the stager's `timeout`.
+            RingError: the batch is larger than the ring's device slabs, or all of them are held.
+            PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+        """
+        return self._stage(batch)
+
+    def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
+        """Do what `stage` does.
+
+        Args:
+            batch: what is staged.
+            is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
+            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
+        """
+        with step("stage"):
+            parts = take_apart(batch, keeping=self._keeping)
+            return self._transfer(parts, is_watched=True, is_bounded=is_bounded, borrows=borrows)
+
+    def _transfer(
+        self, parts: Parts, *, is_watched: bool, is_bounded: bool = True, borrows: bool = False
+    ) -> Transfer[Any]:
+        """Send a batch.
+
+        Args:
+            parts: of the batch.
+            is_watched: whether anybody can ask when the bytes are there, or get them on another stream.
+            is_bounded: see `_stage`.
+            borrows: see `_stage`.
+        """
+        table, ring = parts.table, self._ring
+        ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+        try:
+            sent = self._send(parts, ring_lease, is_watched, is_bounded, borrows)
+            others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
+            self._count_table(table, sent)
+            return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event, ring_lease)
+        except BaseException:
+            if ring_lease is not None:
+                ring_lease.release()  # who keeps the error must not keep the slab
+            raise
+
+    def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
+        """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
+
+        Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
+        still the caller's. Its views must not be written until `Transfer.query` is true.
+
+        Args:
+            lease: holds the batch in this layout; of any pool.
+            layout: where each leaf lies.
+            others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
+
+        Raises:
+            ValueError: the lease is smaller than the layout, or `others` are too few or too many.
+            LeaseError: the lease was released.
+            RingError: the batch is larger than the ring's device slabs, or all of them are held.
+        """
+        with step("stage"):
+            structure, table = content_of(layout)
+            if lease.nbytes < table.nbytes:
+                raise ValueError(
+                    f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; acquire(layout.nbytes)"
+                )
+            if len(others) != table.others + table.moved:
+                raise ValueError(
+                    f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not "
+                    "live in the slab; pass layout.others(batch)"
+                )
+            host, ring, target = lease.data_ptr(), self._ring, self._target
+            ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            guard_until_release(lease, target.stream)  # an interrupt may come before the release
+            event = None
+            try:
+                transfer = send_packed(
+                    target, structure, table, host, list(others), self._own_storage, ring_lease, pinned=self._is_pinned
+                )
+                event = copy_event_of(transfer)
+            except BaseException:
+                event = target.record(target.stream)
+                if ring_lease is not None:
+                    ring_lease.release()
+                raise
+            finally:
+                lease.release(after=event)
+            self._count_table(table, sent_of(transfer))
+            return transfer
+
+    @overload
+    def to_device(self, batch: Array) -> torch.Tensor: ...
+    @overload
+    def to_device(self, batch: dict[K, Array]) -> dict[K, torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: list[Array]) -> list[torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: tuple[Array, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(self, batch: B) -> B: ...
+    def to_device(self, batch: Any) -> Any:
+        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
+        target = self._target
+        with step("stage"):
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            state = self._pool_state
+            if len(leaves) <= _FEW_LEAVES and self._moves_few and not (state.closed or state.is_forked):
+                moved = target.move_few(leaves)
+                if moved is not None:
+                    leaves, count, nbytes, copies = moved
+                    self._count(copies, count, count, nbytes)
+                    return structure.rebuild(leaves)
+            parts = take_apart(batch, keeping=self._keeping, walked=walked)
+            table = parts.table
+            if table.moved or self._ring is not None:
+                return self._transfer(parts, is_watched=False).get()
+            sent = self._send(parts, None, is_watched=False)
+            self._count_table(table, sent)
+        blocks, event, _, stream = sent
+        with step("get"):
+            if stream is target.stream:  # else it is the current one
+                target.hand_over(event, blocks.tensors, target.consumer(None))
+            with step("views"):
+                leaves = blocks.leaves(parts.others() if table.others else [])
+            with step("unflatten"):
+                return structure.rebuild(leaves)
+
+    def to_host(self, tree: B, *, copy: bool = False) -> HostTransfer[B]:
+        """Start to bring a nested tree of tensors to the host.
+
+        Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
+        their device and travel in one copy; dense ones of 1 MiB and more are copied from where they are. The call acts
+        like an operation on the current stream: it sees the results of earlier work on that stream, and the tensors may
+        be changed or freed right afterwards. That stream waits while large tensors are read; if it must not, call on
+        another stream.
+
+        CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
+        copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
+        subclass, one that requires grad) travels by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+
+        Args:
+            tree: containers as `Layout` knows them, with anything in them.
+            copy: return ordinary tensors, each with its own memory, instead of views of a slab. Use it for results that
+                you keep: views hold a slab of the pool.
+
+        Returns:
+            The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
+
+        Raises:
+            LayoutError: an object in the tree holds tensors and is not a known container.
+            AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
+                are still alive.
+            BudgetExceededError: the tensors are larger than the pool's cap.
+            PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+        """
+        # A pool of no device in particular pins on the current one.
+        with step("to_host"), self._target.selected():
+            transfer: HostTransfer[B] = to_host(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+        with self._lock:
+            self._fetches += 1
+            self._fetch_copies += transfer.copies
+            self._fetched_bytes += transfer.nbytes
+        return transfer
+
+    @overload
+    def prefetch(
+        self, source: torch.utils.data.DataLoader[T], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[T]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[Array], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[torch.Tensor]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[dict[K, torch.Tensor]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[list[torch.Tensor]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
+    def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
+        """Iterate over the batches of a source on the device, staged ahead.
+
+        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
+        the device only if it still has the work of more than three batches to do.
+
+        A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
+        ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
+        grad and inference mode, autocast, default device and context variables, as they were when the pass began.
+
+        Without a thread the source is read in the loop's, `depth` batches ahead. If its samples are made there too
+        (``num_workers=0``), it draws random numbers that the loop would have drawn first.
+
+        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``) are not packed.
+
+        Args:
+            source: yields batches, for example a DataLoader.
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
+                that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
+                for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
+                random generators (``random``, ``numpy.random``, ``torch``) if the loop does: its numbers and the loop's
+                would differ from run to run.
+
+        Returns:
+            The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device` returns them, for
+            the stream that is current when each is requested. An error of the source or of staging is raised after
+            the batches before it, as in a plain loop.
+
+        Raises:
+            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows; or
+                ``background=True`` with a depth of 0, or over a loader that Accelerate prepared.
+        """
+        check_depth(depth)
+        if self._ring is not None and self._ring.count < depth + 2:
+            raise ValueError(
+                f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
+                f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
+            )
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        stage = partial(self._stage, is_bounded=False, borrows=pinned)
+        return prefetcher_of(stage, self._target, source, depth, background)
+
+    def stats(self) -> StagerStats:
+        """Return a snapshot of the counters."""
+        pool = self._pool.stats()  # not with the lock: it may free slabs
+        with self._lock:
+            return StagerStats(
+                batches=self._batches,
+                copies=self._copies,
+                blocks=self._blocks,
+                packed_leaves=self._packed_leaves,
+                packed_bytes=self._packed_bytes,
+                padding_bytes=self._padding_bytes,
+                passthrough_leaves=self._passthrough_leaves,
+                refused_batches=self._refused_batches,
+                fetches=self._fetches,
+                fetch_copies=self._fetch_copies,
+                fetched_bytes=self._fetched_bytes,
+                pool=pool,
+            )
+
+    def close(self) -> None:
+        """Close the pool if the stager made it. Batches that were yielded stay valid."""
+        if self._owns_pool:
+            close_for(self._pool, "Stager")
+        if self._pageable is not None:
+            self._pageable.close()
+
+    def _count_table(self, table: Table, sent: Sent) -> None:
+        padding = table.nbytes - table.payload_bytes
+        self._count(sent.copies, len(sent.blocks), table.packed, table.payload_bytes, padding, table.moved)
+
+    def _count(
+        self, copies: int, blocks: int, packed: int, payload: int, padding: int = 0, passthrough: int = 0
+    ) -> None:
+        with self._lock:
+            self._batches += 1
+            self._copies += copies
+            self._blocks += blocks
+            self._packed_leaves += packed
+            self._packed_bytes += payload
+            self._padding_bytes += padding
+            self._passthrough_leaves += passthrough
+
+    def _bound(self, consumer: Any, event: Fence | None = None) -> None:
+        """Wait while the device is too far behind; see `RunAhead`."""
+        if self._most_ahead is None or consumer is None:
+            return
+        run_ahead = self._run_ahead.get(consumer)
+        if run_ahead is None:
+            run_ahead = self._run_ahead.setdefault(consumer, RunAhead(self._target, self._most_ahead))
+        run_ahead.bound(event)
+
+    def _send(
+        self,
+        parts: Parts,
+        ring_lease: RingLease | None,
+        is_watched: bool,
+        is_bounded: bool = True,
+        borrows: bool = False,
+    ) -> Sent:
+        """Send what can be packed.
+
+        The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
+        slab, and a stream to wait for, would take longer than to pack and copy it. One below `SMALL_BYTES` that nobody
+        watches goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts, on the
+        stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
+        before it comes here.)
+
+        Args:
+            parts: of the batch.
+            ring_lease: of a device slab to be used; None for fresh memory.
+            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
+                sent on the current stream needs no event, which takes some microseconds.
+            is_bounded: see `_stage`.
+            borrows: see `_stage`.
+        """
+        target, table = self._target, parts.table
+        nbytes = table.nbytes
+        with target.selected():
+            most = AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1
+            is_small = nbytes <= most and not target.is_capturing()
+            consumer = target.consumer(None)
+            stream = consumer if is_small else target.stream
+            if ring_lease is None:
+                sharing, slab = sharing_of(self._own_storage, table.packed), None
+            else:
+                sharing, slab = Sharing.ONE, ring_lease.ready(stream)
+                if is_small:
+                    target.hand_over(None, ring_lease.hand_out(stream), stream)
+            if is_small:
+                return self._send_small(parts, sharing, slab, stream, is_watched)
+            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
+            rest = parts if borrowed is None else borrowed.rest
+            if is_bounded and not target.is_capturing():
+                self._bound(consumer)
+            lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
+            if lease is not None:
+                guard_until_release(lease, stream)  # an interrupt may come before the release
+            copies = 0
+            make = partial(target.blocks, table, sharing, stream, slab)
+            try:
+                if borrowed is not None:
+                    reaper.start()
+                    blocks = make()
+                    with step("copy"):
+                        copies = target.copy_leaves(blocks, borrowed.leaves, stream)
+                    blocks.packed_as(rest.table.data)
+                    make = partial(_same, blocks)
+                if lease is None:
+                    blocks = make()
+                else:
+                    blocks, packed = self._pack_and_copy(rest, lease, make, stream)
+                    copies += packed
+            finally:
+                event = target.record(stream)
+                if lease is not None:
+                    lease.release(after=event)
+                if borrowed is not None and event is not None:
+                    reaper.tasks.put(Kept(event, borrowed.lenders))
+        return Sent(blocks, event, copies, stream)
+
+    def _send_small(
+        self, parts: Parts, sharing: Sharing, slab: torch.Tensor | None, stream: Any, is_watched: bool
+    ) -> Sent:
+        """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
+        target, nbytes = self._target, parts.table.nbytes
+        if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
+            check_open(self._pool)
+        blocks = target.blocks(parts.table, sharing, stream, slab)
+        if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
+            with step("pack"):
+                copies = target.fill(blocks, parts, stream) if nbytes else 0
+            return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
+        lease = self._acquire_or_less(nbytes)
+        guard_until_release(lease, stream)  # an interrupt may come before the release
+        try:
+            if lease.nbytes < nbytes:
+                copies = self._copy_in_parts(parts, lease, blocks, stream)
+            else:
+                with step("pack"):
+                    copies = target.pack_and_copy(blocks, parts, lease, stream, pinned=self._is_pinned)
+        finally:
+            event = target.record(stream)
+            lease.release(after=event)
+        self._bound(stream, event)
+        return Sent(blocks, event, copies, stream)
+
+    def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
+        """Do what `_pack_and_copy` does through a slab that is smaller than the batch.
+
+        Each part of the slab is written again when the copy from it is done: the host waits for that.
+        """
+        size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
+        host, slab = lease.data_ptr(), lease.tensor()
+        events: list[Fence | None] = [None] * _PARTS
+        copies = 0
+        for number, (start, run) in enumerate(windows(parts, size)):
+            part = number % _PARTS
+            event = events[part]
+            if event is not None:
+                with step("wait"):
+                    event.synchronize()
+            with step("pack"):
+                job = start_packing(run, slab[part * size : (part + 1) * size], self._threads)
+                if job is not None:
+                    with job:
+                        for chunk in range(len(job.ends)):
+                            job.wait(chunk)
+            end = start + run.table.nbytes
+            copies += self._copy(blocks, host + part * size - start, start, end, stream)
+            events[part] = self._target.record(stream)
+        return copies
+
+    def _pack_and_copy(self, parts: Parts, lease: Lease, make: Callable[[], Blocks], stream: Any) -> tuple[Blocks, int]:
+        """Pack, and send each chunk as soon as it is complete.
+
+        Args:
+            parts: what is packed.
+            lease: the host slab.
+            make: makes the tensors that it goes to, which is done while threads pack.
+            stream: that copies.
+
+        Returns:
+            These tensors, and the number of copies.
+        """
+        nbytes, target = parts.table.nbytes, self._target
+        if lease.nbytes < nbytes:
+            blocks = make()
+            return blocks, self._copy_in_parts(parts, lease, blocks, stream)
+        host = lease.data_ptr()
+        reuses = reuses_places(parts) and not target.is_capturing()
+        with step("pack"):
+            job = start_packing(parts, lease, self._threads, reuses=reuses)
+        if job is None:
+            blocks = make()
+            return blocks, self._copy(blocks, host, 0, nbytes, stream)
+        travelling: deque[tuple[int, Fence | None]] = deque()
+        copies = start = 0
+        with job:
+            blocks = make()
+            for chunk, end in enumerate(job.ends):
+                with step("pack"):
+                    job.wait(chunk)
+                copies += self._copy(blocks, host + job.place(chunk) - start, start, end, stream)
+                start = end
+                if reuses:
+                    travelling.append((chunk, target.record(stream)))
+                    while travelling and ((event := travelling[0][1]) is None or event.query()):
+                        job.reuse(travelling.popleft()[0])
+        return blocks, copies
+
+    def _copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any) -> int:
+        with step("copy"):
+            return self._target.copy(blocks, host, start, end, stream, pinned=self._is_pinned)
+
+    def _acquire(self, nbytes: int) -> Lease:
+        try:
+            return self._pool.acquire(nbytes, timeout=self._timeout, owner=self._owner)
+        except AcquireTimeoutError as error:
+            error.add_note(
+                "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass "
+                "copy=True"
+            )
+            raise
+
+    def _acquire_or_less(self, nbytes: int) -> Lease:
+        """Lease a slab for a batch; where the platform refuses that much, a smaller one, or at last a pageable one."""
+        size = nbytes
+        while True:
+            try:
+                return self._acquire(size)
+            except REFUSALS as error:
+                if isinstance(error, StagingError):
+                    raise
+                if size == nbytes:
+                    self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
+                size //= 2
+                if size < _LEAST_SLAB_BYTES:
+                    return self._acquire_pageable(nbytes)
+
+    def _acquire_or_pageable(self, nbytes: int) -> Lease:
+        """Lease a slab for what has to be in one; a pageable one where the platform refuses."""
+        try:
+            return self._acquire(nbytes)
+        except REFUSALS as error:
+            if isinstance(error, StagingError):
+                raise
+            self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
+            return self._acquire_pageable(nbytes)
+
+    def _acquire_pageable(self, nbytes: int) -> Lease:
+        with self._lock:
+            self._is_pinned = False
+            if self._pageable is None:
+                self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
+        tell_once(
+            "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
+        )
+        return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
+
+    def _count_refusal(self, nbytes: int, what: str, error: Exception) -> None:
+        with self._lock:
+            self._refused_batches += 1
+            is_first = self._refused_batches == 1
+        if is_first:
+            warnings.warn(
+                f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
+                "once",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")
+
+    def __enter__(self) -> Stager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"

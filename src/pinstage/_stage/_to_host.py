@@ -1,0 +1,327 @@
+"""The way back: many tensors of one or more devices into one host slab.
+
+::
+
+    tree --take apart--> leaves of each device
+      small, or strided   --gather, on the current stream--> device slab  --one copy-->  |
+      large and dense     --------------------------------------------------a copy each-->  host slab (leased)
+                                                                                            | get(): event, views
+
+The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
+copies are done and the last view has died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
+
+import torch
+
+from .._batch import (
+    DTYPES,
+    PACKED,
+    WRAPPERS,
+    Gathering,
+    IsContainer,
+    RowKind,
+    Structure,
+    Table,
+    arrange,
+    cut,
+    describe,
+    duplicate,
+    flat,
+    gather,
+    walk,
+)
+from .._pool import Fence, Lease, guard_until_release
+from .._steps import step
+from .._torch import check_is_plain
+from ._device import Events, HostCopy, Sources
+from ._frames import clear_own_frames
+from ._not_a_batch import B_co, NotABatch
+from ._transfer import move
+
+_MOST_GATHERINGS = 16
+_CPU = torch.device("cpu")
+
+
+class Share(NamedTuple):
+    """The leaves of a tree that are on one device."""
+
+    device: torch.device
+    gathering: Gathering
+    kept: list[torch.Tensor]
+    """What has to stay alive until the copies are under way."""
+
+    @property
+    def table(self) -> Table:
+        """With their places in this share's part of the host slab."""
+        return self.gathering.table
+
+
+class HostTransfer(NotABatch, Generic[B_co]):
+    """Tensors on their way to the host. Made by `Stager.to_host`.
+
+    `get` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
+    """
+
+    __slots__ = ("_copy", "_event", "_fetched", "_host", "_leaves", "_nbytes", "_structure", "_tables", "copies")
+
+    def __init__(
+        self,
+        structure: Structure,
+        leaves: list[Any],
+        tables: list[Table],
+        host: torch.Tensor | None,
+        event: Fence | None,
+        copies: int,
+        *,
+        copy: bool,
+    ) -> None:
+        self._structure = structure
+        self._leaves: list[Any] | None = leaves
+        self._tables = tables
+        self._host = host
+        self._event = event
+        self._copy = copy
+        self._nbytes = sum(table.nbytes for table in tables)
+        self._fetched: Any = None
+        self.copies = copies
+        """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel through the host slab, padding included."""
+        return self._nbytes
+
+    def query(self) -> bool:
+        """Say whether the bytes are on the host, so that `get` will not block. Does not block."""
+        return self._event is None or self._event.query()
+
+    def synchronize(self) -> None:
+        """Block until the bytes are on the host. Waits for the copies' own event, not for the device or a stream."""
+        if self._event is not None:
+            with step("wait"):
+                self._event.synchronize()
+
+    def get(self) -> B_co:
+        """Wait until the bytes are on the host, and return them.
+
+        Blocks as `synchronize` does. Later calls return the same object.
+
+        Returns:
+            A tree of the same types. Tensors that travelled are views of one page-locked slab. The slab goes back to
+            the pool when the last view has died, and this transfer, which keeps its result. With ``copy=True`` they are
+            ordinary tensors. What was on the host already is the same object as before.
+        """
+        fetched: B_co
+        if self._leaves is None:
+            fetched = self._fetched
+            return fetched
+        with step("views"):
+            leaves = self._cut()  # before the wait: meanwhile the copy is on its way
+        self.synchronize()
+        if self._copy:
+            leaves = self._duplicated(leaves)
+        with step("unflatten"):
+            self._fetched = fetched = self._structure.rebuild(leaves)
+        self._leaves = self._host = None
+        return fetched
+
+    def _cut(self) -> list[Any]:
+        """Cut the slab into the leaves. Not to be shown before `synchronize` has returned."""
+        assert self._leaves is not None
+        leaves, start = self._leaves, 0
+        for table in self._tables:
+            slab = torch.empty(0, dtype=torch.uint8, device="cpu")
+            if self._host is not None:
+                slab = self._host[start : start + table.nbytes]
+            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
+            leaves = cut(table, slab, others)
+            start += table.nbytes
+        return leaves
+
+    def _duplicated(self, leaves: list[Any]) -> list[Any]:
+        """Give the leaves that travelled memory of their own."""
+        for table in self._tables:
+            for index in table.positions(*PACKED):
+                leaves[index] = duplicate(leaves[index])
+            first = table.rows["offset"]
+            for index in table.positions(RowKind.ALIAS):
+                leaves[index] = leaves[int(first[index])]
+        return leaves
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
+
+    def __repr__(self) -> str:
+        return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
+
+
+class Landing(NamedTuple):
+    """Where a tensor lies in the host slab."""
+
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; dense."""
+
+
+def landings(transfer: HostTransfer) -> list[Any]:
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `get`."""
+    assert transfer._leaves is not None
+    found, start = list(transfer._leaves), 0
+    for table in transfer._tables:
+        for index, (offset, _, kind, code, ndim, _, shape, stride) in enumerate(table.entries()):
+            if kind in PACKED:
+                dtype = DTYPES[code]
+                assert dtype is not None
+                found[index] = Landing(start + offset, dtype, tuple(shape[:ndim]), tuple(stride[:ndim]))
+        start += table.nbytes
+    return found
+
+
+def event_of(transfer: HostTransfer) -> Fence | None:
+    """Return what is done when all bytes are on the host; None where they are there already."""
+    return transfer._event
+
+
+def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
+    """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
+
+    Args:
+        transfer: before `get`.
+        leaves: what it was made from, a list of tensors.
+    """
+    assert transfer._leaves is not None
+    for index, (left, leaf) in enumerate(zip(transfer._leaves, leaves, strict=True)):
+        if left is leaf:
+            transfer._leaves[index] = leaf.clone()
+
+
+def to_host(
+    tree: Any,
+    home: torch.device,
+    acquire: Callable[[int], Lease],
+    sources: Sources,
+    *,
+    copy: bool,
+    hold: bool = True,
+) -> HostTransfer[Any]:
+    """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
+
+    Args:
+        tree: what to fetch.
+        home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
+        acquire: leases a host slab of so many bytes.
+        sources: the stager's.
+        copy: return ordinary tensors.
+        hold: see `Source.fetch`.
+    """
+    while True:
+        with step("walk"):
+            leaves, structure = walk(tree)
+        try:
+            with step("describe"):
+                shares, left = _divide(leaves, structure, home, sources)
+            break
+        except IsContainer:
+            continue  # see `take_apart`
+    nbytes = sum(share.table.nbytes for share in shares)
+    host, event, copies = None, None, 0
+    if nbytes:
+        lease = acquire(nbytes)
+        streams = [sources.of(share.device).stream for share in shares]
+        after: Fence | None = Events([stream for stream in streams if stream is not None])
+        guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
+        try:
+            host = lease.tensor()
+            events, copies = _fetch(shares, leaves, host, sources, hold)
+            after = event = events[0] if len(events) == 1 else Events(events) if events else None
+        except BaseException as error:
+            clear_own_frames(error)  # who keeps the error must not keep views of the slab
+            host = None
+            raise
+        finally:
+            lease.release(after=after)
+    return HostTransfer(structure, left, [share.table for share in shares], host, event, copies, copy=copy)
+
+
+def _divide(
+    leaves: list[Any], structure: Structure, home: torch.device, sources: Sources
+) -> tuple[list[Share], list[Any]]:
+    """Divide leaves by the device that they are on.
+
+    Returns:
+        Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
+        what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
+    """
+    left: list[Any] = [None] * len(leaves)  # the caller's tensors that travel may go
+    shares: list[Share] = []
+    devices = [home]
+    on_their_own: set[int] = set()
+    for device in devices:  # grows when tensors of another one are met
+        parts = describe(leaves, structure, device, arrays=False)
+        table = parts.table
+        if table.packed:
+            shares.append(Share(device, _gathering(table, sources), parts.kept))
+        if device != home:
+            for index in table.positions(*PACKED):
+                on_their_own.discard(index)
+                left[index] = None
+        elif table.packed < len(leaves):
+            for index in table.positions(RowKind.OTHER, RowKind.MOVED, RowKind.ALIAS):
+                left[index] = leaf.obj if type(leaf := leaves[index]) in WRAPPERS else leaf
+            on_their_own = set(table.positions(RowKind.MOVED))
+            there = (left[i].device for i in on_their_own if isinstance(left[i], torch.Tensor))
+            devices += dict.fromkeys(device for device in there if device.type == "cuda")
+            if home in devices[1:]:  # of a tensor there that cannot be packed
+                devices.remove(home)
+    for index in on_their_own:
+        thing = left[index]
+        if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
+            left[index] = move(thing, _CPU, structure, index)
+    return shares, left
+
+
+def _gathering(table: Table, sources: Sources) -> Gathering:
+    """Arrange leaves for the host, as was done before if leaves like these were met."""
+    known = sources.gatherings
+    found = known.get(table)
+    if found is None:
+        if len(known) >= _MOST_GATHERINGS:
+            known.clear()  # all at once: other threads add some
+        found = known[table] = arrange(table)
+    return found
+
+
+def _fetch(
+    shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
+) -> tuple[list[Fence], int]:
+    """Start the copies of all shares; return their events, and how many copies there are."""
+    events: list[Fence] = []
+    copies = start = 0
+    for device, gathering, _ in shares:
+        here = host[start : start + gathering.table.nbytes]
+        check_is_plain(here)
+        start += gathering.table.nbytes
+        pieces = []
+        if gathering.gathered_bytes:
+            slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
+            with step("gather"):
+                gather(gathering, leaves, slab)
+            pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
+        for index, offset, nbytes in gathering.direct:
+            there = flat(leaves[index]).view(torch.uint8)
+            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
+        if pieces:
+            with step("copy"):
+                event = sources.of(device).fetch(pieces, hold=hold)
+            if event is not None:
+                events.append(event)
+            copies += len(pieces)
+    return events, copies

@@ -1,0 +1,303 @@
+"""A batch on its way to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, SupportsIndex
+
+import torch
+
+from .._batch import (
+    Blocks,
+    Layout,
+    OwnStorage,
+    RowKind,
+    Sharing,
+    Structure,
+    Table,
+    moves_in_silence,
+    sharing_of,
+    tensors_in,
+)
+from .._pool import Fence
+from .._steps import step
+from .._torch import memory_of, tell_once
+from ..errors import RingError
+from ._device import Target
+from ._not_a_batch import B_co, NotABatch
+from ._ring import RingLease
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Sent(NamedTuple):
+    """The packed leaves of a batch, on their way."""
+
+    blocks: Blocks
+    """The tensors."""
+    event: Fence | None
+    """Behind the last copy; None if nobody can ask for it."""
+    copies: int
+    stream: Any
+    """That the copies are on."""
+
+
+class Transfer(NotABatch, Generic[B_co]):
+    """A staged batch, perhaps still travelling. Made by `Stager.stage`.
+
+    What was packed may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_is_whole",
+        "_leaves",
+        "_moved",
+        "_moved_event",
+        "_others",
+        "_ring_lease",
+        "_sent",
+        "_structure",
+        "_table",
+        "_target",
+    )
+
+    def __init__(
+        self,
+        target: Target,
+        structure: Structure,
+        table: Table,
+        sent: Sent,
+        others: list[Any],
+        moved: list[Any],
+        moved_event: Fence | None,
+        ring_lease: RingLease | None,
+    ) -> None:
+        self._target = target
+        self._structure = structure
+        self._table = table
+        self._sent = sent
+        self._others = others
+        self._moved = moved
+        self._moved_event = moved_event
+        self._ring_lease = ring_lease
+        self._leaves: list[Any] | None = None  # between `_cut` and `get`
+        self._is_whole = False
+        if ring_lease is not None:
+            ring_lease.slab.content = structure, table
+        self._batch: Any = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where each leaf lies in the slab."""
+        return Layout(self._structure, self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch's host slab, padding included."""
+        return self._table.nbytes
+
+    @property
+    def copies(self) -> int:
+        """Host-to-device copies of the packed leaves: one for each block, and a large block may take several."""
+        return self._sent.copies
+
+    @property
+    def blocks(self) -> int:
+        """Device tensors made for the packed leaves: leaves with tensors of their own, and blocks that leaves share."""
+        return len(self._sent.blocks)
+
+    @property
+    def passthrough(self) -> int:
+        """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+        return len(self._moved)
+
+    def query(self) -> bool:
+        """Say whether the bytes are on the device. Does not block."""
+        return all(event is None or event.query() for event in (self._sent.event, self._moved_event))
+
+    def synchronize(self) -> None:
+        """Block the host until the bytes are on the device. Rarely needed: with `get`, only the stream waits."""
+        for event in (self._sent.event, self._moved_event):
+            if event is not None:
+                event.synchronize()
+
+    def get(self, stream: torch.cuda.Stream | None = None) -> B_co:
+        """Return the batch, safe to use on a stream.
+
+        Does not block: the stream waits for the copy, the host does not. To use the batch on another stream too, call
+        `get` again with that stream; it returns the same batch.
+
+        Args:
+            stream: the consumer's stream; None is the current one. Ignored on the CPU.
+
+        Returns:
+            A batch of the same types. Tensors and arrays are tensors on the device. Which of them share memory is said
+            by the stager's `own_storage`.
+
+        Raises:
+            RingError: the transfer was released.
+        """
+        with step("get"):
+            ring_lease, (blocks, event, _, writer) = self._ring_lease, self._sent
+            consumer = self._target.consumer(stream)
+            if ring_lease is not None and ring_lease.is_released:
+                raise RingError(
+                    "transfer was released: its device slab may hold another batch; get() the batch before release()"
+                )
+            if consumer is not writer:
+                used = blocks.tensors if ring_lease is None else ring_lease.hand_out(consumer)
+                self._target.hand_over(event, used, consumer)
+            if self._moved:
+                tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
+                self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
+            if not self._is_whole:
+                self._cut()
+                leaves, self._leaves, self._others = self._leaves, None, []
+                assert leaves is not None
+                with step("unflatten"):
+                    self._batch = self._structure.rebuild(leaves)
+                self._is_whole = True
+            batch: B_co = self._batch
+            return batch
+
+    def _cut(self) -> None:
+        """Make the leaves that `get` puts together, if they are not there yet."""
+        if self._leaves is None:
+            with step("views"):
+                self._leaves = self._sent.blocks.leaves(self._others)
+
+    def release(self) -> None:
+        """Give the device slab back to the ring, although tensors of the batch are still alive.
+
+        Call it when all work on the batch has been issued. Only a ring needs it, and only if the tensors stay alive on
+        purpose, such as the inputs of a captured CUDA graph. The slab is used again when each stream that `get` was
+        given has done the work issued on it so far. Without a ring it does nothing. Does not block.
+        """
+        if self._ring_lease is not None:
+            self._ring_lease.release()
+            # The slab of the batch, and its views, would count as somebody who uses it.
+            self._batch, self._sent = None, self._sent._replace(blocks=())  # type: ignore[arg-type]
+            self._leaves, self._others = None, []
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
+
+    def __enter__(self) -> B_co:
+        """Return the batch, as `get` does; it is released at the end of the block."""
+        return self.get()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        nbytes = self._table.nbytes
+        done = " done" if self.query() else ""
+        return f"<Transfer nbytes={nbytes} copies={self.copies} to {self._target.device}{done}>"
+
+
+def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
+    """Return what the host slab must not be written before; None where the copy is done already."""
+    return transfer._sent.event
+
+
+def sent_of(transfer: Transfer[Any]) -> Sent:
+    """Return the packed leaves of a transfer."""
+    return transfer._sent
+
+
+def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
+    """Move a tensor, or an object of a class that says how, by its own ``.to()``, on the current stream.
+
+    A copy from a device to the CPU is waited for: no stream orders the host behind it.
+
+    Raises:
+        Exception: of that ``.to()``; a note says where in the batch.
+    """
+    try:
+        return _move(thing, device)
+    except Exception as error:
+        error.add_note(f"batch{structure.path(leaf)} cannot be packed; its own .to('{device}') raised this")
+        raise
+
+
+def _move(thing: Any, device: torch.device) -> Any:
+    if isinstance(thing, torch.Tensor):
+        return thing.to(device, non_blocking=device.type != "cpu")
+    cls = type(thing)
+    if not moves_in_silence(cls):
+        tell_once(
+            f"{cls.__module__}.{cls.__qualname__} holds tensors and is no known container: it moves by its own .to(), "
+            f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
+        )
+    moved = thing.to(device)
+    return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
+
+
+def move_others(
+    target: Target, structure: Structure, table: Table, others: list[Any]
+) -> tuple[list[Any], list[Any], Fence | None]:
+    """Move what cannot be packed by its own ``.to()``, on the current stream.
+
+    Args:
+        target: where to.
+        structure: of the batch.
+        table: of the batch.
+        others: the leaves that do not live in the slab, in order.
+
+    Returns:
+        What stands for these leaves then, those of them that were moved, and the event behind them.
+    """
+    if not table.moved:
+        return others, [], None
+    leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
+    result, moved = list(others), []
+    for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
+        result[index] = move(others[index], target.device, structure, leaves[index])
+        moved.append(result[index])
+    return result, moved, target.record(target.consumer(None))
+
+
+def send_packed(
+    target: Target,
+    structure: Structure,
+    table: Table,
+    host: int | None,
+    others: list[Any],
+    own_storage: OwnStorage,
+    ring_lease: RingLease | None = None,
+    *,
+    pinned: bool,
+) -> Transfer[Any]:
+    """Start the copy of a batch that is packed in host memory already, and make its leaves.
+
+    Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
+
+    Args:
+        target: where to.
+        structure: of the batch.
+        table: describes the memory.
+        host: address of ``table.nbytes`` bytes; None if the table needs none.
+        others: the leaves that are not packed, in order.
+        own_storage: see `Stager`.
+        ring_lease: of a ring; None takes fresh device memory.
+        pinned: whether the memory is page-locked.
+    """
+    stream, event, copies = target.stream, None, 0
+    with target.selected():
+        if ring_lease is None:
+            blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
+        else:
+            blocks = target.blocks(table, Sharing.ONE, stream, ring_lease.ready(stream))
+        if table.nbytes and host is not None:
+            try:
+                copies = target.copy(blocks, host, 0, table.nbytes, stream, pinned=pinned)
+            finally:
+                event = target.record(stream)
+    sent = Sent(blocks, event, copies, stream)
+    others, moved, moved_event = move_others(target, structure, table, others)
+    transfer: Transfer[Any] = Transfer(target, structure, table, sent, others, moved, moved_event, ring_lease)
+    transfer._cut()
+    return transfer

@@ -1,0 +1,200 @@
+"""Batches that are page-locked already: leaves copied from where they lie, and leases sent as they are.
+
+Nothing is page-locked without a GPU, so a double says here which tensors are; the copies are the real ones.
+"""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from doubles import CountingMemory, HeldTarget, ManualEvent, claim_in_child, wait_until
+from paths import PATHS, on_path
+from strategies import assert_same, tensor_of
+
+from pinstage import Layout, SlabPool, Stager
+from pinstage._batch import _borrowing
+from pinstage._pool import size_class
+from pinstage._reaper import reaper
+from pinstage.errors import LeaseError, RingError
+
+LARGE = 256 * 1024
+
+
+@pytest.fixture
+def page_locked(monkeypatch):
+    """Say of some tensors that they are page-locked, by the addresses of their first bytes."""
+    found = set()
+    monkeypatch.setattr(_borrowing, "is_page_locked", lambda tensor: tensor.data_ptr() in found)
+    return found
+
+
+def large(seed, dtype=torch.float32):
+    return tensor_of(dtype, (LARGE // dtype.itemsize + 5,), seed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("ring", [None, 2])
+@pytest.mark.parametrize("which", [(), (0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
+def test_borrowed_leaves_and_packed_ones_arrive_in_their_places(page_locked, path, ring, which):
+    with on_path(path), Stager("cpu", max_bytes="64MiB", borrow_pinned=True, ring=ring) as stager:
+        batch = [
+            large(1),
+            large(2, torch.int16),
+            tensor_of(torch.uint8, (7,), 3),
+            large(4),
+            tensor_of(torch.bool, (3,), 5),
+        ]
+        page_locked.update(batch[i].data_ptr() for i in which)
+        transfer = stager.stage(batch)
+        assert_same(batch, transfer.get(), "cpu")
+        stats = stager.stats()
+        rest = [leaf for i, leaf in enumerate(batch) if i not in which]
+        assert stats.pool.held_bytes == size_class(Layout.of(rest).nbytes, stager.pool.memory.granularity)
+        assert transfer.layout == Layout.of(batch)
+        assert stats.copies == transfer.copies >= len(which) + 1
+
+
+def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
+    batch = [tensor_of(torch.uint8, (3 << 20,), 1), large(2), tensor_of(torch.uint8, (5 << 20,), 3), large(4)]
+    page_locked.update(batch[i].data_ptr() for i in (1, 3))
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True, threads=2) as stager:
+        assert_same(batch, stager.to_device(batch), "cpu")
+
+
+def test_a_batch_that_is_page_locked_altogether_needs_no_slab(page_locked):
+    batch = {"x": large(1), "y": [large(2)]}
+    page_locked.update((batch["x"].data_ptr(), batch["y"][0].data_ptr()))
+    with Stager("cpu", pool=SlabPool(CountingMemory(), max_bytes=4096), borrow_pinned=True) as stager:
+        transfer = stager.stage(batch)
+        assert transfer.copies == 2
+        assert_same(batch, transfer.get(), "cpu")
+        assert stager.stats().pool.hits + stager.stats().pool.misses == 0
+        stager.pool.close()
+
+
+def test_what_is_small_strided_or_not_asked_for_is_packed(page_locked):
+    small, strided = tensor_of(torch.uint8, (LARGE - 1,), 1), tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
+    page_locked.update((small.data_ptr(), strided.data_ptr()))
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
+        stager.stage([small, strided])
+        assert stager.stats().pool.held_bytes >= 2 * LARGE - 16
+    whole = large(3)
+    page_locked.add(whole.data_ptr())
+    with Stager("cpu", max_bytes="64MiB") as stager:
+        stager.stage([whole])
+        assert stager.stats().pool.held_bytes > LARGE
+
+
+def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
+    array = np.arange(LARGE, dtype=np.int32)
+    permuted = tensor_of(torch.float32, (64, 32, 64), 1).permute(2, 0, 1)
+    page_locked.update((array.ctypes.data, permuted.data_ptr()))
+    batch = [array, permuted, permuted]
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
+        transfer = stager.stage(batch)
+        staged = transfer.get()
+        assert transfer.copies == 2
+        assert_same(batch, staged, "cpu")
+        assert staged[1] is staged[2]
+
+
+# -- leases that are sent as they are ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ring", [None, 1])
+def test_a_lease_is_sent_as_it_is_and_released(ring):
+    batch = {"x": tensor_of(torch.float32, (4, 5), 1), "name": "a", "n": torch.nn.Parameter(torch.ones(2))}
+    layout = Layout.of(batch)
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool, ring=ring) as stager:
+        lease = pool.acquire(layout.nbytes)
+        layout.pack(batch, lease.tensor())
+        transfer = stager.send(lease, layout, layout.others(batch))
+        assert lease.released
+        assert (transfer.copies, transfer.passthrough) == (1, 1)
+        assert_same(batch, transfer.get(), "cpu")
+        assert stager.stats().pool.leased_slabs == 0
+        assert pool.stats().hits + pool.stats().misses == 1  # no other slab was asked for
+
+
+def test_a_sent_lease_keeps_its_guards_and_waits_for_the_copy():
+    batch = torch.zeros(100)
+    layout = Layout.of(batch)
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+        stager._target = target = HeldTarget()
+        lease = pool.acquire(layout.nbytes)
+        lease.guard(event := ManualEvent())
+        stager.send(lease, layout)
+        for done in (target.stream, event):
+            assert pool.stats().in_flight_slabs == 1
+            done.finish()
+        assert pool.stats().free_slabs == 1
+
+
+def test_a_layout_of_nothing_releases_the_lease_too():
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+        lease = pool.acquire(1)
+        assert stager.send(lease, Layout.of(["text"]), ["text"]).get() == ["text"]
+        assert lease.released
+
+
+def test_a_lease_that_cannot_be_sent_stays_the_callers():
+    batch = [torch.zeros(100), "text"]
+    layout = Layout.of(batch)
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool, ring=1) as stager:
+        with pool.acquire(16) as small, pytest.raises(ValueError, match=r"lease is too small: 16 bytes .* of 400"):
+            stager.send(small, layout, ["text"])
+        with pool.acquire(layout.nbytes) as lease:
+            with pytest.raises(ValueError, match="others has the wrong length: 0 for 1 leaves"):
+                stager.send(lease, layout)
+            held = stager.to_device(batch)
+            with pytest.raises(RingError, match="ring is full"):
+                stager.send(lease, layout, ["text"])
+            assert not lease.released
+            del held
+        with pytest.raises(LeaseError, match="already released"):
+            stager.send(lease, layout, ["text"])
+
+
+def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):
+    tensor = large(1)
+    page_locked.add(tensor.data_ptr())
+    died = weakref.ref(tensor)
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
+        stager._target = target = HeldTarget()
+        stager.to_device([tensor])
+        del tensor
+        gc.collect()
+        assert died() is not None
+        target.stream.finish()
+        wait_until(lambda: died() is None)
+
+
+def test_a_forked_child_ends_nothing_that_waits_for_its_copy():
+    """The end of page-locked memory may call CUDA, which aborts a forked child."""
+
+    class Waiting:
+        def reap(self):
+            begun.set()
+            return done.wait()
+
+    begun, done = threading.Event(), threading.Event()
+    reaper.start()
+    reaper.tasks.put(Waiting())  # so that the next one stays in the queue
+    begun.wait()
+    leaf = torch.ones(3)
+    reaper.bury(leaf)
+    alive = weakref.ref(leaf)
+    del leaf
+
+    def claim():
+        gc.collect()
+        assert alive() is not None
+
+    try:
+        claim_in_child(claim)
+    finally:
+        done.set()
+    wait_until(lambda: alive() is None)

@@ -1,0 +1,538 @@
+"""How bytes get into a slab: by one thread or several, in chunks, and what happens when it is cut short."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, outcome
+from strategies import tensor_of
+
+from pinstage import _native
+from pinstage._batch import most_threads, pack, reuses_places, start_packing, take_apart
+from pinstage._batch._packing import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
+from pinstage._host import usable_cpus
+
+KIB, MIB = 1 << 10, 1 << 20
+GUARD = 64
+
+
+def bytes_of(*sizes, skipped=0):
+    """Return leaves of so many bytes, which begin at odd addresses if some are `skipped`."""
+    return [tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:] for seed, size in enumerate(sizes)]
+
+
+def strided_leaves():
+    """Leaves whose elements are not side by side, some of megabytes, one lazily conjugated, one empty."""
+    return [
+        tensor_of(torch.uint8, (3, 2000, 1001), 1)[:, :, :1000],
+        tensor_of(torch.bfloat16, (1, 1, 1500, 3000), 2)[..., ::2],
+        tensor_of(torch.float32, (300, 700), 8)[:, ::7],
+        tensor_of(torch.complex128, (900, 600), 3)[:, 1:],
+        tensor_of(torch.complex128, (90, 600), 3)[:, ::3],
+        tensor_of(torch.bool, (1, 7_000_000), 4)[:, ::2],
+        tensor_of(torch.int64, (5, 1), 5).expand(5, 100_000),
+        tensor_of(torch.complex64, (3, 40), 6).conj(),
+        tensor_of(torch.float32, (0, 4), 7)[:, ::2],
+    ]
+
+
+BATCHES = {
+    "nothing": list,
+    "empty leaves": lambda: [torch.empty(0), torch.empty(0, 3)],
+    "one small leaf": lambda: bytes_of(7),
+    "many small leaves": lambda: bytes_of(*(n % 50 for n in range(3000))),
+    "many that make megabytes": lambda: bytes_of(*(n % 5000 for n in range(3000))),
+    "one large leaf": lambda: bytes_of(3 * MIB + 3),
+    "large leaves at odd addresses": lambda: bytes_of(*(256 * KIB + n for n in range(-2, 40, 7)), skipped=13),
+    "small and large leaves": lambda: bytes_of(*(n**4 for n in range(50))),
+    "a leaf of many chunks": lambda: bytes_of(32 * MIB + 5),
+    "leaves of many chunks": lambda: bytes_of(3, 24 * MIB, 5, 16 * MIB - 1, 1, 3),
+    "strided leaves": strided_leaves,
+    "strided leaves beside many": lambda: [*strided_leaves(), *(tensor_of(torch.int16, (11,), n) for n in range(100))],
+}
+
+
+@pytest.fixture(scope="module", params=BATCHES)
+def batch(request):
+    """A batch, and what its slab has to be: padding is zero."""
+    leaves = BATCHES[request.param]()
+    table = take_apart(leaves).table
+    expected = np.zeros(table.nbytes, dtype=np.uint8)
+    for leaf, offset in zip(leaves, table.rows["offset"].tolist(), strict=True):
+        plain = (leaf if leaf.is_conj() else leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf).resolve_conj()
+        part = plain.contiguous().flatten().view(torch.uint8).numpy()
+        expected[offset : offset + part.size] = part
+    return leaves, torch.from_numpy(expected)
+
+
+@contextlib.contextmanager
+def guarded(nbytes):
+    """Give a slab of memory that was used before, and fail if anything beside it is written."""
+    memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
+    yield memory[GUARD : GUARD + nbytes]
+    assert memory[:GUARD].eq(0xEE).all(), "wrote before the slab"
+    assert memory[GUARD + nbytes :].eq(0xEE).all(), "wrote behind the slab"
+
+
+def packed(leaves, threads):
+    """Pack leaves; return the slab, and where chunks ended."""
+    parts = take_apart(leaves)
+    with guarded(parts.table.nbytes) as slab:
+        job = start_packing(parts, slab, threads)
+        if job is None:
+            return slab, (parts.table.nbytes,)
+        with job:
+            ends = job.ends
+            job.wait(len(ends) - 1)
+            for chunk in range(len(ends)):
+                job.wait(chunk)
+        return slab, ends
+
+
+def ends_of(sizes):
+    """Return where the chunks of a batch of leaves end. All of them lie in one place."""
+    source = torch.zeros(max(sizes), dtype=torch.uint8)
+    parts = take_apart([source[:size] for size in sizes])
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 2) as job:
+        return job.ends
+
+
+# -- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 5])
+def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
+    leaves, expected = batch
+    slab, ends = packed(leaves, threads)
+    assert torch.equal(slab, expected)
+    assert ends[-1] == expected.numel()
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_what_is_reported_is_in_the_slab_already(batch, threads):
+    leaves, expected = batch
+    parts = take_apart(leaves)
+    with guarded(expected.numel()) as slab:
+        job = start_packing(parts, slab, threads)
+        if job is None:
+            assert expected.numel() < PARALLEL_FROM_BYTES
+            return
+        with job:
+            for chunk, end in enumerate(job.ends):
+                job.wait(chunk)
+                assert torch.equal(slab[:end], expected[:end])
+            assert end == expected.numel()
+
+
+def test_leaves_that_somebody_else_writes_are_left_out():
+    leaves = [*bytes_of(5, 300 * KIB, 40), torch.ones(3, 5)[:, ::2], torch.ones(3, dtype=torch.int16)]
+    parts = take_apart(leaves)
+    offsets = parts.table.rows["offset"].tolist()
+    with guarded(parts.table.nbytes) as slab:
+        pack(parts, slab, skip=[1, 3])
+        for leaf, offset, skipped in zip(leaves, offsets, (False, True, False, True, False), strict=True):
+            place = slab[offset : offset + leaf.nbytes]
+            assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
+            assert place.eq(0xEE).all() == skipped
+            assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), "padding"
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_batch_is_not_worth_a_second_thread():
+    parts = take_apart(bytes_of(PARALLEL_FROM_BYTES - 216, 100))
+    assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
+
+
+def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
+    assert [end / MIB for end in ends_of([MIB] * 20)] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5, 20]
+    assert [end / MIB for end in ends_of([16 * MIB])] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 16]
+    assert [end / MIB for end in ends_of([MIB])] == [0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [PARALLEL_FROM_BYTES],
+        [16 * MIB],
+        [16 * MIB + 1],
+        [50_000_007],
+        [256] * 9000,
+        [512 * KIB] * 150,
+        [512 * KIB + 1] * 99,
+        [256 * KIB - 16] * 300,
+        [100, 10**7, 36, 50 * MIB, 4, 4, 4],
+        [7488] * 7001 + [10**7],
+    ],
+    ids=lambda sizes: f"{len(sizes)} of {sizes[0]}",
+)
+def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
+    ends = ends_of(sizes)
+    assert ends[-1] == sum(-(-size // 16) * 16 for size in sizes)
+    lengths = [high - low for low, high in itertools.pairwise([0, *ends])]
+    first, slack = MIB // 2, MIB // 4  # a piece is not cut
+    if len(lengths) > 1:
+        assert min(lengths) >= first
+        assert lengths[0] <= first + slack
+    assert all(after <= 2 * before + slack for before, after in itertools.pairwise(lengths[:-1]))
+    assert max(lengths) <= 4 * MIB + first + slack
+
+
+@pytest.mark.parametrize("chunk", [-1, 5, 10**30])
+def test_there_is_nothing_behind_the_last_chunk(chunk):
+    parts = take_apart(bytes_of(10 * MIB))
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 2) as job:
+        assert len(job.ends) == 5
+        for ask in (job.wait, job.place, job.reuse):
+            with pytest.raises((ValueError, OverflowError), match=r"no such chunk|too"):
+                ask(chunk)
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def through_places(leaves, threads, held):
+    """Pack leaves. Each chunk has travelled when so many later ones are packed.
+
+    Returns:
+        What travelled, and for each chunk where it lay, and where it begins in the batch.
+    """
+    parts = take_apart(leaves)
+    travelled, places = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8), []
+    with guarded(parts.table.nbytes) as slab, start_packing(parts, slab, threads, reuses=True) as job:
+        starts = [0, *job.ends]
+        for chunk, (start, end) in enumerate(itertools.pairwise(starts)):
+            job.wait(chunk)
+            places.append(job.place(chunk))
+            travelled[start:end] = slab[places[-1] : places[-1] + end - start]
+            if chunk >= held:
+                gone = chunk - held
+                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD  # nobody counts on it
+                job.reuse(gone)
+    return travelled, places, starts
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batch, threads, held):
+    leaves, expected = batch
+    parts = take_apart(leaves)
+    if parts.has_lazy or expected.numel() < PARALLEL_FROM_BYTES:
+        assert not reuses_places(parts)
+        return
+    travelled, places, starts = through_places(leaves, threads, held)
+    assert torch.equal(travelled, expected)
+    assert all(place <= start for place, start in zip(places, starts, strict=False))
+    if threads == 1 and len(places) > 6 + held:
+        assert len(set(places)) < len(places), "no place was used twice"
+
+
+def test_one_thread_packs_a_large_batch_in_the_places_of_a_few_chunks():
+    _, places, _ = through_places(bytes_of(*[5 * MIB + 1] * 20), 1, 1)
+    assert len(places) > 20
+    assert len(set(places)) < 12
+
+
+def test_places_are_reused_by_large_batches_on_cpus_that_can_demote_lines(monkeypatch):
+    large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
+    for demotes in (True, False):
+        monkeypatch.setattr(_native.core, "demotes", demotes)
+        for leaves, expected in (
+            (large, demotes),
+            (bytes_of(REUSE_FROM_BYTES - 16), False),
+            ([*large, lazy], False),
+        ):
+            assert reuses_places(take_apart(leaves)) is expected
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def tasks():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
+    packed(bytes_of(8 * MIB), 3)
+    before, ours, of_python = tasks(), _native.core.threads(), threading.active_count()
+    assert ours >= 2  # the third is the calling one
+    for _ in range(20):
+        packed(bytes_of(8 * MIB), 3)
+    assert (_native.core.threads(), threading.active_count()) == (ours, of_python)
+    assert tasks() <= before  # one of an earlier test may have ended
+
+
+def test_several_threads_pack_at_once():
+    barrier = threading.Barrier(3)
+
+    def work(seed):
+        leaves = [tensor_of(torch.uint8, (2 * MIB + seed,), seed), tensor_of(torch.int64, (100,), seed)]
+        barrier.wait(PATIENCE_SECONDS)
+        for _ in range(10):
+            slab, _ = packed(leaves, 2)
+            assert torch.equal(slab[800 : 800 + 2 * MIB + seed], leaves[0])  # small leaves come first
+            assert torch.equal(slab[:800].view(torch.int64), leaves[1])
+
+    with concurrent.futures.ThreadPoolExecutor(3) as executor:
+        for future in [executor.submit(work, seed) for seed in range(3)]:
+            future.result()
+
+
+def slow_leaves():
+    """Leaves that take a tenth of a second or more, of little memory."""
+    return [tensor_of(torch.uint8, (2 * KIB,), 3).expand(64 * KIB, 2 * KIB)[:, ::2]]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, background):
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    is_packed = threading.Event()
+
+    def turns():
+        count = 0
+        while not is_packed.is_set():
+            count += 1
+            time.sleep(0.001)
+        return count
+
+    counting = background(turns)
+    job = start_packing(parts, slab, threads)
+    if job is not None:
+        with job:
+            job.wait(len(job.ends) - 1)
+    is_packed.set()
+    assert outcome(counting) > 5
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_for", [None, 0])
+@pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
+def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
+    leaves = bytes_of(32 * MIB)
+    parts = take_apart(leaves)
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    for _ in range(5):
+        job = start_packing(parts, slab, 4).__enter__()
+        if wait_for is not None:
+            job.wait(wait_for)
+        if end == "exit":
+            job.__exit__()
+        elif end == "error":
+            with pytest.raises(ZeroDivisionError), job:  # entered twice
+                raise ZeroDivisionError
+        del job
+        slab.zero_()
+        packed(bytes_of(4 * MIB), 4)  # the threads are there for others
+        assert not slab.any(), "written after its end"
+
+
+def test_a_job_writes_nothing_before_its_block():
+    parts = take_apart(bytes_of(32 * MIB))
+    slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+    packed(bytes_of(4 * MIB), 4)  # the threads are there
+    jobs = [start_packing(parts, slab, 4) for _ in range(5)]
+    packed(bytes_of(32 * MIB), 4)  # long enough for those that wait in line before it
+    assert not slab.any()
+    with jobs[0] as job:
+        job.wait(len(job.ends) - 1)
+    assert slab.any()
+
+
+def test_a_job_that_has_ended_has_no_chunks():
+    parts = take_apart(bytes_of(4 * MIB))
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, 2)
+    with job:
+        pass
+    assert job.ends == ()
+    with pytest.raises(ValueError, match="closed"):
+        job.wait(0)
+    job.__exit__()  # once more
+
+
+def test_a_job_does_not_end_under_a_thread_that_waits_for_it(background):
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    job = start_packing(parts, slab, 2)
+    waiting = background(job.wait, len(job.ends) - 1)
+    refused = False
+    while not (refused or waiting.done()):
+        time.sleep(0.01)  # it begins to wait
+        try:
+            job.__exit__()
+        except RuntimeError as error:
+            refused = "being waited for" in str(error)
+            break
+    outcome(waiting)
+    assert refused
+    job.__exit__()
+    assert torch.equal(slab.view(64 * KIB, KIB), slow_leaves()[0])
+
+
+class Pressed(Exception):  # noqa: N818 - stands for a key
+    pass
+
+
+def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on():
+    parts = take_apart(slow_leaves())
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+
+    def press(*_):
+        raise Pressed
+
+    before = signal.signal(signal.SIGALRM, press)
+    try:
+        with start_packing(parts, slab, 2) as job:
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            with pytest.raises(Pressed):
+                job.wait(len(job.ends) - 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    slab.zero_()
+    packed(bytes_of(4 * MIB), 2)
+    assert not slab.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_threads():
+    leaves = slow_leaves()
+    parts = take_apart(leaves)
+    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with start_packing(parts, slab, 3) as job:
+        child = os.fork()
+        if child == 0:
+            said = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(int(PATIENCE_SECONDS))  # rather than hang
+                torch.set_num_threads(1)  # OpenMP's are the parent's, too, and torch would wait for them
+                try:
+                    job.wait(len(job.ends) - 1)
+                except RuntimeError as error:
+                    said = 0 if "forked in the middle" in str(error) else 2
+                job.__exit__()
+                again, _ = packed(bytes_of(4 * MIB), 3)  # with threads of its own
+                said |= 0 if torch.equal(again, bytes_of(4 * MIB)[0]) else 4
+            finally:
+                os._exit(said)
+        job.wait(len(job.ends) - 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(slab.view(64 * KIB, KIB), leaves[0])
+
+
+def test_a_job_keeps_its_leaves_and_its_slab():
+    source, slab = torch.zeros(32 * MIB, dtype=torch.uint8), torch.empty(32 * MIB, dtype=torch.uint8)
+    died = [weakref.ref(source), weakref.ref(slab)]
+    job = start_packing(take_apart([source]), slab, 2)
+    del source, slab
+    with job:
+        assert [one() is None for one in died] == [False, False]
+    assert [one() is None for one in died] == [True, True]
+
+
+def test_threads_that_pack_have_a_name():
+    packed(bytes_of(8 * MIB), 2)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("pinstage-pack") == _native.core.threads()
+
+
+WITHOUT_THREADS = """
+import resource, sys, warnings
+import torch
+from pinstage._batch import start_packing
+from pinstage._batch import take_apart
+
+parts = take_apart([torch.ones(8 << 20, dtype=torch.uint8)])
+slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+job = start_packing(parts, slab, 3)
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as told:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held, limits[1]))
+    with job:
+        job.wait(len(job.ends) - 1)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    with start_packing(parts, slab, 3):
+        pass
+print(slab.eq(1).all().item(), [str(one.message) for one in told])
+"""
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
+def test_a_thread_that_cannot_be_started_is_told_once():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
+    assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
+
+
+STUCK = """
+import ctypes, fcntl, mmap, os, platform, select, struct, time, weakref
+import torch
+from pinstage._batch import start_packing
+from pinstage._batch import take_apart
+
+number = {"x86_64": 323, "aarch64": 282}[platform.machine()]
+faults = ctypes.CDLL(None).syscall(number, os.O_CLOEXEC | os.O_NONBLOCK)
+if faults < 0:
+    raise SystemExit("userfaultfd is refused")
+memory = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(faults, 0xC018AA3F, struct.pack("=QQQ", 0xAA, 0, 0))  # UFFDIO_API
+fcntl.ioctl(faults, 0xC020AA00, struct.pack("=QQQQ", address, 8 << 20, 1, 0))  # UFFDIO_REGISTER: pages never come
+leaf = torch.frombuffer(memory, dtype=torch.uint8)
+slab = torch.empty(8 << 20, dtype=torch.uint8)
+alive = [weakref.ref(leaf), weakref.ref(slab)]
+job = start_packing(take_apart([leaf]), slab, 2).__enter__()
+del leaf, slab
+select.select([faults], [], [])  # a thread reads the leaf
+began = time.monotonic()
+del job
+print(time.monotonic() - began, [one() is not None for one in alive], flush=True)
+os._exit(0)
+"""
+
+
+def test_the_end_of_a_job_does_not_wait_forever_for_a_thread():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=60)
+    if "refused" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    seconds, kept = done.stdout.split(" ", 1)
+    assert 1 < float(seconds) < 30
+    assert kept == "[True, True]\n"
+
+
+# -- how many threads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_less_than_one_thread_is_refused(threads):
+    with pytest.raises(ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"):
+        most_threads(threads)
+
+
+def test_by_default_all_usable_cpus_pack_but_not_too_many():
+    assert most_threads(None) == min(usable_cpus(), MOST_THREADS)
+    assert most_threads(40) == 40

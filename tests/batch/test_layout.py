@@ -1,0 +1,602 @@
+"""The offset table: what a slot says, which leaves are packed and how, what does not match."""
+
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from strategies import DTYPES, EXPERIMENTAL, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pinstage import Layout, PageableMemory, SlabPool, Stager
+from pinstage._batch import ALIGNMENT, Slot
+from pinstage.errors import LayoutError, StagingError
+
+pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+
+def slab_for(layout):
+    return torch.empty(layout.nbytes, dtype=torch.uint8)
+
+
+def ids(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch():
+    return {
+        "image": torch.arange(24, dtype=torch.uint8).view(2, 3, 4),
+        "weight": 1.5,
+        "more": [torch.zeros(3, dtype=torch.float64), torch.tensor(7), None, "text"],
+    }
+
+
+def test_slots_stand_in_the_order_of_the_batch_and_say_where_each_tensor_is(batch):
+    layout = Layout.of(batch)
+    assert [slot.path for slot in layout.slots] == ["['image']", "['more'][0]", "['more'][1]"]
+    assert [slot.dtype for slot in layout.slots] == [torch.uint8, torch.float64, torch.int64]
+    assert [slot.shape for slot in layout.slots] == [(2, 3, 4), (3,), ()]
+    assert [slot.stride for slot in layout.slots] == [(12, 4, 1), (1,), ()]
+    assert [slot.nbytes for slot in layout.slots] == [24, 24, 8]
+    assert all(type(slot) is Slot for slot in layout.slots)
+
+
+def test_the_alignment_is_a_multiple_of_every_element_torch_stores():
+    assert all(ALIGNMENT % dtype.itemsize == 0 for dtype in DTYPES)
+
+
+def test_a_layout_is_known_by_structure_and_shapes_not_by_values(batch):
+    other = {**batch, "image": batch["image"] + 1, "weight": 2.5}
+    assert Layout.of(batch) == Layout.of(other)
+    assert hash(Layout.of(batch)) == hash(Layout.of(other))
+    assert len({Layout.of(batch), Layout.of(other)}) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda t: [t, t],
+        lambda t: (t, t.clone()),
+        lambda t: [t, t.double()],
+        lambda t: [t, t.view(2, 3).t()],
+        lambda t: [t, t[:5]],
+        lambda t: [t, None],
+        lambda t: [t, "text"],
+        lambda t: [t, t.to_sparse()],
+        lambda t: "nothing of this kind",
+    ],
+)
+def test_layouts_of_different_batches_differ(changed):
+    t = torch.arange(6.0)
+    assert Layout.of([t, t.clone()]) != Layout.of(changed(t))
+
+
+def test_a_layout_cannot_be_mistaken_for_something_else():
+    assert Layout.of([torch.zeros(2)]) != [torch.zeros(2)]
+
+
+def test_the_offset_table_is_printed_with_path_offset_bytes_dtype_and_shape(batch):
+    lines = str(Layout.of(batch)).splitlines()
+    assert lines[0].split() == ["path", "offset", "bytes", "dtype", "shape"]
+    rows = [line.split(maxsplit=4) for line in lines[1:-1]]
+    expected = [
+        [slot.path, str(slot.offset), str(slot.nbytes), ids(slot.dtype), str(list(slot.shape))]
+        for slot in Layout.of(batch).slots
+    ]
+    assert rows == expected
+    assert lines[-1] == "3 slots, 80 bytes, 24 of them padding"
+
+
+def test_a_batch_that_is_one_tensor_is_called_the_batch():
+    assert "(batch)" in str(Layout.of(torch.zeros(2)))
+    assert Layout.of(torch.zeros(2)).slots[0].path == ""
+
+
+def test_repr_says_how_large_it_is(batch):
+    assert "nbytes=80 slots=3" in repr(Layout.of(batch))
+
+
+def test_the_offset_table_is_given_as_a_structured_array(batch):
+    layout = Layout.of(batch)
+    table = layout.to_numpy()
+    assert table.dtype.names == ("path", "offset", "nbytes", "dtype", "ndim", "shape", "stride")
+    assert table["path"].tolist() == [slot.path for slot in layout.slots]
+    assert table["offset"].tolist() == [slot.offset for slot in layout.slots]
+    assert table["nbytes"].tolist() == [slot.nbytes for slot in layout.slots]
+    assert table["dtype"].tolist() == ["uint8", "float64", "int64"]
+    assert table["ndim"].tolist() == [3, 1, 0]
+    assert table["shape"].tolist() == [[2, 3, 4], [3, -1, -1], [-1, -1, -1]]
+    assert table["stride"].tolist() == [[12, 4, 1], [1, -1, -1], [-1, -1, -1]]
+
+
+def test_the_structured_array_of_no_tensors_has_no_rows():
+    assert len(Layout.of({"a": "text"}).to_numpy()) == 0
+
+
+# -- leaves that are tensors -------------------------------------------------------------------------------------------
+
+
+FORMS = {
+    "contiguous": lambda t: t,
+    "0-d": lambda t: t[0, 0, 0],
+    "empty": lambda t: t[:, :0],
+    "transposed": lambda t: t.transpose(0, 2),
+    "every other": lambda t: t[:, :, ::2],
+    "offset": lambda t: t[1:],
+    "expanded": lambda t: t[:, :1].expand(-1, 5, -1),
+    "overlapping": lambda t: t.flatten().unfold(0, 4, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+def test_every_dtype_survives_in_every_form(dtype):
+    batch = {form: change(tensor_of(dtype, (3, 4, 6))) for form, change in FORMS.items()}
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+@pytest.mark.skipif(EXPERIMENTAL is None, reason="this torch has no bcomplex32")
+@pytest.mark.filterwarnings("ignore:BComplex32")
+def test_a_dtype_without_a_code_goes_by_its_own_to():
+    tensor = torch.arange(12, dtype=torch.int16).view(EXPERIMENTAL)
+    assert Layout.of({"x": tensor}).nbytes == 0
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        staged = stager.to_device({"x": tensor, "y": torch.ones(2)})
+        assert staged["x"].dtype is EXPERIMENTAL
+        assert torch.equal(staged["x"].view(torch.int16), tensor.view(torch.int16))
+        assert stager.stats().passthrough_leaves == 1
+
+
+def test_all_dtypes_that_torch_stores_densely_are_tried():
+    named = ["bool", "bfloat16", "float16", "complex32", "complex64", "complex128", "uint16", "uint32", "uint64"]
+    named += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    present = {getattr(torch, name) for name in named if hasattr(torch, name)}
+    assert present <= set(DTYPES)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 5).t(),
+        torch.randn(40, 50, 60).permute(2, 0, 1),
+        torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
+        torch.randn(2, 1, 4, 5),
+        torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(2, 1, 3, 4, 1).to(memory_format=torch.channels_last_3d),
+    ],
+    ids=lambda tensor: f"{list(tensor.shape)} {list(tensor.stride())}",
+)
+def test_dense_permuted_tensors_keep_their_strides(tensor):
+    staged = through_slab([tensor, torch.zeros(1)])[0]
+    assert staged.stride() == tensor.stride()
+    assert torch.equal(staged, tensor)
+    assert Layout.of([tensor]).slots[0].stride == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 1).expand(3, 4),
+        torch.randn(6, 8)[:, ::2],
+        torch.randn(6, 8)[1:4, 2:5],
+        torch.randn(9).unfold(0, 3, 1),
+    ],
+    ids=["expanded", "every other", "window", "overlapping"],
+)
+def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
+    staged = through_slab(tensor)
+    assert staged.is_contiguous()
+    assert torch.equal(staged, tensor)
+    assert Layout.of(tensor).nbytes < tensor.numel() * 4 + ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.zeros(1).byte().expand(2**60) for _ in range(3)],
+        [torch.zeros(0).as_strided((0, 2**40, 2**40), (0, 0, 0))],
+    ],
+    ids=["bytes", "steps of nothing"],
+)
+def test_a_batch_with_more_than_can_be_counted_is_an_error(tensors):
+    with pytest.raises(OverflowError):
+        Layout.of(tensors)
+
+
+@pytest.mark.parametrize("size", [2**59, 2**60, 2**61, 2**62, 2**63 - 1])
+def test_a_tensor_that_repeats_too_often_is_an_error(size):
+    with pytest.raises(LayoutError, match=rf"batch\['a'\] is too large: {4 * size} bytes of"):
+        Layout.of({"a": torch.ones(1).expand(size)})
+
+
+def test_a_layout_from_a_damaged_pickle_is_an_error():
+    batch = {"a": torch.ones(3), "b": torch.ones(2)}
+    restore, (structure, table) = Layout.of(batch).__reduce__()
+    for contents in ((table, structure), (structure, table.data), (structure, tuple(table))):
+        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout anew"):
+            restore(*contents)
+    rows = table.rows.copy()
+    rows["offset"][1] = 0  # where the other one is
+    moved = restore(structure, table.moved_to(rows, table.nbytes))
+    with pytest.raises(LayoutError, match="have other places in the slab; make a layout with"):
+        moved.others(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_lazy_conjugation_and_negation_are_carried_out(dtype):
+    z = torch.randn(3, 4, dtype=dtype)
+    for leaf in (z.conj(), torch._neg_view(z), z.conj().imag, z.conj().t()):
+        assert leaf.is_conj() or leaf.is_neg()
+        for batch in ([leaf], [leaf, z]):
+            staged = through_slab(batch)
+            assert not staged[0].is_conj()
+            assert not staged[0].is_neg()
+            assert_same(batch, staged, "cpu")
+
+
+@pytest.mark.parametrize("stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"])
+@pytest.mark.parametrize(
+    ("integers", "dtype"),
+    [
+        (torch.tensor([0x7F800001, 0x7FC12345, -0x80000000], dtype=torch.int32), torch.float32),
+        (torch.tensor([0x7FF0000000000001, -0x8000000000000000]), torch.float64),
+        (torch.tensor([0x7C01, -0x8000], dtype=torch.int16), torch.float16),
+        (torch.tensor([0x7F81, -0x8000], dtype=torch.int16), torch.bfloat16),
+        (torch.tensor([0, 1, 2, 255], dtype=torch.uint8), torch.bool),
+    ],
+    ids=str,
+)
+def test_signalling_nans_negative_zeros_and_odd_bools_keep_every_bit(integers, dtype, stride_form):
+    staged = through_slab(stride_form(integers.view(dtype)))
+    assert torch.equal(bits(staged), stride_form(integers))
+
+
+def test_the_same_tensor_met_twice_is_packed_once_and_comes_back_as_one():
+    shared, array = torch.randn(100), np.arange(50.0)
+    batch = {"a": shared, "b": [shared, array, {"c": array, "d": shared}]}
+    layout = Layout.of(batch)
+    assert layout.nbytes == 400 + 400
+    assert [slot.path for slot in layout.slots] == ["['a']", "['b'][1]"]
+    staged = through_slab(batch)
+    assert staged["a"] is staged["b"][0] is staged["b"][2]["d"]
+    assert staged["b"][1] is staged["b"][2]["c"]
+    assert_same(batch, staged, "cpu")
+
+
+def test_two_views_of_one_tensor_are_two_leaves():
+    base = torch.arange(6.0)
+    staged = through_slab([base, base.view(2, 3)])
+    staged[0].zero_()
+    assert torch.equal(staged[1], base.view(2, 3))
+
+
+def test_changing_one_leaf_does_not_make_autograd_refuse_another():
+    saved, other = through_slab([torch.ones(2, 3), torch.ones(2, 3)])
+    version = saved._version
+    weight = torch.ones(4, 3, requires_grad=True)
+    loss = (saved @ weight.t()).sum()  # keeps the leaf for backward
+    other.add_(1)
+    assert saved._version == version
+    loss.backward()
+    assert weight.grad.eq(2).all()
+
+
+# -- leaves that are not packed ----------------------------------------------------------------------------------------
+
+
+class Reticent(torch.Tensor):
+    """Has no strides to speak of."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func not in (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+NOT_PACKED = {
+    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
+    "requires grad": lambda: torch.randn(3, requires_grad=True),
+    "part of a graph": lambda: torch.randn(3, requires_grad=True) * 2,
+    "subclass": lambda: torch.randn(3).as_subclass(TensorSubclass),
+    "subclass without strides": lambda: torch.randn(3).as_subclass(Reticent),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+    "nested, strided": lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]).transpose(1, 2),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.randn(3)),
+    "functional": lambda: torch._to_functional_tensor(torch.randn(3)),
+    "zeros without memory": lambda: torch._efficientzerotensor(4),
+}
+unusual = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize", "ignore:The PyTorch API of nested", "ignore:.*deprecated"
+)
+
+
+@unusual
+@pytest.mark.parametrize("kind", NOT_PACKED)
+def test_a_tensor_that_cannot_be_packed_has_no_slot_and_comes_back_as_it_is(kind):
+    tensor, plain = NOT_PACKED[kind](), torch.randn(3)
+    for _ in range(3):  # also in the place of a plain one, after batches of that structure
+        assert_same([plain, plain.clone()], through_slab([plain, plain.clone()]), "cpu")
+        staged = through_slab([plain, tensor])
+        assert [slot.path for slot in Layout.of([plain, tensor]).slots] == ["[0]"]
+        assert staged[1] is tensor
+        assert torch.equal(staged[0], plain)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize], ids=lambda f: f.__name__)
+def test_tensors_of_torchs_transforms_go_through_them(transform):
+    def staged(x):
+        return through_slab({"x": x * 2})["x"].sum()
+
+    def plain(x):
+        return (x * 2).sum()
+
+    x = torch.randn(3, 4)
+    assert torch.equal(transform(staged)(x), transform(plain)(x))
+
+
+# -- modes in which torch makes no memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_where_torch_makes_no_memory_nothing_is_read_or_written_in_silence(allow):
+    real = [torch.randn(4), torch.randn(3, 5)[:, ::2], torch.randn(3, dtype=torch.complex64).conj()]
+    layout = Layout.of(real)
+    slab = slab_for(layout)
+    with FakeTensorMode(allow_non_fake_inputs=allow):
+        assert Layout.of(real) == layout
+        fake = slab_for(layout)
+        with pytest.raises(ValueError, match=r"dst must be .*: FakeTensor"):
+            layout.pack(real, fake)
+        with pytest.raises(ValueError, match=r"src must be .*: FakeTensor"):
+            layout.unpack(fake)
+        message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
+        error = StagingError if allow else AssertionError  # of torch's own
+        with pytest.raises(error, match=message):
+            layout.pack(real, slab)
+        with pytest.raises(StagingError, match="leave the mode"):
+            layout.unpack(slab)
+        with pytest.raises(StagingError, match="leave the mode"):
+            Layout.of(np.ones(3)[::-1])  # which torch would have to copy
+
+
+# -- leaves that are arrays --------------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "plain": lambda a: a,
+    "0-d": lambda a: a[0, 0, ...],
+    "empty": lambda a: a[:0],
+    "negative strides": lambda a: a[::-1, ::-1],
+    "negative stride of one element": lambda a: a[:1, ::-1][::-1, :1],
+    "every other": lambda a: a[:, ::2],
+    "fortran": np.asfortranarray,
+    "transposed": lambda a: a.T,
+    "broadcast": lambda a: np.broadcast_to(a, (2, *a.shape)),
+    "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")),
+    "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
+    "subclass": lambda a: a.view(ArraySubclass),
+    "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
+    "not aligned, broadcast": lambda a: np.broadcast_to(
+        np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1)[:1], (3, *a.shape, 1)
+    ),
+    "field of records": lambda a: np.rec.fromarrays([a, np.ones(a.shape, "i1")], names="x,y").x,
+    "field of padded records": lambda a: np.ones(
+        a.shape, [("x", "i1"), ("y", a.dtype), ("z", "V", 2 * a.itemsize - 1)]
+    )["y"],
+}
+
+
+@pytest.mark.parametrize("writeable", [True, False], ids=["writeable", "read-only"])
+@pytest.mark.parametrize("form", ARRAYS)
+def test_numeric_arrays_of_every_dtype_and_form_arrive_as_tensors_without_a_warning(form, writeable):
+    values = np.random.default_rng(0).integers(0, 2, (4, 6))
+    batch = {code: ARRAYS[form](values.astype(code)) for code in "?bBhHiIlLqQefdFD"}
+    for array in batch.values():
+        array.flags.writeable = array.flags.writeable and writeable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        staged = through_slab(batch)
+    assert_same(batch, staged, "cpu")
+    assert all(staged[code].numpy().tolist() == array.tolist() for code, array in batch.items())
+
+
+def test_a_file_mapped_read_only_is_read_in_place(tmp_path):
+    np.arange(1000.0).tofile(tmp_path / "values")
+    mapped = np.memmap(tmp_path / "values", dtype=np.float64, mode="r")
+    staged = through_slab([mapped, mapped[100:200:3]])
+    assert torch.equal(staged[0], torch.arange(1000.0, dtype=torch.float64))
+    assert torch.equal(staged[1], torch.arange(1000.0, dtype=torch.float64)[100:200:3])
+
+
+def test_a_read_only_array_lives_no_longer_than_needed():
+    array = np.arange(1000.0)
+    array.flags.writeable = False
+    gone = weakref.ref(array)
+    through_slab([array])
+    del array
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "bc"]),
+        np.array([b"a", b"bc"]),
+        np.array(["2024-02-29"], dtype="M8[D]"),
+        np.array([3], dtype="m8[s]"),
+        np.zeros(3, dtype=[("x", "f4"), ("y", "i8", (2,))]),
+        np.array([None, "text", {"a": 1}], dtype=object),
+        np.array([b"raw"], dtype="V3"),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_that_are_not_numeric_are_left_as_they_are(array):
+    batch = [torch.zeros(2), array]
+    assert through_slab(batch)[1] is array
+    assert len(Layout.of(batch).slots) == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "mask"),
+        (np.zeros(2, dtype=np.longdouble), "longdouble|float128"),
+        (np.zeros(2, dtype=np.clongdouble), "longdouble|complex256"),
+    ],
+    ids=["masked", "long double", "complex long double"],
+)
+def test_an_array_that_no_tensor_can_be_is_an_error_that_names_it(array, reason):
+    with pytest.raises(LayoutError, match=reason) as caught:
+        Layout.of({"a": [1, array]})
+    assert caught.value.path == "['a'][1]"
+    assert "batch['a'][1]" in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_numpy_scalars_are_left_as_they_are():
+    scalar = np.float32(1.5)
+    assert through_slab([scalar, torch.zeros(1)])[0] is scalar
+
+
+# -- packing by hand ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_packed_into_a_lease_and_read_back(batch):
+    layout = Layout.of(batch)
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, pool.acquire(layout.nbytes) as lease:
+        layout.pack(batch, lease.tensor())
+        assert_same(batch, layout.unpack(lease.tensor(), layout.others(batch)), "cpu")
+
+
+def test_unpack_copies_nothing_and_keeps_the_slab_alive(batch):
+    layout = Layout.of(batch)
+    slab = slab_for(layout)
+    layout.pack(batch, slab)
+    unpacked = layout.unpack(slab, layout.others(batch))
+    assert unpacked["image"].untyped_storage().data_ptr() == slab.data_ptr()
+    slab.zero_()
+    assert not unpacked["image"].any()
+    del slab
+    assert not unpacked["image"].any()
+
+
+def test_a_part_of_a_slab_that_is_aligned_will_do(batch):
+    layout = Layout.of(batch)
+    part = torch.zeros(layout.nbytes + 5 * ALIGNMENT, dtype=torch.uint8)[3 * ALIGNMENT :]
+    layout.pack(batch, part)
+    assert_same(batch, layout.unpack(part, layout.others(batch)), "cpu")
+
+
+def _aligned_part_of_an_unaligned_buffer(nbytes):
+    buffer = np.zeros(nbytes + 4 * ALIGNMENT, dtype=np.uint8)
+    skipped = 1 - buffer.ctypes.data % ALIGNMENT + ALIGNMENT
+    return torch.from_numpy(buffer[skipped:])[ALIGNMENT - 1 :]
+
+
+WRONG_SLABS = {
+    "too small": (lambda n: torch.empty(n - 1, dtype=torch.uint8), "too small: 79 bytes for a layout of 80"),
+    "another dtype": (lambda n: torch.empty(n, dtype=torch.int8), "uint8"),
+    "a subclass": (lambda n: torch.empty(n, dtype=torch.uint8).as_subclass(TensorSubclass), "TensorSubclass"),
+    "two dimensions": (lambda n: torch.empty(n, 1, dtype=torch.uint8), "one dimension"),
+    "with gaps": (lambda n: torch.empty(2 * n, dtype=torch.uint8)[::2], "contiguous"),
+    "not aligned": (lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:], f"multiple of {ALIGNMENT} bytes: offset 1"),
+    "not aligned in its storage": (
+        _aligned_part_of_an_unaligned_buffer,
+        f"multiple of {ALIGNMENT} bytes: offset {ALIGNMENT - 1}, address 0x[0-9a-f]+0",
+    ),
+    "not aligned in memory": (
+        lambda n: torch.frombuffer(bytearray(n + 17), dtype=torch.uint8, offset=1),
+        f"multiple of {ALIGNMENT} bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_SLABS)
+def test_a_slab_that_does_not_fit_is_refused_and_not_written(batch, kind):
+    layout = Layout.of(batch)
+    make, reason = WRONG_SLABS[kind]
+    slab = make(layout.nbytes).zero_()
+    with pytest.raises(ValueError, match=f"dst .*{reason}.*; pass"):
+        layout.pack(batch, slab)
+    assert not slab.any()
+    with pytest.raises(ValueError, match=f"src .*{reason}.*; pass"):
+        layout.unpack(slab)
+
+
+@pytest.mark.parametrize("nbytes", [0, 12], ids=["freed", "shorter than the shape"])
+def test_a_slab_whose_storage_was_taken_away_is_refused(batch, nbytes):
+    layout = Layout.of(batch)
+    slab = slab_for(layout)
+    slab.untyped_storage().resize_(nbytes)
+    with pytest.raises(
+        ValueError, match=rf"dst has not the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"
+    ):
+        layout.pack(batch, slab)
+    with pytest.raises(ValueError, match="src has not the memory"):
+        layout.unpack(slab, layout.others(batch))
+
+
+def test_packing_into_a_device_is_refused(batch):
+    layout = Layout.of(batch)
+    with pytest.raises(ValueError, match="dst must be on the CPU: it is on meta"):
+        layout.pack(batch, torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "path", "reason"),
+    [
+        (lambda t: [t, t.clone()], lambda t: [t, t.double()], "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
+        (lambda t: [t, t.clone()], lambda t: [t, t[:1]], "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
+        (lambda t: [t, t.t()], lambda t: [t, t.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
+        (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of no tensor"),
+        (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "no tensor instead of float32"),
+        (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
+        (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", r"float32 \[2, 3\] instead of the very object of leaf"),
+        (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "the very object of leaf number 0 instead of float32"),
+        (lambda t: [t, None], lambda t: [t, t], "", "another structure"),
+        (lambda t: {"a": t}, lambda t: {"b": t}, "", "another structure"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_match_is_refused_with_the_path(ours, theirs, path, reason):
+    t = torch.zeros(2, 3)
+    layout = Layout.of(ours(t))
+    slab = slab_for(layout).fill_(1)
+    with pytest.raises(LayoutError, match=reason) as caught:
+        layout.pack(theirs(t), slab)
+    assert caught.value.path == path
+    assert slab.eq(1).all(), "something was written"
+
+
+@pytest.mark.parametrize(
+    "batch", [None, {}, [], "text", {"a": [(), None, 3]}, [torch.zeros(0), torch.zeros(2, 0)]], ids=repr
+)
+def test_a_batch_without_bytes_needs_no_slab(batch):
+    layout = Layout.of(batch)
+    assert layout.nbytes == 0
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_unpack_wants_each_leaf_that_does_not_live_in_the_slab():
+    layout = Layout.of([torch.eye(2).to_sparse(), torch.ones(3)])
+    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for others in ([], [torch.ones(1), torch.ones(1)]):
+        with pytest.raises(
+            ValueError, match=rf"wrong length: {len(others)} for 1 leaves .*; pass layout.others\(batch\)"
+        ):
+            layout.unpack(slab, others)
+    stand_in = torch.ones(1)
+    assert layout.unpack(slab, [stand_in])[0] is stand_in

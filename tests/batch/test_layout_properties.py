@@ -1,0 +1,82 @@
+"""What holds for every batch, however nested, on both paths."""
+
+import pickle
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from hypothesis import given
+from strategies import assert_same, batches, bits
+
+from pinstage import Layout
+from pinstage._batch import ALIGNMENT
+
+pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+
+
+@given(batches())
+def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
+    layout = Layout.of(batch)
+    spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
+    end = 0
+    for (start, stop), slot in zip(spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True):
+        assert start % ALIGNMENT == 0
+        assert start >= end or slot.nbytes == 0
+        end = max(end, stop)
+    assert end <= layout.nbytes
+    assert layout.nbytes % ALIGNMENT == 0
+    assert layout.nbytes <= sum(slot.nbytes + ALIGNMENT - 1 for slot in layout.slots)
+
+
+@given(batches())
+def test_there_is_a_slot_for_each_distinct_tensor_that_can_be_packed_and_for_nothing_else(batch):
+    leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
+    packed = [
+        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+        for leaf in leaves
+        if (isinstance(leaf, torch.Tensor) and known.packable(leaf))
+        or (isinstance(leaf, np.ndarray) and known.is_numeric(leaf))
+    ]
+    slots = Layout.of(batch).slots
+    found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
+    assert found == sorted((str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed)
+
+
+@given(batches())
+def test_a_path_leads_to_the_tensor_of_its_slot(batch):
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    unpacked = layout.unpack(slab, layout.others(batch))
+    for slot in layout.slots:
+        if not any(odd in slot.path for odd in ("<", "self")):  # an enum as a key, or a node that gives no names
+            tensor = eval(f"batch{slot.path}", {"batch": unpacked})
+            assert tensor.dtype == slot.dtype
+            assert tensor.shape == slot.shape
+            assert tensor.numel() == 0 or tensor.data_ptr() == slab.data_ptr() + slot.offset
+
+
+@given(batches(passthrough=False))
+def test_a_layout_travels_by_pickle(batch):
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy.slots == layout.slots
+    ours, theirs = known.leaves_of(batch), known.leaves_of(copy.unpack(slab, layout.others(batch)))
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(bits(one), bits(other))
+    assert str(copy) == str(layout)
+
+
+@given(batches(passthrough=False))
+def test_a_layout_packs_every_batch_like_the_one_it_was_made_of(batch):
+    layout = Layout.of(batch)
+    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    other = layout.unpack(slab ^ 0xFF, layout.others(batch))  # the same batch with all bits turned
+    if Layout.of(other) == layout:  # no strides that the slab does not have
+        layout.pack(other, slab)
+        assert_same(other, layout.unpack(slab, layout.others(other)), "cpu")

@@ -1,0 +1,149 @@
+"""What changes while a batch is walked: the collector, a class's `__hash__` and other threads may run in the middle."""
+
+import concurrent.futures
+import gc
+import sys
+import weakref
+from functools import partial
+
+import pytest
+from paths import on_path
+
+from pinstage import _native
+from pinstage._batch import _structure, walk
+
+
+@pytest.fixture(autouse=True)
+def with_the_extension():
+    with on_path("native"):
+        yield
+
+
+first_and_again = pytest.mark.parametrize("is_again", [False, True], ids=["first", "again"])
+
+
+class Hashed(type):
+    """Of classes that do something when they are looked up, once."""
+
+    meanwhile = None
+
+    def __hash__(cls):
+        meanwhile, cls.meanwhile = cls.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return id(cls)
+
+
+class Odd(metaclass=Hashed):
+    pass
+
+
+class Record(metaclass=Hashed):
+    pass
+
+
+class Leaf:
+    pass
+
+
+def leaves_of(batch, is_again, meanwhile):
+    """Walk a batch while `meanwhile` is called, when the walk comes to its first `Odd`."""
+    handlers = {Odd: None, Leaf: None}
+    structure = _native.core.Structure.of(batch, handlers)[0]
+    Odd.meanwhile = meanwhile
+    leaves = structure.leaves(batch, handlers) if is_again else _native.core.Structure.of(batch, handlers)[1]
+    assert Odd.meanwhile is None
+    return leaves
+
+
+@first_and_again
+def test_what_leaves_a_dict_while_it_is_walked_is_alive_in_the_leaves(is_again):
+    batch = {"a": Odd(), "b": {"list": [Leaf()]}, "c": Leaf()}
+    alive = [weakref.ref(one) for one in (batch["a"], batch["b"]["list"][0], batch["c"])]
+    leaves = leaves_of(batch, is_again, batch.clear)
+    assert batch == {}
+    assert all(one() is not None for one in alive)
+    assert leaves == [one() for one in alive]
+
+
+@first_and_again
+def test_what_leaves_a_list_while_it_is_looked_at_is_alive_in_the_leaves(is_again):
+    batch = [Odd(), Leaf()]
+    alive = weakref.ref(batch[0])
+    leaves = leaves_of(batch, is_again, lambda: batch.__setitem__(0, None))
+    assert batch[0] is None
+    assert alive() is not None
+    assert leaves == [alive(), batch[1]]
+
+
+def test_a_class_that_is_forgotten_while_its_object_is_walked_is_still_rebuilt():
+    handlers = {Record: partial(object.__new__, Record)}
+    alive = weakref.ref(handlers[Record])
+    record = Record()
+    record.value = None
+    spare = []
+
+    def meanwhile():
+        # None is left of the tuples and dicts that Python keeps: the next one is made anew, and the collector is due.
+        spare.extend((number,) for number in range(3000))
+        spare.extend({} for _ in range(200))
+        gc.enable()
+
+    def forget(phase, _):
+        handlers.clear()
+
+    Record.meanwhile = meanwhile
+    gc.disable()
+    gc.callbacks.append(forget)
+    try:
+        structure, leaves = _native.core.Structure.of(record, handlers)
+    finally:
+        gc.callbacks.remove(forget)
+        gc.enable()
+    # Later ones collect between two instructions of Python's, and the walk has none.
+    assert not handlers or sys.version_info >= (3, 12)
+    handlers.clear()
+    assert alive() is not None
+    assert vars(structure.rebuild(leaves)) == {"value": None}
+    del structure
+    assert alive() is None
+
+
+def test_a_dict_that_shrinks_while_it_is_walked_is_what_is_left():
+    batch = {f"k{index}": index for index in range(50)}
+    spare = []
+
+    def shrink(phase, _):
+        batch.pop("k7", None)
+
+    def meanwhile():
+        spare.extend((number,) for number in range(3000))
+        gc.enable()
+
+    Odd.meanwhile = meanwhile
+    gc.disable()
+    gc.callbacks.append(shrink)
+    try:
+        structure, leaves = _native.core.Structure.of([Odd(), batch], {Odd: None, int: None})
+    finally:
+        gc.callbacks.remove(shrink)
+        gc.enable()
+    assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
+
+
+def test_threads_that_walk_more_kinds_of_batches_than_are_remembered_do_not_disturb_one_another():
+    threads, sizes = 4, range(3 * _structure._MOST_REMEMBERED)
+
+    def walk_all(start):
+        for _ in range(100):
+            for size in (*sizes[start:], *sizes[:start]):
+                assert walk([size] * size)[0] == [size] * size
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+            list(executor.map(walk_all, sizes[:: len(sizes) // threads]))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(_structure._last) <= _structure._MOST_REMEMBERED

@@ -1,0 +1,1212 @@
+"""Containers: which objects are taken apart, how they are put together again, and what is refused."""
+
+import array
+import collections
+import concurrent.futures
+import ctypes
+import dataclasses
+import enum
+import functools
+import gc
+import operator
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import typing
+import warnings
+import weakref
+
+import attrs
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from loader_data import Mapped
+from strategies import assert_same, through_slab
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import register_pytree_node
+
+from pinstage import DataLoader, Layout, Stager, register_node
+from pinstage._batch import StagingNode, _leaves, _nodes
+from pinstage.errors import LayoutError
+
+pytestmark = pytest.mark.usefixtures("both_paths")
+
+
+def moved(ordered):
+    ordered.move_to_end("b")
+    return ordered
+
+
+def leaf(seed=0):
+    return known.tensor_of(torch.float32, (3,), seed)
+
+
+def noted(container):
+    container.note = leaf(9)
+    return container
+
+
+class DefaultDict(collections.defaultdict):
+    pass
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class FrozenDict(dict):
+    """Cannot be filled by the usual means."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.frozen = True
+
+    def __setitem__(self, key, value):
+        raise AssertionError("__setitem__ was called")
+
+    def __iter__(self):
+        raise AssertionError("__iter__ was called")
+
+    def keys(self):
+        raise AssertionError("keys was called")
+
+
+class FrozenList(list):
+    def append(self, value):
+        raise AssertionError("append was called")
+
+    def extend(self, values):
+        raise AssertionError("extend was called")
+
+
+@dataclasses.dataclass
+class Stream:
+    values: typing.Any
+    name: str
+    factor: dataclasses.InitVar[float] = 1.0
+    scaled: typing.Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self, factor):
+        self.scaled = self.values * factor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Base:
+    first: typing.Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Derived(Base):
+    second: typing.Any
+
+
+@attrs.define
+class AttrsOpen:
+    first: typing.Any
+    second: typing.Any = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self):
+        assert self.second is None
+
+
+@attrs.frozen(slots=False)
+class AttrsFrozen:
+    first: typing.Any
+
+
+@attrs.define(frozen=True)
+class AttrsDerived(AttrsFrozen):
+    second: typing.Any
+
+
+T = typing.TypeVar("T")
+
+
+@dataclasses.dataclass
+class Of(typing.Generic[T]):
+    value: T
+
+
+CONTAINERS = {
+    "dict": lambda: {"b": leaf(1), "a": leaf(2)},
+    "dict of mixed keys": lambda: {2: leaf(1), "a": leaf(2), None: leaf(3), (1, "x"): leaf(4)},
+    "dict with a tensor for a key": lambda: {torch.zeros(1): leaf()},
+    "dict subclass": lambda: known.PlainDict(b=leaf(1), a=leaf(2)),
+    "dict subclass with attributes": lambda: known.AttributeDict({"b": leaf(1), "a": leaf(2)}, leaf(3)),
+    "dict subclass with methods of its own": lambda: FrozenDict({"b": leaf(1), "a": leaf(2)}),
+    "OrderedDict": lambda: collections.OrderedDict([("b", leaf(1)), ("a", leaf(2))]),
+    "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
+    "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
+    "OrderedDict subclass with attributes": lambda: known.AttributeOrderedDict([("b", leaf(1)), ("a", 2)], leaf(3)),
+    "defaultdict": lambda: collections.defaultdict(list, b=leaf(1), a=leaf(2)),
+    "defaultdict subclass": lambda: DefaultDict(tuple, b=leaf(1), a=leaf(2)),
+    "defaultdict subclass with attributes": lambda: noted(known.AttributeDefaultDict(None, b=leaf(1), a=leaf(2))),
+    "Counter": lambda: collections.Counter(b=leaf(1), a=2),
+    "UserDict": lambda: noted(known.UserBatch(b=leaf(1), a=leaf(2))),
+    "UserList": lambda: collections.UserList([leaf(1), 2]),
+    "list": lambda: [leaf(1), 2],
+    "list subclass": lambda: FrozenList([leaf(1), 2]),
+    "list subclass with attributes": lambda: noted(known.AttributeList([leaf(1), 2])),
+    "tuple": lambda: (leaf(1), 2),
+    "tuple subclass": lambda: noted(known.AttributeTuple((leaf(1), 2))),
+    "namedtuple": lambda: known.Pair(leaf(1), 2),
+    "NamedTuple": lambda: known.TypedPair(leaf(1), None),
+    "torch.return_types": lambda: torch.max(torch.randn(3, 4), dim=0),
+    "deque": lambda: collections.deque([leaf(1), 2], maxlen=3),
+    "dataclass": lambda: known.Record(leaf(1), 2),
+    "dataclass with InitVar": lambda: Stream(leaf(1), "wind", factor=2.0),
+    "dataclass that inherits": lambda: known.ChildRecord(leaf(1), 2, leaf(3)),
+    "dataclass with attributes nobody declared": lambda: noted(known.Record(leaf(1))),
+    "dataclass, frozen": lambda: known.FrozenRecord(leaf(1), 2),
+    "dataclass, frozen with slots": lambda: known.SlottedRecord(leaf(1), 2),
+    "dataclass, frozen with slots, that inherits": lambda: Derived(leaf(1), leaf(2)),
+    "dataclass, generic": lambda: Of(leaf(1)),
+    "attrs": lambda: AttrsOpen(leaf(1)),
+    "attrs, frozen with slots": lambda: known.AttrsRecord(leaf(1), 2),
+    "attrs, frozen": lambda: AttrsFrozen(leaf(1)),
+    "attrs, frozen, that inherits": lambda: AttrsDerived(leaf(1), leaf(2)),
+    "registered": lambda: known.Registered(leaf(1), leaf(2)),
+    "subclass of a registered one": lambda: known.RegisteredChild(leaf(1), leaf(2)),
+    "protocol": lambda: known.Speaking([leaf(1), leaf(2)], "name"),
+    "torch's pytree": lambda: known.KnownToTorch([leaf(1), leaf(2)]),
+    "None": lambda: None,
+    "empty dict": dict,
+    "empty list": list,
+    "empty tuple": lambda: (),
+    "empty OrderedDict": collections.OrderedDict,
+    "empty deque": lambda: collections.deque(maxlen=2),
+    "empty dict subclass": known.PlainDict,
+    "empty list subclass": known.AttributeList,
+    "empty tuple subclass": known.AttributeTuple,
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_come_back_as_they_were(kind):
+    batch = [CONTAINERS[kind](), {"inner": CONTAINERS[kind]()}]
+    leaves = known.leaves_of(batch)
+    assert_same(batch, through_slab(batch), "cpu")
+    assert_same(batch[0], through_slab(batch[0]), "cpu")
+    assert all(map(operator.is_, leaves, known.leaves_of(batch))), "the original was changed"
+
+
+# -- dicts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, collections.OrderedDict, known.PlainDict, lambda i: collections.defaultdict(int, i)]
+)
+def test_key_order_comes_back_also_when_two_batches_differ_in_nothing_else(kind):
+    one = kind([("b", leaf(1)), ("a", leaf(2)), ("c", 3)])
+    other = kind([("c", 3), ("a", leaf(2)), ("b", leaf(1))])
+    for batch in (one, other, one):
+        assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_a_dict_packs_by_a_layout_with_its_keys_in_another_order():
+    one, other = {"b": leaf(1), "a": leaf(2)}, {"a": leaf(3), "b": leaf(4)}
+    layout = Layout.of(one)
+    assert layout == Layout.of(other)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(other, slab)
+    assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
+
+
+def test_an_ordered_dict_whose_keys_were_moved_keeps_their_order():
+    batch = moved(collections.OrderedDict(b=leaf(1), a=leaf(2)))
+    assert list(through_slab(batch)) == ["a", "b"]
+
+
+# -- tuples of torch ---------------------------------------------------------------------------------------------------
+
+
+def test_a_torch_size_is_a_leaf():
+    size = torch.Size([2, 3])
+    staged = through_slab({"size": size, "tensor": leaf()})
+    assert staged["size"] is size
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu(enforce_sorted):
+    sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2), torch.randn(1, 2)], enforce_sorted=enforce_sorted)
+    batch = [sequence, leaf()]
+    staged = through_slab(batch)
+    assert_same(batch, staged, "cpu")
+    assert Layout.of([sequence]).slots[0].path == "[0].data"
+    unpacked, lengths = torch.nn.utils.rnn.pad_packed_sequence(staged[0])
+    assert lengths.tolist() == [3, 2, 1]
+    assert torch.equal(unpacked, torch.nn.utils.rnn.pad_packed_sequence(sequence)[0])
+
+
+def test_batch_sizes_stay_on_the_cpu_whatever_the_default_device_is():
+    sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
+    layout = Layout.of(sequence)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(sequence, slab)
+    with torch.device("meta"):
+        staged = layout.unpack(slab)
+    assert_same(sequence, staged, "cpu")
+
+
+# -- dataclasses and other objects -------------------------------------------------------------------------------------
+
+
+def test_an_object_is_put_together_without_a_call_of_its_init():
+    @dataclasses.dataclass
+    class Counting:
+        value: typing.Any
+        made: typing.ClassVar[int] = 0
+
+        def __post_init__(self):
+            type(self).made += 1
+
+    batch = Counting(leaf())
+    staged = through_slab(batch)
+    assert Counting.made == 1
+    assert_same(batch, staged, "cpu")
+
+
+def test_a_field_that_is_not_set_stays_so():
+    record = known.SlottedRecord(leaf(), 2)
+    object.__delattr__(record, "second")
+    staged = through_slab(record)
+    assert not hasattr(staged, "second")
+
+
+def test_an_enum_member_stays_the_member_also_when_it_is_a_container():
+    class Shape(tuple, enum.Enum):  # noqa: SLOT001
+        WIDE = (4, 3)
+
+    class Kind(known.FrozenRecord, enum.Enum):
+        A = 1, 2
+
+    batch = [Shape.WIDE, known.Colour.BLUE, Kind.A, leaf()]
+    staged = through_slab(batch)
+    assert staged[0] is Shape.WIDE
+    assert staged[1] is known.Colour.BLUE
+    assert staged[2] is Kind.A
+
+
+@dataclasses.dataclass
+class RecordOfQueue(collections.deque):
+    first: typing.Any
+
+
+def test_a_dataclass_that_is_more_than_its_fields_is_not_taken_apart():
+    record = RecordOfQueue(leaf())
+    with pytest.raises(LayoutError, match="RecordOfQueue"):
+        Layout.of(record)
+
+
+# -- register_node -----------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_object_is_a_shallow_copy_with_staged_tensors():
+    inner = object()
+
+    @register_node
+    class Sample:
+        def __init__(self, values, extra):
+            self.values = values
+            self.extra = extra
+
+    sample = Sample({"a": leaf(1), "b": [leaf(2)]}, inner)
+    staged = through_slab([sample])[0]
+    assert staged is not sample
+    assert staged.extra is inner
+    assert_same(sample, staged, "cpu")
+
+
+def test_slots_private_names_properties_and_cached_values_are_respected():
+    sample = known.Registered(leaf(1), leaf(2))
+    assert sample.doubled[0] is sample.first
+    staged = through_slab(sample)
+    assert_same(sample, staged, "cpu")
+    assert staged.doubled[0] is staged.first is staged.third[0]
+    assert torch.equal(staged.private, sample.private)
+    assert not hasattr(staged, "unset")
+
+
+def test_a_property_is_neither_read_nor_set():
+    @register_node
+    class Guarded:
+        def __init__(self, value):
+            self.__dict__["value"] = value
+
+        @property
+        def value(self):
+            raise AssertionError("the property was read")
+
+        @value.setter
+        def value(self, new):
+            raise AssertionError("the property was set")
+
+        def __setattr__(self, name, value):
+            raise AssertionError("__setattr__ was called")
+
+        def __getattr__(self, name):
+            raise AssertionError(f"__getattr__ was called: {name}")
+
+    guarded = Guarded(leaf())
+    staged = through_slab(guarded)
+    assert torch.equal(staged.__dict__["value"], guarded.__dict__["value"])
+
+
+def test_slots_of_all_bases_are_staged():
+    class Lower:
+        __slots__ = ("__hidden", "low")
+
+        def __init__(self):
+            self.low = leaf(1)
+            self.__hidden = leaf(2)
+
+    @register_node
+    class Upper(Lower):
+        __slots__ = "high"  # noqa: PLC0205 - a plain string is one slot
+
+        def __init__(self):
+            super().__init__()
+            self.high = leaf(3)
+
+    upper = Upper()
+    staged = through_slab(upper)
+    assert_same(upper, staged, "cpu")
+    assert torch.equal(staged._Lower__hidden, upper._Lower__hidden)
+
+
+def test_subclasses_of_a_registered_class_follow_it_also_when_they_were_met_before():
+    class Parent:
+        def __init__(self, value):
+            self.value = value
+
+    class Child(Parent):
+        pass
+
+    with pytest.raises(LayoutError):
+        Layout.of([Child(leaf())])
+    register_node(Parent)
+    batch = [Child(leaf(1)), Parent(leaf(2))]
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_flatten_and_unflatten_say_how_an_object_is_staged():
+    class Ragged:
+        def __init__(self, rows, scale):
+            self.rows = rows
+            self.scale = scale
+
+    register_node(
+        Ragged,
+        lambda ragged: ((torch.cat(ragged.rows),), (tuple(map(len, ragged.rows)), ragged.scale)),
+        lambda metadata, children: Ragged(list(next(iter(children)).split(metadata[0])), metadata[1]),
+    )
+    batch = {"ragged": Ragged([torch.randn(2), torch.randn(3)], 2.0)}
+    layout = Layout.of(batch)
+    assert len(layout.slots) == 1
+    staged = through_slab(batch)["ragged"]
+    assert staged.scale == 2.0
+    assert all(map(torch.equal, staged.rows, batch["ragged"].rows))
+
+
+def test_metadata_is_part_of_the_structure():
+    assert Layout.of(known.Speaking([leaf()], "a")) != Layout.of(known.Speaking([leaf()], "b"))
+
+
+def test_register_node_is_a_decorator_with_and_without_a_call():
+    def flatten(obj):
+        return (obj.value,), None
+
+    @register_node
+    class Bare:
+        value = leaf(1)
+
+    @register_node()
+    class Called:
+        def __init__(self):
+            self.value = leaf(2)
+
+    @register_node(flatten=flatten, unflatten=lambda metadata, children: Told())
+    class Told:
+        value = leaf(3)
+
+    assert isinstance(Bare, type)
+    assert len(Layout.of(Bare()).slots) == 0  # what a class stores is no attribute of the object
+    assert len(Layout.of(Called()).slots) == 1
+    assert len(Layout.of(Told()).slots) == 1
+    assert isinstance(through_slab(Told()), Told)
+
+
+def test_what_is_no_class_cannot_be_registered():
+    with pytest.raises(TypeError, match="register_node needs a class: 3; use it as"):
+        register_node(3)
+
+
+def test_flatten_and_unflatten_go_together():
+    class Half:
+        pass
+
+    with pytest.raises(TypeError, match=r"register_node\(Half\): flatten and unflatten go together"):
+        register_node(Half, lambda half: ((), None))
+    with pytest.raises(TypeError, match="go together"):
+        register_node(Half, unflatten=lambda metadata, children: Half())
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple, collections.OrderedDict, collections.deque])
+def test_a_container_that_is_known_already_cannot_be_registered(kind):
+    with pytest.raises(ValueError, match="registered"):
+        register_node(kind, lambda obj: ((), None), lambda metadata, children: kind())
+
+
+def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
+    class Once:
+        def __init__(self, value):
+            self.value = value
+
+    def flatten(once):
+        return (once.value,), None
+
+    def unflatten(metadata, children):
+        return Once(*children)
+
+    for _ in range(2):
+        assert register_node(Once, flatten, unflatten) is Once
+        assert_same([Once(leaf())], through_slab([Once(leaf())]), "cpu")
+
+    class Twice(Once):
+        pass
+
+    for _ in range(2):
+        register_node(Twice)
+        assert_same([Twice(leaf())], through_slab([Twice(leaf())]), "cpu")
+
+
+def test_a_class_is_not_registered_again_in_another_way():
+    class Once:
+        pass
+
+    register_node(Once)
+    with pytest.raises(ValueError, match=r"Once is already registered in another way.*; register it once"):
+        register_node(Once, lambda once: ((), None), lambda metadata, children: Once())
+
+
+def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on():
+    cls = dataclasses.make_dataclass("Met", ["value"])
+    batch = cls(leaf())
+    through_slab(batch)
+    with pytest.raises(ValueError, match="already registered"):
+        register_node(cls, lambda obj: ((), None), lambda metadata, children: cls(None))
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+@pytest.mark.parametrize("base", [collections.deque, set, frozenset, int, bytes, array.array, Exception])
+def test_a_class_that_is_more_than_its_attributes_needs_functions(base):
+    kind = type("Special", (base,), {})
+    with pytest.raises(
+        TypeError, match=rf"register_node\(Special\): its base {base.__name__} .*; pass flatten and unflatten"
+    ):
+        register_node(kind)
+
+
+def test_a_deque_subclass_is_staged_by_functions():
+    class Window(collections.deque):
+        pass
+
+    register_node(
+        Window, lambda window: (list(window), window.maxlen), lambda maxlen, children: Window(children, maxlen)
+    )
+    batch = Window([leaf(1), leaf(2)], maxlen=4)
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_a_namespace_can_be_registered():
+    class Space(types.SimpleNamespace):
+        pass
+
+    register_node(Space)
+    batch = Space(a=leaf(1), b=[leaf(2)])
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_a_namedtuple_with_a_constructor_of_its_own_can_be_registered():
+    @register_node
+    class Doubled(collections.namedtuple("Doubled", "one two")):  # noqa: SLOT002 - has attributes on purpose
+        def __new__(cls, one):
+            return super().__new__(cls, one, [one])
+
+    batch = noted(Doubled(leaf()))
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+# -- the protocol and torch's pytree -----------------------------------------------------------------------------------
+
+
+def test_a_class_with_the_protocol_needs_no_registration():
+    assert isinstance(known.Speaking([], ""), StagingNode)
+    assert not isinstance(known.Record(1), StagingNode)
+    batch = {"a": known.Speaking([leaf(1), [leaf(2), None]], "name")}
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_the_protocol_goes_before_what_else_a_class_is():
+    @dataclasses.dataclass
+    class Scaled:
+        value: typing.Any
+        unscaled: typing.Any
+
+        def tree_flatten(self):
+            return (self.value,), None
+
+        @classmethod
+        def tree_unflatten(cls, metadata, children):
+            return cls(next(iter(children)), "dropped")
+
+    staged = through_slab(Scaled(leaf(1), leaf(2)))
+    assert staged.unscaled == "dropped"
+    assert len(Layout.of(Scaled(leaf(1), leaf(2))).slots) == 1
+
+
+@pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
+def test_a_class_that_pytree_learns_of_later_is_a_container(harmless_first):
+    class Late:
+        def __init__(self, value):
+            self.value = value
+
+    late = Late(leaf())
+    if harmless_first:
+        assert len(Layout.of([Late("text"), leaf()]).slots) == 1
+    else:
+        for _ in range(2):
+            with pytest.raises(LayoutError, match="register_node"):
+                Layout.of([late, leaf()])
+    register_pytree_node(Late, lambda late: ((late.value,), None), lambda children, context: Late(*children))
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)], copy=True).get(), "cpu")
+        assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
+        assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
+
+
+def test_a_class_that_optree_alone_knows_is_refused():
+    optree = pytest.importorskip("optree")
+
+    class Elsewhere:
+        def __init__(self, value):
+            self.value = value
+
+    optree.register_pytree_node(
+        Elsewhere, lambda obj: ((obj.value,), None), lambda _, children: Elsewhere(*children), namespace="somebody"
+    )
+    with pytest.raises(LayoutError, match=r"pinstage\.register_node\(.*Elsewhere, flatten, unflatten\)"):
+        Layout.of([Elsewhere(leaf())])
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_is_what_one_would_write_after_the_batchs_name():
+    batch = {
+        "obs": [known.Record(leaf(1), known.Pair(leaf(2), leaf(3)))],
+        3: known.AttributeDict({"key": leaf(4)}, leaf(5)),
+        "deep": known.Registered(leaf(6), (leaf(7),)),
+        "user": known.UserBatch(a=leaf(8)),
+        "ordered": collections.OrderedDict(b=leaf(9)),
+        "queue": collections.deque([leaf(10)]),
+        "maximum": torch.max(torch.randn(2, 2), dim=0),
+    }
+    for slot in Layout.of(batch).slots:
+        tensor = eval(f"batch{slot.path}", {"batch": batch})
+        assert tensor.shape == slot.shape
+        assert any(tensor is leaf for leaf in known.leaves_of(batch))
+
+
+# -- what hides tensors ------------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class OpaqueSlots:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden):
+        self.__hidden = hidden
+
+
+def _cycle(hidden):
+    opaque = Opaque([])
+    opaque.hidden += [opaque, hidden]
+    return opaque
+
+
+HIDING = {
+    "attribute": Opaque,
+    "slot": OpaqueSlots,
+    "attribute of an attribute": lambda t: Opaque(OpaqueSlots(Opaque(t))),
+    "list in an attribute": lambda t: Opaque([1, [{"a": (t,)}]]),
+    "dataclass in an attribute": lambda t: Opaque(known.Record(t)),
+    "set": lambda t: {t},
+    "frozenset": lambda t: frozenset({1, t}),
+    "object array": lambda t: np.array([None, Opaque(t)], dtype=object),
+    "numpy array in an attribute": lambda t: Opaque(t.numpy()),
+    "numpy array in an object array": lambda t: np.array([None, t.numpy()], dtype=object),
+    "module": lambda t: torch.nn.Linear(2, 2),
+    "buffer of a module": lambda t: torch.nn.BatchNorm1d(2, affine=False),
+    "optimizer": lambda t: torch.optim.SGD([torch.nn.Parameter(t)]),
+    "deque subclass": lambda t: type("Window", (collections.deque,), {})([t]),
+    "namespace": lambda t: types.SimpleNamespace(a=t),
+    "mapping proxy": lambda t: types.MappingProxyType({"a": t}),
+    "partial": lambda t: functools.partial(print, t),
+    "keyword of a partial": lambda t: functools.partial(print, end=t),
+    "values of a dict": lambda t: {"a": t}.values(),
+    "items of a dict": lambda t: {"a": t}.items(),
+    "exception's attribute": lambda t: noted(ValueError()),
+    "cycle": _cycle,
+}
+
+
+@pytest.mark.parametrize("kind", HIDING)
+def test_an_object_that_hides_a_tensor_is_an_error_that_names_its_path_and_the_remedy(kind):
+    hiding = HIDING[kind](leaf())
+    with pytest.raises(LayoutError) as caught:
+        Layout.of({"a": leaf(), "b": [None, hiding]})
+    assert caught.value.path == "['b'][1]"
+    said = str(caught.value)
+    assert said.startswith("batch['b'][1] holds tensors")
+    assert type(hiding).__name__ in said
+    if isinstance(hiding, set | frozenset | np.ndarray):
+        assert "use a list" in said
+    else:
+        assert f"pinstage.register_node({type(hiding).__qualname__}" in said
+        assert "flatten, unflatten" in said
+        assert "tree_flatten" in said
+
+
+def scripted(value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated from Python 3.14 on
+        return torch.jit.script(value)
+
+
+class FromC:
+    """Has items, and keeps them where Python cannot look."""
+
+    def __init__(self, *items):
+        self.__class__._kept[id(self)] = items
+
+    _kept: typing.ClassVar[dict] = {}
+
+    def __len__(self):
+        return len(self._kept[id(self)])
+
+    def __getitem__(self, index):
+        item = self._kept[id(self)][index]
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+def extra(module, name):
+    return getattr(pytest.importorskip(module), name)
+
+
+WITH_ITEMS = {
+    "scripted dict": lambda t: scripted({"a": t}),
+    "scripted list": lambda t: scripted([t]),
+    "MultiDict": lambda t: extra("multidict", "MultiDict")(a=t),
+    "MultiDict with a key twice": lambda t: extra("multidict", "MultiDict")([("a", 1), ("a", t)]),
+    "CIMultiDict of lists": lambda t: extra("multidict", "CIMultiDict")(a=[t]),
+    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(extra("multidict", "MultiDict")(a=t)),
+    "HashTrieMap": lambda t: extra("rpds", "HashTrieMap")({"a": t}),
+    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")({"a": extra("rpds", "HashTrieMap")({"b": t})}),
+    "rpds.List": lambda t: extra("rpds", "List")([1, t]),
+    "rpds.Queue": lambda t: extra("rpds", "Queue")([t]),
+    "column": lambda t: extra("pandas", "Series")([t, t]),
+    "column by name": lambda t: extra("pandas", "Series")([t], index=["a"]),
+    "column in an attribute": lambda t: Opaque(extra("pandas", "Series")([t])),
+    "frame": lambda t: extra("pandas", "DataFrame")({"a": [1], "b": [t]}),
+    "items before an error": lambda t: FromC(t, ValueError()),
+    "the sixteenth item": lambda t: FromC(*range(15), t),
+    "an item of an item": lambda t: FromC(FromC(t)),
+    "ctypes": ctypes.py_object * 1,
+}
+
+
+@pytest.mark.parametrize("kind", WITH_ITEMS)
+def test_a_container_that_is_not_pythons_is_refused(kind):
+    harmless, hiding = (
+        (WITH_ITEMS[kind](item) for item in (1.0, leaf()))
+        if "scripted" not in kind
+        else (
+            scripted({"a": 1.0} if "dict" in kind else [1.0]),
+            WITH_ITEMS[kind](leaf()),
+        )
+    )
+    assert Layout.of({"a": [harmless]}).others({"a": [harmless]})[0] is harmless
+    with pytest.raises(
+        LayoutError, match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
+    ) as caught:
+        Layout.of({"a": [hiding]})
+    assert caught.value.path == "['a'][0]"
+    if isinstance(hiding, Opaque | FromC):
+        assert "pinstage.register_node(" in str(caught.value)
+    elif "column" not in kind and "frame" not in kind:
+        assert f"pinstage.register_node({type(hiding).__qualname__}, flatten, unflatten)" in str(caught.value)
+
+
+NO_TENSORS = {
+    "an error at once": lambda: FromC(ValueError()),
+    "the seventeenth item": lambda: FromC(*range(16), leaf()),
+    "three levels": lambda: FromC(FromC(FromC(leaf()))),
+    "column of numbers": lambda: extra("pandas", "Series")([1.0, 2.0]),
+    "column of categories": lambda: extra("pandas", "Series")(["a", "b"], dtype="category"),
+    "column of numbers or none": lambda: extra("pandas", "Series")([1, None], dtype="Int64"),
+    "frame of numbers and text": lambda: extra("pandas", "DataFrame")({"a": [1.0], "b": ["x"]}),
+    "a set of rpds": lambda: extra("rpds", "HashTrieSet")([1]),
+    "keys of a dict of tensors": {"a": leaf()}.keys,
+    "an iterator of tensors": lambda: iter([leaf()]),
+    "a bound method of what has tensors": lambda: [leaf()].append,
+    "an error with a traceback": lambda: raised(leaf()),
+}
+
+
+def raised(tensor):
+    try:
+        raise ValueError("text")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
+def test_only_what_is_looked_at_is_refused(kind):
+    harmless = NO_TENSORS[kind]()
+    assert Layout.of([harmless]).others([harmless])[0] is harmless
+
+
+class Counting(FromC):
+    asked: typing.ClassVar[int]
+
+    def __getitem__(self, index):
+        type(self).asked += 1
+        return super().__getitem__(index)
+
+
+def test_each_instance_is_looked_at_and_no_more_than_sixteen_items():
+    Counting.asked = 0
+    Layout.of([Counting(*range(100))])
+    assert Counting.asked == 16
+    with pytest.raises(LayoutError, match="Counting"):
+        Layout.of([Counting(1), Counting(leaf())])
+
+
+QUICK = [
+    range(3), array.array("f", [1]), memoryview(b"ab"), bytearray(b"ab"), re.match("a", "a"), np.float32(1),
+    np.datetime64(1, "s"), pathlib.Path("a"), {}.keys(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("quick", QUICK, ids=lambda quick: type(quick).__name__)
+def test_classes_without_tensors_are_not_searched(quick, monkeypatch):
+    monkeypatch.setattr(_leaves, "_contents", None)
+    assert Layout.of([quick]).others([quick])[0] is quick
+
+
+def test_images_are_not_searched(monkeypatch):
+    image = extra("PIL.Image", "new")("RGB", (4, 4))
+    monkeypatch.setattr(_leaves, "_contents", None)
+    assert Layout.of([image]).others([image])[0] is image
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        Opaque(None),
+        Opaque({"a": [1, "b", Opaque(2.0)]}),
+        _cycle("text"),
+        np.array([None, {"a": 1}], dtype=object),
+        {1, 2},
+        iter([1]),
+        threading.Lock(),
+        torch.nn.ReLU(),
+        types.SimpleNamespace(a=1),
+        lambda: None,
+        len,
+        torch,
+        Opaque,
+        torch.Generator(),
+        memoryview(b"abc"),
+        Opaque(np.array(["a"])),
+    ],
+    ids=lambda harmless: type(harmless).__name__,
+)
+def test_objects_that_hold_no_tensor_pass_as_they_are(harmless):
+    batch = {"a": leaf(), "b": [harmless, (harmless,)]}
+    staged = through_slab(batch)
+    assert staged["b"][0] is harmless
+    assert staged["b"][1][0] is harmless
+
+
+# -- state beside the items --------------------------------------------------------------------------------------------
+
+
+class Logging(dict):
+    """Has an inner container, and a bound method of it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.log = []
+        self.write = self.log.append
+
+
+def whole(batch):
+    return batch
+
+
+class LoggingCopied(Logging):
+    def __copy__(self):
+        made = type(self)(self)
+        made.log += self.log
+        made.note = self.note
+        return made
+
+
+class LoggingReduced(Logging):
+    def __reduce__(self):
+        return type(self), (dict(self),)
+
+
+class Seen(list):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = set()
+
+    def __setitem__(self, index, value):
+        raise AssertionError("__setitem__ was called")
+
+
+class SeenCopied(Seen):
+    def copy(self):
+        return type(self)(self)
+
+
+class SeenMistyped(Seen):
+    def copy(self):
+        return list(self)
+
+
+def test_a_staged_sorted_dict_shares_nothing():
+    cls = extra("sortedcontainers", "SortedDict")
+    original = cls(b=leaf(1), a=leaf(2))
+    staged = through_slab({"x": original})["x"]
+    staged["c"] = 1
+    assert (type(staged), list(staged), list(original)) == (cls, ["a", "b", "c"], ["a", "b"])
+    assert_same(dict(original), {key: staged[key] for key in original}, "cpu")
+
+
+@pytest.mark.parametrize("cls", [LoggingCopied, LoggingReduced])
+def test_a_dict_is_copied_in_its_own_way(cls):
+    original = cls({"b": leaf(1), "a": [leaf(2)]})
+    original.note = leaf(3)
+    staged = through_slab([original])[0]
+    staged.write("staged")
+    assert (type(staged), staged.log, original.log) == (cls, ["staged"], [])
+    assert_same(dict(original), dict(staged), "cpu")
+    if cls is LoggingCopied:
+        assert staged.note is not original.note
+        assert torch.equal(staged.note, original.note)
+
+
+def test_a_list_is_copied_in_its_own_way():
+    original = SeenCopied([leaf(1), 2])
+    staged = through_slab([original])[0]
+    staged.seen.add(1)
+    assert (type(staged), original.seen) == (SeenCopied, set())
+    assert_same(list(original), list(staged), "cpu")
+
+
+def sample(index):
+    made = LoggingCopied({"x": torch.full((3,), index)})
+    made.note = None
+    made.write(index)
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_copied_dicts_come_out_of_a_loader(workers):
+    data = Mapped(sample, 3)
+    loader = DataLoader(data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
+    for index, batch in enumerate(loader):
+        batch.write("staged")
+        assert (type(batch), batch.log, batch["x"].tolist()) == (LoggingCopied, [index, "staged"], [index] * 3)
+
+
+def test_batches_unpacked_from_one_slab_share_nothing():
+    batch = [SeenCopied([leaf(1)])]
+    layout = Layout.of(batch)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, slab)
+    others = layout.others(batch)
+    one, other = layout.unpack(slab, others), layout.unpack(slab, others)
+    one[0].append(1)
+    one[0].seen.add(1)
+    assert (len(other[0]), other[0].seen) == (1, set())
+    assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("make", "attribute"),
+    [
+        (lambda: Logging({"a": leaf()}), "write is a method of a list"),
+        (lambda: Seen([leaf()]), "seen is a set"),
+        (lambda: SeenMistyped([leaf()]), "seen is a set"),
+    ],
+)
+def test_state_that_a_copy_would_share_is_refused(make, attribute):
+    with pytest.raises(LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten") as caught:
+        Layout.of({"a": [1, make()]})
+    assert caught.value.path == "['a'][1]"
+
+
+@dataclasses.dataclass
+class WithSet:
+    value: typing.Any
+    tags: set
+
+
+class SelfDict(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def test_other_classes_keep_the_same_objects():
+    record = WithSet(leaf(), {1})
+    assert through_slab([record])[0].tags is record.tags
+    staged = through_slab([SelfDict(x=leaf(), tags={1})])[0]
+    assert (type(staged), staged["tags"]) == (SelfDict, {1})
+
+
+# -- classes made for one batch ----------------------------------------------------------------------------------------
+
+MADE = {
+    "namedtuple": lambda: collections.namedtuple("Made", "x y"),
+    "dataclass": lambda: dataclasses.make_dataclass("Made", ["x", "y"]),
+    "dataclass with slots": lambda: dataclasses.make_dataclass("Made", ["x", "y"], slots=True),
+    "leaf": lambda: type("Made", (), {"__init__": lambda self, x, y: None}),
+    "dict": lambda: type("Made", (dict,), {"__init__": lambda self, x, y: dict.__init__(self, x=x)}),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_classes_made_for_one_batch_are_collected(kind):
+    made = []
+    for _ in range(3000):
+        cls = MADE[kind]()
+        made.append(weakref.ref(cls))
+        through_slab([cls(leaf(), 2)])
+        del cls
+    gc.collect()
+    assert sum(found() is not None for found in made) <= 1100
+
+
+def test_a_layout_outlasts_the_memory_of_its_classes():
+    local, with_slots, mapping = MADE["dataclass"](), MADE["dataclass with slots"](), MADE["dict"]()
+    batch = [local(leaf(1), 2), with_slots({"b": leaf(2), "a": 1}, 3), mapping(leaf(3), 4)]
+    layout = Layout.of(batch)
+    paths = [slot.path for slot in Layout.of(batch).slots]
+    for _ in range(1100):
+        Layout.of([type("Made", (), {})()])
+    assert not {local, with_slots, mapping} & set(_nodes.HANDLERS)
+    assert [slot.path for slot in layout.slots] == paths
+    assert layout == Layout.of(batch)
+    assert layout != Layout.of([*batch[:2], MADE["dict"]()(leaf(3), 4)])
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_one_batch_may_have_more_classes_than_are_remembered():
+    batch = [MADE["dataclass"]()(leaf(), index) for index in range(1100)]
+    for _ in range(2):
+        assert [type(item) for item in through_slab(batch)] == [type(item) for item in batch]
+
+
+def _list_in_itself():
+    batch = [leaf()]
+    batch.append({"back": batch})
+    return batch
+
+
+def _dict_in_itself():
+    batch = {"a": leaf()}
+    batch["back"] = [batch]
+    return batch
+
+
+def _record_in_itself():
+    record = known.Record(leaf())
+    record.second = {"back": record}
+    return [record]
+
+
+def _registered_in_itself():
+    sample = known.Registered(leaf(), 2)
+    sample.third = sample
+    return sample
+
+
+@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself])
+def test_a_batch_that_refers_to_itself_is_an_error(make):
+    with pytest.raises(LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"):
+        Layout.of(make())
+
+
+@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself])
+def test_a_batch_that_refers_to_itself_is_an_error_whatever_pythons_limit(make):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)  # deeper than any stack
+    try:
+        with pytest.raises(LayoutError, match=r"batch refers to itself"):
+            Layout.of(make())
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("depth", [199, 200, 201, 202])
+def test_a_batch_is_staged_whoever_walks_it(depth):
+    batch = leaf()
+    for _ in range(depth):
+        batch = {"b": batch, "a": 1}
+    first = layout = Layout.of(batch)
+    for _ in range(2):
+        layout = Layout.of(batch)
+        assert (layout, layout.slots[0].path) == (first, "['b']" * depth)
+    assert_same(batch, through_slab(batch), "cpu")
+
+
+def test_an_error_of_flatten_is_the_callers():
+    @register_node(flatten=lambda obj: 1 / 0, unflatten=lambda metadata, children: None)
+    class Broken:
+        pass
+
+    with pytest.raises(ZeroDivisionError):
+        Layout.of([leaf(), Broken()])
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+def test_classes_met_first_by_several_threads_at_once_are_learnt_by_all():
+    threads = 4
+    barrier = threading.Barrier(threads)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+            for _ in range(150):
+                fresh = [dataclasses.make_dataclass(f"Fresh{i}", ["value"]) for i in range(5)]
+
+                def stage(classes):
+                    barrier.wait(20)
+                    return through_slab([cls(leaf(seed)) for seed, cls in enumerate(classes)])
+
+                for future in [executor.submit(stage, fresh) for _ in range(threads)]:
+                    staged = future.result()
+                    assert all(torch.equal(one.value, leaf(seed)) for seed, one in enumerate(staged))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_layout_is_unpickled_by_a_process_that_has_met_none_of_its_classes(tmp_path, monkeypatch):
+    source = textwrap.dedent(
+        """
+        import collections, dataclasses
+        import torch
+
+        @dataclasses.dataclass
+        class Record:
+            value: object
+
+        class Plain:
+            def __init__(self, value):
+                self.value = value
+
+        class Child(Plain):
+            pass
+
+        class Ordered(collections.OrderedDict):
+            pass
+
+        class Speaking:
+            def __init__(self, value):
+                self.value = value
+
+            def tree_flatten(self):
+                return (self.value,), "metadata"
+
+            @classmethod
+            def tree_unflatten(cls, metadata, children):
+                return cls(*children)
+
+        def make():
+            return {
+                "record": Record([torch.arange(3)]), "plain": Plain(torch.ones(2)), "child": Child(torch.ones(2)),
+                "ordered": Ordered(a=torch.zeros(2, 2), note="text"), "speaking": Speaking(torch.ones(1).double()),
+                "sparse": torch.eye(2).to_sparse(),
+            }
+        """
+    )
+    (tmp_path / "batch.py").write_text(source)
+    batch = types.ModuleType("batch")
+    monkeypatch.setitem(sys.modules, "batch", batch)
+    exec(source, vars(batch))
+    register_node(batch.Plain)
+    made = batch.make()
+    layout = Layout.of(made)
+    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(made, slab)
+    sent = pickle.dumps((layout, bytes(slab.numpy()), str(layout), layout.others(made)))
+    receiver = """
+import sys, pickle, torch
+layout, content, table, others = pickle.loads(sys.stdin.buffer.read())
+assert str(layout) == table
+slab = torch.empty(layout.nbytes, dtype=torch.uint8)
+slab.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+found = layout.unpack(slab, others)
+import batch
+expected = batch.make()
+assert list(found) == list(expected)
+assert type(found["record"]) is batch.Record and torch.equal(found["record"].value[0], expected["record"].value[0])
+assert type(found["plain"]) is batch.Plain and torch.equal(found["plain"].value, expected["plain"].value)
+assert type(found["child"]) is batch.Child
+assert type(found["ordered"]) is batch.Ordered and found["ordered"]["note"] == "text"
+assert type(found["speaking"]) is batch.Speaking and torch.equal(found["speaking"].value, expected["speaking"].value)
+assert found["sparse"].is_sparse
+import pinstage
+try:
+    same = pinstage.Layout.of(expected)
+except pinstage.errors.LayoutError as error:
+    raise SystemExit(f"the classes are not known: {error}")
+assert same == layout
+"""
+    command = [sys.executable, "-c", receiver]
+    result = subprocess.run(command, cwd=tmp_path, input=sent, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_classes_become_known_without_a_change_of_the_processs_warnings(monkeypatch):
+    def changed(*_, **__):
+        raise AssertionError("another thread's warnings were lost for a moment")
+
+    monkeypatch.setattr("warnings.catch_warnings.__enter__", changed)
+    monkeypatch.setattr("warnings.simplefilter", changed)
+    plain = dataclasses.make_dataclass("Plain", ["x"])
+    ours = attrs.make_class("Ours", ["x"])
+    own = type("Own", (dict,), {})
+    registered = register_node(type("Registered", (list,), {}), lambda node: (list(node), None), lambda _, x: list(x))
+    batch = [plain(leaf(1)), ours(leaf(2)), own(x=leaf(3)), registered([leaf(4)])]
+    assert len(Layout.of(batch).slots) == 4

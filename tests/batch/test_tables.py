@@ -1,0 +1,434 @@
+"""Offset tables: the extension writes those of plain Python, and one from elsewhere never leads outside of its slab."""
+
+import contextlib
+import ctypes
+import itertools
+import struct
+import sys
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from paths import PATHS, on_path
+from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, tensors
+
+from pinstage import _native
+from pinstage._batch import INTEGERS, PACKED, RowKind, Sharing, Table, cut, make_blocks, pack, take_apart
+from pinstage.errors import LayoutError
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+many = settings(max_examples=3 * settings.default.max_examples)
+
+HEADER = oracle.HEADER
+MAGIC = oracle.MAGIC
+GUARD = 4096
+FLOAT32 = 11
+LARGEST = 2**63 - 1
+
+
+@contextlib.contextmanager
+def guarded(nbytes, filling=0xEE):
+    """Give a slab inside of a larger buffer, and fail if what is around it was changed."""
+    memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
+    slab = memory[GUARD : GUARD + nbytes]
+    slab.fill_(filling)
+    yield slab
+    assert memory[:GUARD].eq(0xEE).all(), "something was written before the slab"
+    assert memory[GUARD + nbytes :].eq(0xEE).all(), "something was written behind the slab"
+
+
+# -- plain Python ------------------------------------------------------------------------------------------------------
+
+_memory = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+_memory[_memory == 255] = 1  # of any dtype, none of it is a NaN that cannot be compared
+
+
+def _forms(draw, most_dims):
+    shape = draw(st.lists(st.integers(0, 3), max_size=most_dims))
+    return shape, draw(st.lists(st.integers(0, 7), min_size=len(shape), max_size=len(shape)))
+
+
+@st.composite
+def strided_tensors(draw):
+    """Tensors of any shape and stride: with gaps, overlaps, strides of no sense in dimensions of one element."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape, stride = _forms(draw, 8)
+    base = torch.from_numpy(_memory).view(dtype)
+    return base.as_strided(shape, stride, draw(st.integers(0, 9)))
+
+
+@st.composite
+def strided_arrays(draw):
+    """Arrays of any shape, and of any stride in bytes: negative, odd, overlapping, not aligned; some are read-only."""
+    dtype = draw(st.sampled_from(NUMPY_DTYPES))
+    shape, stride = _forms(draw, 5)
+    unit = draw(st.sampled_from([1, dtype.itemsize, dtype.itemsize, dtype.itemsize]))
+    signs = draw(st.lists(st.sampled_from([1, 1, 1, -1]), min_size=len(shape), max_size=len(shape)))
+    start = 1 << 15 | draw(st.sampled_from([0, 0, 0, 1, 8]))
+    raw = np.zeros_like(_memory) if dtype.kind == "b" else _memory
+    steps = [unit * step * sign for step, sign in zip(stride, signs, strict=True)]
+    array = np.ndarray(shape, dtype, raw.data, start, steps)
+    array.flags.writeable = draw(st.booleans())
+    return array
+
+
+@st.composite
+def of_many_dimensions(draw):
+    count = draw(st.integers(5, 64))
+    tensor = torch.from_numpy(_memory)[:4].view(*[1] * (count - 2), 2, 2)
+    return tensor.permute(draw(st.permutations(range(count))))
+
+
+odd_leaves = st.one_of(strided_tensors(), strided_arrays(), of_many_dimensions(), tensors(), arrays())
+
+
+def facts(leaf, others, slab):
+    """Say what there is to know of a leaf that came out of a slab, or beside it."""
+    if any(leaf is other for other in others):
+        return id(leaf)
+    assert leaf.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+    flags = leaf.requires_grad, leaf.is_conj(), leaf.is_neg(), leaf._base
+    return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), flags
+
+
+@many
+@given(st.one_of(st.lists(odd_leaves, max_size=6), batches()), st.sampled_from([1, 3]))
+def test_tables_slabs_and_views_are_those_of_plain_python(batch, repeated):
+    batch = [batch] * repeated
+    whole = oracle.take_apart(batch)
+    expected = torch.empty(whole.table.nbytes, dtype=torch.uint8)
+    oracle.pack(whole, expected)
+    found = []
+    for path in PATHS:
+        with on_path(path):
+            parts = take_apart(batch)
+            table = parts.table
+            with guarded(table.nbytes) as slab:
+                pack(parts, slab)
+                leaves = cut(table, slab, parts.others())
+                same = [first for first, leaf in enumerate(leaves) if any(leaf is other for other in leaves[:first])]
+                views = [facts(leaf, parts.others(), slab) for leaf in leaves]
+                found.append((views, same))
+                assert torch.equal(slab, expected)
+            assert Table.of_bytes(table.data) == table == whole.table
+    assert found[0] == found[1]
+
+
+def bits(leaf):
+    return ctypes.string_at(leaf.data_ptr(), leaf.nbytes) if leaf.nbytes else b""  # all are dense
+
+
+ends_of_pieces = st.lists(st.integers(0, 4096), max_size=4)
+
+
+@many
+@given(st.lists(odd_leaves, max_size=12), st.sampled_from(Sharing), ends_of_pieces, st.data())
+def test_blocks_have_the_bytes_of_the_slab_however_it_is_sent(batch, sharing, cuts, data):
+    whole = oracle.take_apart(batch)
+    table = whole.table
+    slab = torch.empty(table.nbytes, dtype=torch.uint8)
+    oracle.pack(whole, slab)
+    others = [None] * (table.others + table.moved)
+    expected = cut(table, slab, others)
+    with on_path(data.draw(st.sampled_from(PATHS))):
+        blocks = make_blocks(table, sharing, torch.device("cpu"))
+        ends = sorted({min(at, table.nbytes) for at in cuts} | {0, table.nbytes})
+        for start, end in itertools.pairwise(ends):
+            blocks.copy(slab.data_ptr(), start, end, 0, False)
+        for made, leaf in zip(blocks.leaves(others), expected, strict=True):
+            assert (made is None) == (leaf is None)
+            if leaf is not None:
+                assert (made.dtype, made.shape, made.stride()) == (leaf.dtype, leaf.shape, leaf.stride())
+                assert bits(made) == bits(leaf)
+                assert sharing is not Sharing.EACH or made.untyped_storage().nbytes() == leaf.nbytes
+
+
+# -- tables from elsewhere ---------------------------------------------------------------------------------------------
+
+SOURCE = torch.zeros(1 << 20, dtype=torch.uint8)
+"""What is read: enough for any leaf that a slab has room for."""
+
+numbers = st.one_of(
+    st.sampled_from([-1, 0, 1, 2, 15, 16, 2**31, 2**32, 2**32 + 1, 2**60, 2**61, 2**62, LARGEST, -LARGEST - 1]),
+    st.integers(-3, 600),
+    st.integers(-LARGEST - 1, LARGEST),
+)
+multiples = st.integers(0, 32).map(lambda n: 16 * n)
+blocks = st.sampled_from([0, 0, 1, 2, 2**32 - 1])
+codes = st.one_of(st.integers(0, 70), st.integers(0, 255), st.just(FLOAT32))
+
+
+def pack_row(width, offset, nbytes, kind, dtype, ndim, block, shape, stride):
+    sizes = [*shape, *[0] * width][:width] + [*stride, *[0] * width][:width]
+    return struct.pack(f"=qqBBBxI{2 * width}q", offset, nbytes, kind, dtype, ndim, block, *sizes)
+
+
+def with_a_true_header(width, nbytes, rows):
+    """Make a table of rows, whose header says what they do, so that it is these that are looked at."""
+    packed = [row for row in rows if row[2] in PACKED]
+    payload = sum(row[1] for row in packed)
+    dtypes = 0
+    for row in packed:
+        dtypes |= 1 << row[3]
+    kinds = [row[2] for row in rows]
+    figures = payload, len(packed), kinds.count(RowKind.MOVED), kinds.count(RowKind.OTHER), dtypes
+    if any(abs(figure) > LARGEST for figure in figures):
+        figures = (0,) * 5
+    return HEADER.pack(MAGIC, len(rows), width, nbytes, *figures) + b"".join(pack_row(width, *row) for row in rows)
+
+
+@st.composite
+def rows_of_any_numbers(draw):
+    width, nbytes = draw(st.integers(1, 3)), draw(st.one_of(multiples, multiples, numbers))
+    sizes = st.lists(st.one_of(numbers, st.integers(0, 4)), max_size=width)
+    rows = draw(
+        st.lists(
+            st.tuples(numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks, sizes, sizes),
+            max_size=4,
+        )
+    )
+    return with_a_true_header(width, nbytes, rows)
+
+
+@st.composite
+def changed_rows(draw):
+    """A true table, but for some numbers; its header says what its rows do."""
+    table = take_apart(draw(st.lists(strided_tensors(), min_size=1, max_size=4))).table
+    width = table.rows["shape"].shape[1]
+    rows = [list(row) for row in table.entries()]
+    for _ in range(draw(st.integers(1, 3))):
+        row = draw(st.sampled_from(rows))
+        column = draw(st.integers(0, 7))
+        if column >= 6:
+            row[column][draw(st.integers(0, width - 1))] = draw(numbers)
+        else:
+            row[column] = draw((numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks)[column])
+    nbytes = draw(st.one_of(*[st.integers(-1, 2).map(lambda n: table.nbytes + 16 * n)] * 3, numbers))
+    return with_a_true_header(width, nbytes, rows)
+
+
+@st.composite
+def changed_bytes(draw):
+    """A true table, of which some bytes are others, or missing, or too many."""
+    data = bytearray(take_apart(draw(st.lists(strided_tensors(), max_size=4))).table.data)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data) - 1))
+        if draw(st.booleans()):
+            at -= at % 8
+            data[at : at + 8] = struct.pack("=q", draw(numbers))
+        else:
+            data[at] = draw(st.integers(0, 255))
+    end = draw(st.one_of(st.just(len(data)), st.integers(0, len(data) + 40)))
+    return bytes(data[:end].ljust(end, b"\0"))
+
+
+tables = st.one_of(rows_of_any_numbers(), changed_rows(), changed_bytes(), st.binary(max_size=200))
+
+
+def one_row(offset, nbytes, kind, dtype, ndim, shape, stride, slab_bytes=256):
+    return with_a_true_header(2, slab_bytes, [(offset, nbytes, kind, dtype, ndim, 0, shape, stride)])
+
+
+IMPOSSIBLE = {
+    "a product that overflows to nothing": one_row(16, 0, RowKind.RAW, FLOAT32, 2, [2**32, 2**32], [1, 1]),
+    "a product that overflows to itself": one_row(0, 8, RowKind.RAW, FLOAT32, 2, [2**62, 2], [1, 1]),
+    "a stride that overflows": one_row(0, 8, RowKind.RAW, FLOAT32, 2, [2, 1], [2**62, 1]),
+    "a reach that overflows": one_row(0, 16, RowKind.RAW, FLOAT32, 2, [2, 2], [LARGEST, LARGEST]),
+    "a stride out of the slab": one_row(0, 8, RowKind.RAW, FLOAT32, 1, [2], [64]),
+    "a negative stride": one_row(16, 8, RowKind.RAW, FLOAT32, 1, [2], [-1]),
+    "a negative size": one_row(0, 4, RowKind.RAW, FLOAT32, 2, [-1, -1], [1, 1]),
+    "a negative offset": one_row(-16, 4, RowKind.RAW, FLOAT32, 1, [1], [1]),
+    "an offset of no element": one_row(2, 4, RowKind.RAW, FLOAT32, 1, [1], [1]),
+    "an end out of the slab": one_row(240, 20, RowKind.RAW, FLOAT32, 1, [5], [1]),
+    "more bytes than the shape": one_row(0, 8, RowKind.RAW, FLOAT32, 1, [1], [1]),
+    "more dimensions than a row has": one_row(0, 4, RowKind.RAW, FLOAT32, 3, [1, 1], [1, 1]),
+    "an unknown dtype": one_row(0, 4, RowKind.RAW, 62, 1, [1], [1]),
+    "an unknown kind": one_row(0, 4, 6, FLOAT32, 1, [1], [1]),
+    "the alias of itself": one_row(0, 0, RowKind.ALIAS, 0, 0, [], []),
+    "the alias of none": one_row(-1, 0, RowKind.ALIAS, 0, 0, [], []),
+    "a negative slab": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=-16),
+    "a slab of odd size": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=8),
+    "another magic number": HEADER.pack(MAGIC - 1, 0, 1, 0, 0, 0, 0, 0, 0),
+    "no width": HEADER.pack(MAGIC, 0, 0, 0, 0, 0, 0, 0, 0),
+    "too great a width": HEADER.pack(MAGIC, 0, 65, 0, 0, 0, 0, 0, 0),
+    "rows that are not there": HEADER.pack(MAGIC, 1, 1, 0, 0, 0, 0, 0, 0),
+    "less than no rows": HEADER.pack(MAGIC, -1, 1, 0, 0, 0, 0, 0, 0),
+    "figures that are not true": HEADER.pack(MAGIC, 0, 1, 0, 0, 1, 0, 0, 0),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_a_table_that_is_none_is_refused_where_it_is_read(kind):
+    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it anew"):
+        Table.of_bytes(IMPOSSIBLE[kind])
+
+
+@pytest.mark.parametrize(
+    "thing", [None, "text", bytearray(HEADER.pack(MAGIC, 0, 1, 0, 0, 0, 0, 0, 0)), memoryview(b"")]
+)
+def test_what_is_no_bytes_is_no_table(thing):
+    with pytest.raises(LayoutError, match=f"not an offset table .*: a {type(thing).__name__}"):
+        Table.of_bytes(thing)
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_a_table_is_not_cut_from_a_slab_that_is_too_small():
+    table = take_apart([torch.zeros(100)]).table
+    with pytest.raises(ValueError, match="the slab is too small: 384 bytes for a layout of 400"):
+        cut(table, torch.zeros(384, dtype=torch.uint8), [])
+
+
+def read(data):
+    """Return the table, or why there is none."""
+    try:
+        return Table.of_bytes(data)
+    except LayoutError as error:
+        return str(error)
+
+
+@many
+@given(tables)
+@example(IMPOSSIBLE["a product that overflows to nothing"])
+@example(IMPOSSIBLE["a stride out of the slab"])
+@example(IMPOSSIBLE["the alias of itself"])
+def test_plain_python_takes_and_refuses_the_same_tables(data):
+    try:
+        expected = Table(data, *oracle.figures_of(data))
+    except ValueError as error:
+        expected = f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+    assert read(data) == expected
+
+
+@many
+@given(tables)
+def test_a_table_that_was_taken_has_views_inside_of_its_slab_alone(data):
+    for path in PATHS:
+        with on_path(path):
+            table = read(data)
+            if isinstance(table, str) or table.nbytes > 1 << 16:
+                continue
+            with guarded(table.nbytes) as slab:
+                leaves = outcome_of(cut, table, slab, [None] * (table.others + table.moved))
+                write_all(leaves or [], slab)
+
+
+def write_all(leaves, slab):
+    """Write wherever views lead to; fail if that is not in the slab."""
+    for leaf in leaves:
+        if leaf is None or not leaf.numel():
+            continue
+        reach = sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+        assert slab.data_ptr() <= leaf.data_ptr()
+        assert leaf.data_ptr() + reach * leaf.itemsize <= slab.data_ptr() + slab.numel()
+        integers = leaf.view(INTEGERS.get(leaf.itemsize, leaf.dtype))
+        integers.as_strided([reach], [1]).fill_(7)
+
+
+def sources_for(data):
+    """Return what the extension would be told of the leaves of a table: addresses, and strides of the sources."""
+    if len(data) < HEADER.size:
+        return b""
+    _, rows, width, *_ = HEADER.unpack_from(data)
+    if not (0 <= rows <= 9 and 1 <= width <= 64):
+        return b""
+    return struct.pack(f"={1 + width}q", SOURCE.data_ptr(), *[3] * width) * rows
+
+
+def outcome_of(function, *arguments):
+    """Call a function that may refuse: torch has no views of no elements whose shape is beyond all numbers, say."""
+    try:
+        return function(*arguments)
+    except (ValueError, RuntimeError, OverflowError):
+        return None
+
+
+@many
+@given(tables, st.sampled_from([0, 16, 256, 512]))
+@example(IMPOSSIBLE["a product that overflows to nothing"], 256)
+@example(IMPOSSIBLE["a stride out of the slab"], 256)
+def test_the_extension_stays_inside_of_the_slab_that_it_is_given_whatever_the_table_says(data, nbytes):
+    sources = sources_for(data)
+    with guarded(nbytes) as slab:
+        core = _native.core
+        outcome_of(core.figures, data)
+        for count in range(5):
+            made = outcome_of(core.Blocks.of, data, 0, 0, 0, slab)
+            write_all((made and outcome_of(made.leaves, [None] * count)) or [], slab)
+        outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes)
+        outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes, b"\1\0\1")
+        job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, slab, 3)
+        if job is not None:
+            with job:
+                for chunk, end in enumerate(job.ends):
+                    job.wait(chunk)
+                    assert 0 <= end <= nbytes
+
+
+@pytest.mark.parametrize("length", [-16, -1, 1, 16])
+def test_sources_of_another_table_are_refused(length):
+    parts = take_apart([torch.zeros(4, 4), torch.ones(3)])
+    sources = parts.sources[:length] if length < 0 else parts.sources + bytes(length)
+    with guarded(parts.table.nbytes) as slab:
+        for use, more in ((_native.core.pack, ()), (_native.core.Job, (None, 2))):
+            with pytest.raises(ValueError, match="sources"):
+                use(parts.table.data, sources, slab.data_ptr(), slab.numel(), *more)
+        assert slab.eq(0xEE).all()
+
+
+# -- what no table is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", [["x"], [1], b"", b"\1", b"\1\0\1", "x", 1], ids=repr)
+def test_rows_that_are_left_out_must_exist(skip):
+    parts = take_apart([torch.zeros(4), torch.ones(3)])
+    with guarded(parts.table.nbytes) as slab:
+        with pytest.raises((TypeError, ValueError, OverflowError)):
+            _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.numel(), skip)
+        assert slab.eq(0xEE).all()
+
+
+@pytest.mark.parametrize(
+    "thing", [object(), None, torch.nn.Parameter(torch.ones(1)), 3], ids=["object", "None", "Parameter", "int"]
+)
+def test_facts_are_asked_of_plain_tensors_only(thing):
+    with pytest.raises(TypeError, match=r"not a torch\.Tensor"):
+        _native.core.facts(thing)
+
+
+@given(st.binary(max_size=100), st.integers(-1, 200))
+@example(b"", 64)
+@example(struct.pack("=68q", 1, 8, 8, 1, *[1] * 64), 64)
+@example(struct.pack("=68q", 1, 8, 8, -2, *[1] * 64), 64)
+@example(struct.pack("=68q", 2**60, 8, 8, 0, *[1] * 64), 64)
+def test_samples_are_stacked_only_as_they_were_described(data, room):
+    with guarded(64) as slab:
+        with pytest.raises(ValueError, match="not what alike"):
+            _native.core.stack(data, slab.data_ptr(), room)
+        assert slab.eq(0xEE).all()
+
+
+def test_constants_of_the_table_are_those_of_the_extension():
+    table = take_apart([torch.zeros(3)]).table
+    assert HEADER.unpack_from(table.data)[0] == _native.core.TABLE_MAGIC
+    assert bytes(_native.core.TABLE_MAGIC.to_bytes(8))[:7] == b"pinstag"
+
+
+def test_functions_of_the_extension_say_what_they_do():
+    core = _native.core
+    functions = [
+        thing for owner in (core, core.Blocks, core.Job) for name, thing in vars(owner).items() if name[0] != "_"
+    ]
+    assert [thing for thing in functions if callable(thing) and not isinstance(thing, type) and not thing.__doc__] == []
+
+
+def test_references_are_kept_once_however_often_it_begins():
+    core, before = _native.core, (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray))
+    for _ in range(5):
+        core.begin(torch.Tensor, np.ndarray)
+        with contextlib.suppress(TypeError):
+            core.begin(torch.Tensor, None)
+    assert (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray)) == before

@@ -1,0 +1,258 @@
+"""Checkpoints that are really written and read: by torch's writers in a thread and in a process, and on two ranks."""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_states import adam_state, difference, digest
+from doubles import wait_until
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed.checkpoint import _async_process_executor as processes
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as ShardedAlong
+from torchrun import torchrun
+
+import pinstage as ps
+from pinstage.checkpoint import PoolStager
+from pinstage.errors import StagingError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
+)
+
+IN_PROCESS = AsyncCheckpointerType.PROCESS
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of this process, as the checkpointer in a process needs one; its process is ended."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    end_writer()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stager():
+    with PoolStager(max_bytes="1MiB") as stager:
+        yield stager
+
+
+def end_writer():
+    """Forget the process that writes, as whoever lost it has to; a living one is ended."""
+    processes._CHECKPOINT_PROCESS = None
+    gc.collect()
+
+
+def loaded(path, like):
+    """Read a checkpoint back."""
+    found = {"model": {name: torch.zeros_like(value) for name, value in like["model"].items()}}
+    found["optimizer"] = like["optimizer"] | {
+        "state": {
+            key: {name: torch.zeros_like(value) for name, value in values.items()}
+            for key, values in like["optimizer"]["state"].items()
+        }
+    }
+    found |= {"epochs": None, "name": None}
+    dcp.load(found, checkpoint_id=path)
+    return found
+
+
+def settled(pool):
+    """Wait until nobody has anything of the pool: the thread that wrote ends after its future is done."""
+    wait_until(lambda: (stats := pool.stats()).in_flight_bytes + stats.leased_bytes == 0)
+    return pool.stats()
+
+
+def change(state):
+    """Do what training does."""
+    for tensor in state["model"].values():
+        tensor.add_(1)
+    for values in state["optimizer"]["state"].values():
+        for tensor in values.values():
+            tensor.add_(1)
+
+
+# -- a thread ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_the_bytes_of_the_call_while_training_goes_on(tmp_path, stager):
+    state = adam_state()
+    trains = threading.Event()
+
+    def train():
+        while not trains.is_set():
+            change(state)
+
+    for step in range(5):
+        at_the_call = digest(state)
+        response = dcp.async_save(state, checkpoint_id=tmp_path / str(step), async_stager=stager)
+        trains.clear()
+        training = threading.Thread(target=train)
+        training.start()
+        response.upload_completion.result()
+        trains.set()
+        training.join()
+        assert digest(state) != at_the_call == digest(loaded(tmp_path / str(step), state))
+    assert settled(stager.pool).held_slabs == 1
+
+
+def test_fifty_saves_take_no_more_memory_than_ten(tmp_path, stager):
+    state = adam_state()
+
+    def resident():
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    def save(step):
+        path = tmp_path / str(step % 2)
+        dcp.async_save(state, checkpoint_id=path, async_stager=stager).upload_completion.result()
+
+    for step in range(10):
+        save(step)
+    before = resident()
+    stager.pool.freeze()
+    for step in range(50):
+        save(step)
+    assert resident() - before < 4 << 20
+    assert settled(stager.pool).held_slabs == 1
+
+
+def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, stager):
+    state = adam_state()
+    (tmp_path / "file").write_text("in the way")
+    response = dcp.async_save(state, checkpoint_id=tmp_path / "file" / "folder", async_stager=stager)
+    with pytest.raises(dcp.CheckpointException, match="Not a directory"):
+        response.upload_completion.result()
+    del response
+    gc.collect()
+    settled(stager.pool)
+    dcp.async_save(state, checkpoint_id=tmp_path / "good", async_stager=stager).upload_completion.result()
+    assert difference(loaded(tmp_path / "good", state), state) is None
+
+
+def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
+    planner, state = DefaultSavePlanner(), adam_state()
+    with PoolStager(max_bytes="1MiB") as stager:
+        for step in range(4):
+            save = dcp.async_save(state, checkpoint_id=tmp_path / str(step), planner=planner, async_stager=stager)
+            save.upload_completion.result()
+            change(state)
+        assert stager.pool.stats().held_slabs == 2
+
+
+# -- a process ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_writer_in_another_process_maps_the_slab_and_copies_nothing(tmp_path, stager):
+    state = adam_state()
+    for step in range(3):
+        at_the_call = digest(state)
+        response = dcp.async_save(
+            state, checkpoint_id=tmp_path / str(step), async_stager=stager, async_checkpointer_type=IN_PROCESS
+        )
+        change(state)
+        response.upload_completion.result()
+        assert digest(loaded(tmp_path / str(step), state)) == at_the_call
+    assert settled(stager.pool).held_slabs == 1
+    with stager.pool.acquire(stager.pool.stats().held_bytes) as lease:
+        slab = f" {os.fstat(lease.fd).st_ino} "
+    maps = Path(f"/proc/{processes._CHECKPOINT_PROCESS._save_process.pid}/maps").read_text(encoding="utf-8")
+    shared = [line for line in maps.splitlines() if "rw-s" in line and ("memfd" in line or "torch_" in line)]
+    assert shared
+    assert all(slab in line for line in shared), (slab, shared)
+
+
+@pytest.mark.usefixtures("alone")
+# torch tells a process that is gone to end.
+@pytest.mark.filterwarnings(r"ignore:(?s).*_AsyncCheckpointProcess\.__del__:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("holds_the_future", [False, True])
+def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_future):
+    state = adam_state()
+    kept = []
+    for delay in (0.0, 0.05):
+        dcp.async_save(
+            state, checkpoint_id=tmp_path / "first", async_stager=stager, async_checkpointer_type=IN_PROCESS
+        ).upload_completion.result()
+        writer = processes._CHECKPOINT_PROCESS._save_process.pid
+        os.kill(writer, signal.SIGSTOP)  # so that it is in the middle of the save, or before it
+        if delay:
+            os.kill(writer, signal.SIGCONT)
+        response = dcp.async_save(
+            state, checkpoint_id=tmp_path / "second", async_stager=stager, async_checkpointer_type=IN_PROCESS
+        )
+        time.sleep(delay)
+        os.kill(writer, signal.SIGKILL)
+        with contextlib.suppress(RuntimeError, OSError):  # it may have been done
+            response.upload_completion.result()
+        if holds_the_future:
+            kept.append(response)
+        del response
+        end_writer()
+    dcp.async_save(state, checkpoint_id=tmp_path / "third", async_stager=stager).upload_completion.result()
+    assert difference(loaded(tmp_path / "third", state), state) is None
+    assert settled(stager.pool).held_slabs == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
+    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool:
+        response = dcp.async_save(
+            adam_state(), checkpoint_id=tmp_path, async_stager=PoolStager(pool), async_checkpointer_type=IN_PROCESS
+        )
+        with pytest.raises(StagingError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
+            response.upload_completion.result()
+        del response
+        gc.collect()
+        settled(pool)
+
+
+# -- what is in shards -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, IN_PROCESS])
+def test_tensors_in_shards_come_back_as_what_torch_plans_with(tmp_path, stager, kind):
+    mesh = init_device_mesh("cpu", (1,))
+    along = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [ShardedAlong(0)])
+    shard = Shard.from_tensor_and_offsets(torch.arange(6.0).view(2, 3), [0, 0], 0)
+    state = {"dtensor": along, "sharded": init_from_local_shards([shard], 2, 3), "again": along}
+    staged = stager.stage(state).result()
+    assert (type(staged["dtensor"]), type(staged["sharded"])) == (DTensor, ShardedTensor)
+    assert staged["dtensor"] is staged["again"]
+    assert staged["dtensor"].device_mesh is mesh
+    assert staged["dtensor"].placements == along.placements
+    assert staged["dtensor"].to_local().data_ptr() != along.to_local().data_ptr()
+    assert torch.equal(staged["dtensor"].to_local(), along.to_local())
+    assert staged["sharded"].metadata().size == state["sharded"].metadata().size
+    assert torch.equal(staged["sharded"].local_shards()[0].tensor, shard.tensor)
+    del staged
+    response = dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager, async_checkpointer_type=kind)
+    along.to_local().add_(1)
+    shard.tensor.add_(1)
+    response.upload_completion.result()
+    found = {
+        "dtensor": distribute_tensor(torch.zeros(4, 3), mesh, [ShardedAlong(0)]),
+        "sharded": init_from_local_shards([Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0, 0], 0)], 2, 3),
+    }
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["dtensor"].to_local() + 1, along.to_local())
+    assert torch.equal(found["sharded"].local_shards()[0].tensor + 1, shard.tensor)
+
+
+def test_fsdp2_on_two_ranks_saves_and_loads_by_both_checkpointers(tmp_path):
+    torchrun(Path(__file__).parents[1] / "helpers" / "fsdp_checkpoint.py", tmp_path, "cpu")

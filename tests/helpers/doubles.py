@@ -1,0 +1,432 @@
+"""Stand-ins for what the pool meets: memory that counts and fails when told, an event that is done when told."""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pinstage._memory import Block
+from pinstage._stage import Arrival
+from pinstage._stage._device import CpuTarget
+
+PATIENCE_SECONDS = 20
+"""How long a test waits for what must happen, before it fails instead of hanging."""
+
+
+class Gate:
+    """Closed when made; whoever comes waits until it is opened."""
+
+    def __init__(self):
+        self._arrivals = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def wait_for_arrival(self):
+        assert self._arrivals.acquire(timeout=PATIENCE_SECONDS), "nobody came to the gate"
+
+    def open(self):
+        self._open.set()
+
+    def pass_through(self):
+        self._arrivals.release()
+        assert self._open.wait(PATIENCE_SECONDS), "the gate was never opened"
+
+
+class CountingMemory:
+    """A memory resource over plain memory that counts.
+
+    A block counts as live from the beginning of its allocation to the end of its deallocation: the strictest reading of
+    a cap on the bytes held. Freed bytes are overwritten, and a failed deallocation leaves the block live.
+    """
+
+    is_pinned = False
+    is_shared = False
+    made: "list[CountingMemory]" = []  # noqa: RUF012 - conftest.py empties it for each test
+
+    def __init__(self, granularity=1):
+        self.granularity = granularity
+        self.live_bytes = self.peak_live_bytes = 0
+        self.allocations = self.deallocations = 0  # calls, those that failed included
+        self.freed = []  # sizes, in the order of deallocation
+        self.allocate_gate = self.deallocate_gate = None
+        self._buffers = {}
+        self._failures = {}
+        self._lock = threading.Lock()
+        CountingMemory.made.append(self)
+
+    @property
+    def live_blocks(self):
+        """The blocks that were not taken back, oldest first."""
+        with self._lock:
+            return list(self._buffers)
+
+    def fail_allocate(self, error, *, nth=1):
+        """Let the n-th allocation from now raise ``error``."""
+        self._failures["allocate", self.allocations + nth] = error
+
+    def fail_deallocate(self, error, *, nth=1):
+        """Let the n-th deallocation from now raise ``error``."""
+        self._failures["deallocate", self.deallocations + nth] = error
+
+    def forget_failures(self):
+        self._failures.clear()
+
+    def allocate(self, nbytes):
+        assert nbytes > 0
+        assert nbytes % self.granularity == 0
+        with self._lock:
+            self.allocations += 1
+            error = self._failures.pop(("allocate", self.allocations), None)
+            self.live_bytes += nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        if self.allocate_gate is not None:
+            self.allocate_gate.pass_through()
+        if error is not None:
+            with self._lock:
+                self.live_bytes -= nbytes
+            raise error
+        buffer = ctypes.create_string_buffer(nbytes)
+        block = Block(ctypes.addressof(buffer), nbytes)
+        with self._lock:
+            self._buffers[block] = buffer
+        return block
+
+    def deallocate(self, block):
+        with self._lock:
+            self.deallocations += 1
+            error = self._failures.pop(("deallocate", self.deallocations), None)
+            assert block in self._buffers, "not a live block"
+        if self.deallocate_gate is not None:
+            self.deallocate_gate.pass_through()
+        if error is not None:
+            raise error
+        ctypes.memset(block.ptr, 0xDD, block.nbytes)
+        with self._lock:
+            del self._buffers[block]
+            self.live_bytes -= block.nbytes
+            self.freed.append(block.nbytes)
+
+
+class ManualEvent:
+    """An event that is done when the test says so."""
+
+    def __init__(self):
+        self.queries = 0
+        self.error = None
+        self.waited_for = threading.Event()
+        self._done = threading.Event()
+
+    def finish(self):
+        self._done.set()
+
+    def query(self):
+        self.queries += 1
+        if self.error is not None:
+            raise self.error
+        return self._done.is_set()
+
+    def synchronize(self):
+        self.waited_for.set()
+        if self.error is not None:
+            raise self.error
+        assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
+
+
+def in_child(claim: Callable[[], object]) -> int:
+    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        status = 1
+        try:
+            status = 0 if claim() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def claim_in_child(claim: Callable[[], object]) -> None:
+    """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)  # as above
+        pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PATIENCE_SECONDS)  # a child that hangs ends
+        failure = ""
+        try:
+            claim()
+        except BaseException:  # noqa: BLE001 - reported by the parent
+            failure = traceback.format_exc()
+        finally:
+            os.write(write, failure.encode()[-60_000:])
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        failure = pipe.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert not failure, f"in the child:\n{failure}"
+    assert status == 0
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+def shared_files() -> set[int]:
+    """Return the inodes of shared memory of ours that this process has open.
+
+    Not the numbers of all descriptors: what an earlier test left to the collector closes others in the meantime.
+    """
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this very list
+            if str(link.readlink()).startswith("/memfd:pinstage"):
+                found.add(link.stat().st_ino)
+    return found
+
+
+class HeldTarget(CpuTarget):
+    """A device whose copies are under way until the test says so."""
+
+    def __init__(self):
+        self.stream = ManualEvent()
+        self.copies = 0
+
+    def is_capturing(self):  # so all batches take slabs, and the stream for copies
+        return True
+
+    def move_few(self, leaves):
+        return None
+
+    def copy(self, *args, **kwargs):
+        self.copies += 1
+        return super().copy(*args, **kwargs)
+
+    def record(self, stream):
+        return stream
+
+
+_BY_GC = ("__del__", "gc_callback")
+
+
+class Interrupts:
+    """A profiler that raises KeyboardInterrupt at the n-th point where Python looks for one, in calls by some files.
+
+    These points are the start of a function, which then does nothing, and the end of a call, whose result is lost.
+    """
+
+    def __init__(self, countdown: int, *files: str):
+        self.countdown = countdown
+        self._files = files
+
+    def __call__(self, frame, event, _):
+        caller = frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
+        # Not in what the garbage collector calls: an interrupt there is swallowed, or hypothesis's.
+        if (
+            caller is not None
+            and caller.f_code.co_filename.endswith(self._files)
+            and frame.f_code.co_name not in _BY_GC
+        ):
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyboardInterrupt
+
+    def during(self, work: Callable[[], object]) -> bool:
+        """Do work; say whether it was interrupted."""
+        sys.setprofile(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when a condition that another thread brings about is true; fail if it never is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.0005)
+
+
+def stays_blocked(future: concurrent.futures.Future) -> bool:
+    """Say whether a call in the background has still not returned after a moment."""
+    return not concurrent.futures.wait([future], timeout=0.05).done
+
+
+def outcome(future: concurrent.futures.Future):
+    """Return what a call in the background returned, or raise what it raised; fail if it never returns."""
+    assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, "the call did not return"
+    return future.result()
+
+
+def record_work(monkeypatch):
+    """Have the CPU target mark the loop's stream as a GPU does; return the marks made, and those waited for."""
+    made, waited = [], []
+
+    class Work:
+        def query(self):
+            return False
+
+        def synchronize(self):
+            waited.append(self)
+
+    def record(_, stream):
+        if stream == "the loop's":
+            made.append(Work())
+            return made[-1]
+        return None
+
+    monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.consumer", lambda _, stream: stream or "the loop's")
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.record", record)
+    return made, waited
+
+
+class Background(threading.Thread):
+    """Calls a function in a thread that ends with it.
+
+    Where the function forks, no thread of an executor will do: a process forked there ends with code 1, since
+    `concurrent.futures` tries to join that very thread at its end (Python 3.11), and torch's handler says so.
+    """
+
+    def __init__(self, function, *args):
+        super().__init__()
+        self._function, self._args = function, args
+        self._outcome = concurrent.futures.Future()
+        self.start()
+
+    def run(self):
+        try:
+            self._outcome.set_result(self._function(*self._args))
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._outcome.set_exception(error)
+
+    def result(self):
+        """Return what the function returned, or raise what it raised, when the thread has ended."""
+        self.join(3 * PATIENCE_SECONDS)
+        return self._outcome.result(0)
+
+
+class _QueuedCopy:
+    """A copy of a `QueuedShuttle`, and the event behind it."""
+
+    def __init__(self, shuttle, queue, after, copy):
+        self._shuttle = shuttle
+        self._queue = queue
+        self._after = after
+        self._copy = copy
+
+    def query(self):
+        return self._copy is None
+
+    def synchronize(self):
+        self._shuttle.run(self)
+
+    def wait(self, stream):
+        raise AssertionError("the shuttle waits for its events")
+
+    def run(self):
+        if self._after is not None:
+            self._shuttle.run(self._after)
+        if self._copy is not None:
+            self._copy()
+        self._copy = self._after = None  # only now: another thread may ask
+
+
+class QueuedShuttle:
+    """Plain memory, with copies that are done late: when somebody's stream waits for them, or others have queued up.
+
+    What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
+    and that is gone when it runs is counted in `lost`.
+
+    Args:
+        out: copies to the host that queue up before the oldest is done.
+        back: copies from there.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, out, back):
+        self.lost = 0
+        self._lags = out, back
+        self._out, self._back = [], []
+        self._lock = threading.RLock()
+        self.all_leaving = self
+
+    def query(self):
+        return not self._out
+
+    def synchronize(self):
+        self.run_all()
+
+    def stream(self):
+        return (0, 0, 0)
+
+    def is_default(self, stream):
+        return True
+
+    def is_capturing(self):
+        return False
+
+    def leave(self, there, here, after):
+        return self._queued(self._out, there, here, after, leaves=True)
+
+    def fetch(self, here, after):
+        there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)
+        event = self._queued(self._back, there, here, after, leaves=False)
+        return Arrival(there, event, (0, 0, 0))
+
+    def hand_over(self, arrival):
+        self.run(arrival.event)
+
+    def wait(self, event):
+        self.run(event)
+
+    def run(self, event):
+        """Do the copies of a queue, up to one."""
+        with self._lock:
+            queue = event._queue
+            while event in queue:
+                queue.pop(0).run()
+
+    def run_all(self):
+        with self._lock:
+            for queue in (self._out, self._back):
+                while queue:
+                    queue.pop(0).run()
+
+    def _queued(self, queue, there, here, after, *, leaves):
+        memory = weakref.ref(there.untyped_storage())  # of the tensor the collector would forget too soon
+        ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
+
+        def copy():
+            if memory() is None:
+                self.lost += 1
+            else:
+                ctypes.memmove(*(reversed(ends) if leaves else ends), nbytes)
+
+        with self._lock:
+            event = _QueuedCopy(self, queue, after, copy)
+            queue.append(event)
+            while len(queue) > self._lags[queue is self._back]:
+                queue.pop(0).run()
+        return event

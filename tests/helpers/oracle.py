@@ -1,0 +1,157 @@
+"""The offset table, packing and cutting in plain Python: slow and obvious, for properties of the extension."""
+
+import ctypes
+import math
+import struct
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pinstage import _native
+from pinstage._batch import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table, walk
+from pinstage._batch._describe import Described, _describe_leaf
+from pinstage._batch._table import MOST_DIMS, row_type
+
+HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
+MAGIC = _native.core.TABLE_MAGIC
+
+GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
+"""The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""
+
+MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
+"""Bytes that a block of each group has at most; a leaf of the third group is alone."""
+
+
+class Whole(NamedTuple):
+    """A batch: its leaves, what they are, and the table."""
+
+    leaves: list
+    described: list[Described]
+    table: Table
+
+
+def take_apart(batch):
+    """Describe the leaves of a batch and place them in a slab."""
+    leaves, structure = walk(batch)
+    device = torch.device("cpu")
+    described = [_describe_leaf(structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
+    rows, first, dtypes = [], {}, 0
+    for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
+        same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
+        if same != index:
+            rows.append((same, 0, RowKind.ALIAS, 0, 0, 0, (), ()))
+        elif found.source is None:
+            rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
+        else:
+            rows.append((-1, found.nbytes, found.kind, found.dtype, len(found.shape), 0, found.shape, found.stride))
+            dtypes |= 1 << found.dtype
+
+    def key(row):
+        return bisect_right(GROUPS_FROM, row[1]), row[3]
+
+    packed = sorted((index for index, row in enumerate(rows) if row[2] in PACKED), key=lambda index: key(rows[index]))
+    end = start = block = 0
+    before = None
+    for index in packed:
+        row = rows[index]
+        if before is not None and (key(row) != before or end + row[1] - start > MOST_IN_BLOCK[key(row)[0]]):
+            block, start = block + 1, end
+        rows[index] = (end, *row[1:5], block, *row[6:])
+        before, end = key(row), end + -(-row[1] // ALIGNMENT) * ALIGNMENT
+    return Whole(leaves, described, table_of(rows, end, dtypes))
+
+
+def table_of(rows, nbytes, dtypes):
+    """Write a table of rows: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
+    width = max((len(row[6]) for row in rows), default=1) or 1
+    array = np.zeros(len(rows), dtype=row_type(width))
+    for name, column in zip(array.dtype.names, zip(*rows, strict=True), strict=False):
+        sizes = name in ("shape", "stride")
+        array[name] = [(*one, *[0] * (width - len(one))) for one in column] if sizes else column
+    kinds = array["kind"].tolist()
+    figures = (
+        nbytes,
+        sum(row[1] for row in rows if row[2] in PACKED),
+        sum(kind in PACKED for kind in kinds),
+        kinds.count(RowKind.MOVED),
+        kinds.count(RowKind.OTHER),
+        dtypes,
+    )
+    return Table(HEADER.pack(MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)
+
+
+def pack(whole, slab):
+    """Write all leaves to their places, and zeros between them."""
+    base, end = slab.data_ptr(), 0
+    offsets = whole.table.rows["offset"].tolist()
+    for index in whole.table.by_offset(*PACKED):
+        offset, found = offsets[index], whole.described[index]
+        ctypes.memset(base + end, 0, offset - end)
+        end = offset + found.nbytes
+        if found.kind is RowKind.RAW:
+            ctypes.memmove(base + offset, found.address, found.nbytes)
+        elif found.kind is RowKind.LAZY:
+            value = found.source.detach().resolve_conj().resolve_neg()
+            slab[offset:end].view(value.dtype).as_strided(found.shape, found.stride).copy_(value)
+        else:
+            copy_elements(found, slab[offset:end])
+    ctypes.memset(base + end, 0, whole.table.nbytes - end)
+
+
+def copy_elements(found, target):
+    """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
+    source, size = found.source.detach(), found.source.itemsize
+    if source.data_ptr() % size:  # torch's loops want elements at multiples of their size: complex128 crashes elsewhere
+        start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
+        of_bytes = torch.empty(0, dtype=torch.uint8)
+        of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))
+        target.view(of_bytes.shape).copy_(of_bytes)
+        return
+    integer = INTEGERS.get(size, source.dtype)
+    target.view(integer).view(source.shape).copy_(source.view(integer))
+
+
+def figures_of(data):
+    """Return what a table from elsewhere says of itself, if all of it is true: ``nbytes`` to ``dtypes``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    magic, count, width, nbytes, *figures = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+    if magic != MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
+        raise ValueError("its header or its length is wrong")
+    if count < 0 or len(data) != HEADER.size + count * row_type(width).itemsize:
+        raise ValueError("its header or its length is wrong")
+    payload = packed = moved = others = dtypes = 0
+    for index, row in enumerate(Table(data, *[0] * 6).entries()):
+        offset, size, kind, dtype = row[:4]
+        is_possible = True
+        if kind in PACKED:
+            is_possible = lies_in_slab(row, nbytes)
+            payload, packed, dtypes = payload + size, packed + 1, dtypes | 1 << dtype
+        elif kind == RowKind.ALIAS:
+            is_possible = 0 <= offset < index
+        elif kind == RowKind.MOVED:
+            moved += 1
+        else:
+            is_possible = kind == RowKind.OTHER
+            others += 1
+        if not is_possible:
+            raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
+    if figures != [payload, packed, moved, others, dtypes]:
+        raise ValueError("its header says something else than its rows")
+    return (nbytes, *figures)
+
+
+def lies_in_slab(row, nbytes):
+    """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
+    offset, size, _, code, ndim, _, shape, stride = row
+    dtype = DTYPES[code] if code < len(DTYPES) else None
+    if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
+        return False
+    if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
+        return False
+    reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
+    return bool(offset + size <= nbytes and reach * dtype.itemsize <= size)

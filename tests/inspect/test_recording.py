@@ -1,0 +1,39 @@
+"""The recording that the help and the docs recommend gives a trace with its steps, however long the loop goes on."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from pinstage import _cli
+from pinstage.inspect._trace._stream import TraceFile
+
+PAGE = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+
+
+def test_the_recording_of_the_docs_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    code = code.replace(", ProfilerActivity.CUDA", "") if not torch.cuda.is_available() else code
+    exec(code, {"loader": [torch.ones(2)] * 90, "train_step": lambda batch: batch + 1})
+    names = {event["name"] for event in TraceFile(tmp_path / "trace.json.gz") if event.get("ph") == "X"}
+    assert len([name for name in names if name.startswith("ProfilerStep#")]) == 20
+
+
+def test_the_benchmark_of_reading_runs_in_small():
+    script = Path(__file__).parents[2] / "benchmarks" / "trace_reading.py"
+    done = subprocess.run([sys.executable, script, "--megabytes", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 MB" in done.stdout or "2 MB" in done.stdout
+
+
+def test_the_help_recommends_the_same_recording():
+    for part in (
+        "schedule(wait=5, warmup=5, active=20, repeat=1)",
+        'export_chrome_trace("trace.json.gz")',
+        "profiler.step()",
+    ):
+        assert part in PAGE
+        assert part in (_cli.trace.__doc__ or "")

@@ -1,0 +1,1051 @@
+"""Whatever goes wrong in a `DataLoader`: all comes back, nothing is left, and the error is the original one."""
+
+import _thread
+import contextlib
+import gc
+import inspect
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import loader_data as data
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent, record_work, wait_until
+
+import pinstage as ps
+from pinstage import _torch
+from pinstage._batch import take_apart
+from pinstage._loader._broker import LEAKED
+from pinstage._loader._collate import SlabCollate
+from pinstage._loader._messages import BROKERS, receive
+from pinstage._loader._worker import WorkerSlabs
+from pinstage._reaper import running
+from pinstage._stage._run_ahead import RUN_AHEAD
+from pinstage.errors import LayoutError, StagingError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+SLAB = 212_992
+"""Size class of a batch of two `data.large`."""
+
+
+def resources():
+    """Count what a loader could leave behind in this process: descriptors, mappings of slabs, children, threads."""
+    gc.collect()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:pinstage"),
+        "children": len([pid for pid in children if not is_helper(pid)]),
+        "threads": len([thing for thing in list(running) if type(thing).__name__ in ("SlabBroker", "Ending")]),
+    }
+
+
+def is_helper(pid):
+    """Say whether a process is multiprocessing's fork server or resource tracker, which stay."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"resource_tracker" in command or b"forkserver" in command
+    return False
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver():
+    """Started before anything is counted: it stays."""
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+    list(torch.utils.data.DataLoader([1], num_workers=1))  # what Python keeps after the first worker
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = resources()  # perhaps with threads and descriptors of torch's queues that are about to go
+    yield
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
+    left = {name: count - before[name] for name, count in resources().items() if count > before[name]}
+    assert not left
+
+
+def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
+    return ps.DataLoader(data.Mapped(sample, size), batch_size, num_workers=num_workers, **{"device": "cpu"} | options)
+
+
+def all_back(loader):
+    pool = loader.stats().pool
+    return (pool.leased_slabs, pool.in_flight_slabs) == (0, 0)
+
+
+def assert_all_back(loader):
+    """An iterator that was dropped is ended by another thread."""
+    wait_until(lambda: all_back(loader))
+
+
+def numbers(loader):
+    return [int(number) for batch in loader for number in batch[:, 0]]
+
+
+def test_an_exception_in_the_loop_gives_everything_back():
+    loader = make()
+
+    def loop():
+        for batch in loader:
+            raise ZeroDivisionError(len(batch))
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    gc.collect()
+    assert_all_back(loader)
+    assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_outlives_its_loader(workers):
+    iterator = iter(make(num_workers=workers))
+    gc.collect()
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
+
+
+def test_a_batch_outlives_loader_and_iterator():
+    batch = next(iter(make()))
+    gc.collect()
+    wait_until(lambda: resources()["mappings"] == 0)
+    assert batch[:, 0].tolist() == [0, 1]
+
+
+def test_workers_that_are_still_starting_when_the_pass_is_left_end_without_an_error(monkeypatch):
+    monkeypatch.setattr(_torch, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
+    monkeypatch.setattr(_torch, "wait", lambda *given: time.sleep(0.2) or wait(*given))  # this thread sees that first
+    before = resources()
+    batches = iter(ps.DataLoader([torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"))
+    del batches
+    idle = threading.Event()
+    wait_until(lambda: idle.wait(0.3) or resources() == before)  # torch's error would be raised here
+
+
+def test_persistent_workers_end_with_the_loader():
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    assert numbers(itertools.islice(loader, 3)) == list(range(6))
+    del loader
+
+
+def test_persistent_workers_end_with_a_loader_whose_collate_fn_knows_it():
+    class Module:
+        def __init__(self):
+            self.loader = make(persistent_workers=True, collate_fn=self.collate)
+
+        def collate(self, samples):
+            return torch.stack(samples)
+
+    module = Module()
+    assert numbers(module.loader) == list(range(40))
+    del module
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_two_threads_may_begin_at_once(method):
+    both = threading.Barrier(2)
+
+    class Sampler:
+        def __iter__(self):  # torch asks for it while it makes an iterator
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # seconds; the other one may have to wait for this one
+            return iter([[0, 1], [2, 3]])
+
+    options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
+    loader = ps.DataLoader(data.Mapped(data.large), batch_sampler=Sampler(), **options)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(numbers(loader))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert found == [[0, 1, 2, 3]] * 2
+    assert loader.collate_fn is torch.utils.data.default_collate
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
+    expected = [data.random_size(index) for index in range(30)]
+
+    def use(seed):
+        chance = random.Random(seed)
+        for _ in range(5):
+            options = {"num_workers": chance.choice([1, 2]), "max_bytes": chance.choice(["64KiB", "512KiB"])}
+            options |= {"persistent_workers": persistent, "timeout": PATIENCE_SECONDS, "device": "cpu"}
+            loader = ps.DataLoader(data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options)
+            for _ in range(2):
+                batches = itertools.islice(loader, chance.randrange(32))
+                assert all(map(data.same, batches, expected))
+            iterator = [iter(loader)]
+            del loader
+            Background(iterator.clear).result()  # another thread ends it
+
+    for thread in [Background(use, seed) for seed in range(4)]:
+        thread.result()
+
+
+def test_two_iterators_at_once_under_a_cap_for_one():
+    loader = make(max_bytes="512KiB")
+    for number, (first, second) in enumerate(zip(loader, loader, strict=True)):
+        assert first[:, 0].tolist() == [2 * number, 2 * number + 1]
+        assert torch.equal(first, second)
+    assert_all_back(loader)
+    assert loader.stats().batches == 40
+    assert loader.stats().pool.peak_held_bytes <= 512 * 1024
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("sample", "options", "kind", "text"),
+    [
+        (data.fails_at_seven, {}, KeyError, "the seventh is bad"),
+        (data.tensors, {"collate_fn": data.fails_in_collate}, RuntimeError, "cannot collate these"),
+        (data.tensors, {"collate_fn": data.opaque}, ps.errors.LayoutError, "register_node"),
+        (data.ragged, {}, RuntimeError, "size"),
+    ],
+)
+def test_an_error_is_the_original_one(workers, sample, options, kind, text):
+    loader = make(sample, num_workers=workers, **options)
+    with pytest.raises(kind, match=text) as caught:
+        list(loader)
+    if workers:
+        assert "in DataLoader worker process" in str(caught.value)
+        assert "Traceback" in str(caught.value)
+    began = time.perf_counter()
+    del caught  # with it goes a cycle of garbage, and the iterator in it
+    gc.collect()
+    assert time.perf_counter() - began < 4  # seconds; torch's takes 5 for each worker
+    if loader.stats().pool is not None:
+        assert_all_back(loader)
+
+
+@pytest.mark.parametrize("sample", [data.ragged, lambda index: torch.zeros(2, dtype=torch.int64 if index else None)])
+def test_what_torch_cannot_stack_fails_as_in_torch(sample):
+    def outcome(loader):
+        iterator = iter(loader)
+        try:
+            return list(iterator)
+        except Exception as error:  # noqa: BLE001 - compared
+            return type(error), str(error).strip().splitlines()[-1].split(" at ")[0]
+        finally:
+            for worker in iterator._workers:  # torch's own may need five seconds to end after such an error
+                worker.terminate()
+
+    dataset = data.Mapped(sample, 4)
+    expected = outcome(torch.utils.data.DataLoader(dataset, 4, num_workers=1))
+    assert str(outcome(ps.DataLoader(dataset, 4, num_workers=1, device="cpu"))) == str(expected)
+
+
+def test_an_error_comes_after_the_batches_before_it_and_the_loop_may_go_on():
+    iterator = iter(make(data.fails_at_seven, depth=3))
+    assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert next(iterator).tolist() == [8, 9]
+
+
+def test_an_error_in_unpickling_comes_after_the_batches_before_it():
+    iterator = iter(make(data.tensors, 8, 1, num_workers=1, prefetch_factor=6, collate_fn=data.third_cannot_arrive))
+    found = [next(iterator)]
+    wait_until(lambda: 3 in iterator._data_queue._held)
+    while len(found) < 3:
+        found.append(next(iterator))
+    assert [number for number, _ in found] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no number"):
+        next(iterator)
+    assert [number for number, _ in iterator] == [4, 5, 6, 7]  # torch's own would wait for ever
+
+
+def test_a_structure_that_cannot_be_unpickled_is_an_error_for_each_of_its_batches():
+    """Of a class that only the worker has; the first two batches bring the structure, the others its number."""
+    iterator = iter(make(data.tensors, 6, 1, num_workers=1, collate_fn=data.class_of_the_workers_own, device="cpu"))
+    for _ in range(6):
+        with pytest.raises(AttributeError, match="OnlyHere"):
+            next(iterator)
+    assert list(iterator) == []
+
+
+def test_a_batch_that_cannot_be_unpickled_gives_its_slab_back():
+    options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
+    loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
+    for _ in range(6):  # more passes than the worker has slabs
+        iterator = iter(loader)
+        with pytest.raises(ValueError, match="no number"):
+            next(iterator)
+        assert len(list(iterator)) == len(loader) - 1
+
+
+def test_a_worker_that_cannot_start_says_why():
+    with pytest.raises(ValueError, match="no start for 0"):
+        list(make(worker_init_fn=data.fails_to_start))
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang():
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        list(make(data.tensors, collate_fn=data.unpicklable))
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_ends_the_pass():
+    """The thread that reads it would wait for the rest for ever, and keep the slabs."""
+    loader = make(data.dies_in_the_middle_of_a_message, 40, num_workers=1)
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="worker"):
+            list(loader)
+        gc.collect()
+        assert time.monotonic() - began < PATIENCE_SECONDS / 2
+        assert_all_back(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+
+
+def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
+    def no_answer(broker):
+        raise OSError("the device is gone")
+
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    monkeypatch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
+    with pytest.raises(OSError, match="the device is gone"):
+        list(iterator)
+    with pytest.raises(OSError, match="the device is gone"):
+        next(iterator)
+    monkeypatch.undo()
+    iterator._close()
+    for _, loans in LEAKED:  # the thread could not know that no worker writes any more
+        for loan in loans.values():
+            loan.lease.release()
+    LEAKED.clear()
+
+
+def described(*sizes):
+    parts = take_apart(list(map(torch.zeros, sizes)))
+    return {"structure": pickle.dumps(parts.structure), "table": parts.table.data}
+
+
+FORGED = {
+    "a table beyond the slab": ({"table": described(2**24)["table"]}, "67108864 bytes in"),
+    "a table beyond the bytes": ({"slab": None, "raw": bytearray(16)}, "bytes in 16"),
+    "a table of bytes that are not there": ({"slab": None}, "bytes in 0"),
+    "a slab of nobody": ({"slab": 999}, "isn't lent to worker 0: 999"),
+    "a slab of another worker": ({"worker": 1, **described(10)}, "isn't lent to worker 1: 0"),
+    "a structure without a table": ({"structure": b"", "table": None}, "not an offset table"),
+    "an unknown structure": ({"number": 77}, "unknown structure: 77"),
+    "something else for a structure": ({"structure": 5, "table": described(10)["table"]}, "not a layout: int"),
+    "fewer leaves than rows": ({"table": described(1, 1)["table"]}, "has 1 leaves and the offset table 2"),
+    "more leaves than described": ({"pickled": pickle.dumps([1, 2])}, "2 of 0 leaves"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_message_that_cannot_be_right_is_an_error(monkeypatch, kind):
+    changes, text = FORGED[kind]
+    collate, names, calls = SlabCollate.__call__, inspect.signature(receive).parameters, itertools.count()
+
+    def forge(self, samples):
+        message = collate(self, samples)
+        if next(calls) == 1:
+            message.contents = tuple((dict(zip(names, message.contents, strict=True)) | changes).values())
+        return message
+
+    monkeypatch.setattr(SlabCollate, "__call__", forge)
+    loader = make(num_workers=1)
+    iterator = iter(loader)
+    assert next(iterator)[0, 0] == 0
+    with pytest.raises(LayoutError, match=f"{text}.*; (begin another pass|compute)"):
+        next(iterator)
+    del iterator
+    assert_all_back(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    "message", [("ask", 16, 16, [999]), ("ask", "many", 16, []), ("unmapped", 999, "no"), ("starved",), ("hello",), 5]
+)
+def test_a_request_that_cannot_be_right_is_an_error(monkeypatch, message):
+    take = WorkerSlabs.take
+    monkeypatch.setattr(WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes))
+    iterator = iter(make(num_workers=1))
+    with pytest.raises((RuntimeError, LayoutError), match=r"worker.*; begin another pass"):
+        list(iterator)
+    iterator._close()
+    LEAKED.clear()
+
+
+class Garbage:
+    """An object that only a garbage collector ends, which it notes in a file."""
+
+    def __init__(self, path):
+        self.path, self.me = path, self
+
+    def __del__(self):
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
+    """A CUDA tensor among it would abort them."""
+    ended, frozen = tmp_path / "ended", gc.get_freeze_count()
+    gc.disable()
+    try:
+        Garbage(ended)
+        loader = make(data.collects_garbage, multiprocessing_context="fork")
+        assert numbers(loader) == list(range(40))
+    finally:
+        gc.enable()
+    assert not ended.exists()
+    assert gc.get_freeze_count() <= frozen  # of objects that somebody else froze some may go meanwhile
+    gc.collect()
+    assert ended.read_text() == f"{os.getpid()}\n"
+
+
+def test_no_thread_is_left_when_the_interpreter_ends():
+    """One that comes back from torch after that aborts the process."""
+    program = """
+        import atexit
+        atexit.register(lambda: print(names()))
+        import torch, pinstage as ps
+        from pinstage._reaper import running
+        names = lambda: [type(thing).__name__ for thing in running]
+        loader = ps.DataLoader(torch.arange(1000), 2, num_workers=2, device="cpu", depth=100)
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1]
+        assert "SlabBroker" in names()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_persistent_workers_that_end_by_themselves_are_replaced():
+    loader = make(data.exits_at_seven, 40, persistent_workers=True)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader)
+    loader.dataset.sample = data.large
+    assert numbers(loader) == list(range(40))
+
+
+def test_persistent_workers_that_were_killed_between_passes_are_replaced():
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    workers = loader._iterator._workers
+    with contextlib.suppress(RuntimeError):  # torch's handler of the signal may raise anywhere
+        os.kill(workers[0].pid, signal.SIGKILL)
+        workers[0].join(PATIENCE_SECONDS)
+    assert numbers(loader) == list(range(40))
+    del workers
+
+
+def test_a_worker_that_ended_keeps_no_slab_whoever_waited_for_it():
+    loader = make(num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    worker = iterator._workers[0]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # else torch's handler may raise here
+    try:
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitpid(worker.pid, 0)  # as another thread may that starts a process
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    del iterator
+    assert_all_back(loader)
+    worker._popen.returncode = -signal.SIGKILL  # the other thread goes on
+    worker.join()
+
+
+def test_the_timeout_is_that_of_torch():
+    loader = make(data.sleeps_at_three, timeout=0.3, depth=0)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
+        next(iterator)
+    for worker in iterator._workers:  # else torch waits five seconds for the sleeper
+        worker.terminate()
+    del iterator
+    assert_all_back(loader)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything_back(monkeypatch):
+    loader = make(persistent_workers=True)
+    assert numbers(loader) == list(range(40))
+    with monkeypatch.context() as patched:
+        patched.setattr(loader._iterator._batches, "_get_data", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert_all_back(loader)
+    for _ in range(2):
+        assert numbers(loader) == list(range(40))
+
+
+def test_a_handler_that_raises_while_a_pass_begins_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # of torch's iterator, where it is half made
+    loader = make(size=2, num_workers=1)
+    assert numbers(loader) == [0, 1]
+    wait_until(lambda: not resources()["threads"])
+    files = ("_loader/_loader.py", "_broker.py", "_iterator.py", "_collate.py", "_starting.py", "_slabs.py")
+    before = resources()
+    for number in itertools.count(1):
+        interrupted = Interrupts(number, *files).during(lambda: iter(loader))
+        wait_until(lambda: all(count <= before[name] for name, count in resources().items()) and not BROKERS)
+        assert all_back(loader)
+        if not interrupted:
+            break
+    assert number > 50
+    assert not LEAKED
+    assert numbers(loader) == [0, 1]
+
+
+# -- ahead
+
+
+def test_a_batch_is_yielded_though_the_next_one_is_late():
+    gate = multiprocessing.Event()
+
+    def sample(index):
+        assert index < 2 or gate.wait(PATIENCE_SECONDS)
+        return torch.tensor(index)
+
+    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)  # seconds; were it waited for, an error
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    gate.set()
+    assert torch.cat(list(iterator)).tolist() == list(range(2, 20))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_batches_that_have_arrived_are_sent_ahead(depth):
+    loader = make(num_workers=2, prefetch_factor=4, depth=depth)
+    iterator = iter(loader)
+    next(iterator)
+
+    for taken in (1, 2):
+        wait_until(lambda: loader.stats().batches == taken + depth)  # noqa: B023
+        wait_until(lambda: taken + depth in iterator._data_queue._held)  # noqa: B023 - it arrived, and is not sent
+        assert loader.stats().batches == taken + depth
+        if taken == 1:
+            next(iterator)
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(4, 40, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loop_is_never_more_than_a_few_batches_ahead_of_the_device(monkeypatch, workers):
+    made, waited = record_work(monkeypatch)
+    for batches, _ in enumerate(make(num_workers=workers), 1):
+        assert len(made) == batches
+        assert waited == made[: max(0, batches - RUN_AHEAD)]
+    assert batches == 20
+
+
+# -- the cap
+
+
+@pytest.mark.parametrize(("workers", "size"), [(0, "220KiB"), (2, "1319KiB")])
+def test_a_batch_larger_than_the_cap_arrives_and_the_size_is_told(workers, size):
+    loader = make(max_bytes="128KiB", num_workers=workers)
+    with pytest.warns(RuntimeWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"') as told:
+        found = [numbers(loader) for _ in range(2)]
+    assert found == [list(range(40))] * 2
+    assert len(told) == 1
+    assert loader.stats().fallback_batches == 40
+    assert loader.stats().bottleneck.startswith("max_bytes is the bottleneck: 40 of 40 batches found no slab")
+    loader = make(max_bytes=size, num_workers=workers)
+    assert numbers(loader) == list(range(40))
+    assert loader.stats().fallback_batches == 0
+
+
+def test_a_short_pass_without_slabs_is_told_at_its_end():
+    loader = make(size=4, max_bytes="128KiB", num_workers=0)
+    with pytest.warns(RuntimeWarning, match="no batch of a DataLoader found a slab, and all 2 were sent"):
+        assert numbers(loader) == list(range(4))
+
+
+def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
+    """A worker that has a slab goes on with that one."""
+    take, taken, gate = ps.SharedMemory._take, [], Gate()
+
+    def take_slowly(memory, nbytes):
+        taken.append(nbytes)
+        if len(taken) > 1:
+            gate.pass_through()
+        return take(memory, nbytes)
+
+    monkeypatch.setattr("pinstage.SharedMemory._take", take_slowly)
+    loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
+    batches = iter(loader)
+    gate.wait_for_arrival()  # the worker has the second batch; the first one stays in its slab until the loop wants it
+    found = [int(number) for batch in itertools.islice(batches, 15) for number in batch[:, 0]]
+    assert loader.stats().pool.held_slabs == 1
+    gate.open()
+    assert found + [int(number) for batch in batches for number in batch[:, 0]] == list(range(40))
+    assert loader.stats().fallback_batches == 0
+
+
+def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypatch):
+    def refuse(memory, nbytes):
+        raise OSError("none left")
+
+    monkeypatch.setattr("pinstage.SharedMemory._take", refuse)
+    loader = make()
+    with pytest.warns(RuntimeWarning, match=r"without a slab of .*none left.*pinstage doctor") as told:
+        assert numbers(loader) == list(range(40))
+    assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
+    assert loader.stats().fallback_batches == 20
+
+
+def test_workers_that_may_open_no_more_files_say_so_and_batches_arrive():
+    loader = make(worker_init_fn=data.opens_no_more_files)
+    with pytest.warns(RuntimeWarning, match=r"without a slab of .*cannot map it: .*Too many open files") as told:
+        assert numbers(loader) == list(range(40))
+    assert len([warning for warning in told if warning.category is RuntimeWarning]) == 1
+    assert loader.stats().fallback_batches == 20
+
+
+def test_a_default_timeout_of_sockets_does_no_harm():
+    """Python makes each socket non-blocking then, and so whatever shares its file."""
+    kept = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(1.0)
+    try:
+        loader = make()
+        assert numbers(loader) == list(range(40))
+    finally:
+        socket.setdefaulttimeout(kept)
+    assert loader.stats().fallback_batches == 0
+
+
+def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    interrupts = Interrupts(2, "_iterator.py", "_ending.py")
+    assert interrupts.during(iterator._close)
+    del iterator
+    assert_all_back(loader)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:RuntimeWarning")
+def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
+    def refuse(*given):
+        del given  # who keeps the error would keep the thread's function, too
+        raise RuntimeError("can't start new thread")
+
+    loader = make()
+    iterator = iter(loader)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+    if is_left:
+        next(iterator)
+        iterator._close()
+    else:
+        assert [int(number) for batch in iterator for number in batch[:, 0]] == list(range(40))
+    assert next(iterator, None) is None
+    assert all_back(loader)
+    with pytest.raises(RuntimeError, match="new thread"):
+        iter(loader)
+    monkeypatch.undo()
+    assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cap", ["128KiB", "8MiB"])
+@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:RuntimeWarning")
+def test_the_default_device_does_not_matter(workers, cap):
+    samples = [data.large(index) for index in range(40)]
+    iterator = iter(make(samples.__getitem__, max_bytes=cap, num_workers=workers))
+    with torch.device("meta"):
+        assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
+
+
+@pytest.mark.parametrize("slabs", [1, 2, 3, 5, 8])
+def test_under_a_small_cap_workers_wait_and_nothing_hangs(slabs):
+    loader = make(size=120, num_workers=4, max_bytes=slabs * SLAB, depth=3)
+    assert numbers(loader) == list(range(120))
+    stats = loader.stats()
+    assert stats.pool.peak_held_bytes <= slabs * SLAB
+    if slabs >= 4:
+        assert stats.fallback_batches == 0
+
+
+def test_a_slow_consumer_makes_workers_wait():
+    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
+    iterator = iter(loader)
+    first = next(iterator)
+    starved = iterator._broker._starved
+    wait_until(lambda: len(starved) == 2)  # both have filled what they have
+    assert "0 are being copied" in iterator._broker.waiting()
+    assert int(first[0, 0]) == 0
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
+    assert loader.stats().fallback_batches == 0
+    assert loader.stats().slab_wait_seconds > 0
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The events of all copies, which are done when the test says so."""
+    found = []
+
+    def record(_, stream):
+        if stream != "copies":
+            return None
+        found.append(ManualEvent())
+        return found[-1]
+
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.stream", "copies")
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.record", record)
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.hand_over", lambda *_: None)
+    return found
+
+
+def test_a_timeout_says_who_holds_the_slabs(copies):
+    loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
+    iterator = iter(loader)
+    next(iterator)
+    holder = (
+        r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
+    )
+    with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
+        next(iterator)
+    del iterator
+    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))  # perhaps one more was sent
+
+
+def test_workers_that_wait_end_with_the_iterator():
+    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    starved = iterator._broker._starved
+    wait_until(lambda: len(starved) == 2)
+    workers = iterator._workers
+    del iterator
+    assert_all_back(loader)
+    assert [worker.exitcode for worker in workers] == [0, 0]  # not terminated
+
+
+def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
+    options = {"num_workers": 1, "prefetch_factor": 4, "max_bytes": SLAB, "timeout": PATIENCE_SECONDS}
+    loader = make(persistent_workers=True, **options)
+    for taken in range(8):
+        assert numbers(itertools.islice(loader, taken)) == list(range(2 * taken))
+    assert loader.stats().fallback_batches == 0
+
+
+def test_slabs_grow_with_the_batches():
+    loader = make(lambda index: torch.zeros(index * 3000), size=60, batch_size=1, max_bytes="8MiB")
+    assert [batch.numel() for batch in loader] == [index * 3000 for index in range(60)]
+    assert loader.stats().fallback_batches == 0
+
+
+def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
+    def fail(*slabs, **_):
+        del slabs  # frames that are not pinstage's keep what they have
+        raise MemoryError("none on the device")
+
+    loader = make(depth=0)
+    iterator = iter(loader)
+    next(iterator)
+    with monkeypatch.context() as patched:
+        patched.setattr("pinstage._stage._device.CpuTarget.copy", fail)
+        kept = []
+        for _ in range(5):  # more than there are slabs
+            with pytest.raises(MemoryError) as caught:
+                next(iterator)
+            kept.append(caught)
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(12, 40, 2))
+    assert_all_back(loader)  # though the errors are kept
+
+
+# -- other processes
+
+
+def run_script(script, before=()):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*before, sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    limit = PATIENCE_SECONDS * 2
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=limit)
+
+
+def test_workers_end_when_the_main_process_is_killed():
+    script = """
+        import os, sys, loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
+        iterator = iter(loader)
+        next(iterator)
+        while not iterator._broker._starved:
+            pass
+        print(iterator._workers[0].pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    result = run_script(script)  # returns when the worker, too, has closed the output
+    assert result.returncode == -9, result.stderr
+    wait_until(lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout)))
+
+
+def is_zombie(pid):
+    with contextlib.suppress(OSError):
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    return True
+
+
+def test_a_program_may_end_in_the_middle_of_a_pass():
+    script = """
+        import loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, device="cpu", persistent_workers=True)
+        iterator = iter(loader)
+        print(next(iterator).shape[0])
+    """
+    result = run_script(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupting_the_whole_group_ends_all_of_it():
+    script = """
+        import loader_data as data, pinstage as ps
+        loader = ps.DataLoader(data.Mapped(data.sleeps_at_three, 60), 1, num_workers=2, device="cpu", depth=0)
+        for batch in loader:
+            print(int(batch), flush=True)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        assert [int(process.stdout.readline()) for _ in range(3)] == [0, 1, 2]  # a worker sleeps, the loop waits
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)  # until the last worker has closed its output
+    assert process.returncode in (1, -signal.SIGINT)
+    assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
+
+
+def test_a_forked_child_may_drop_everything_whatever_the_threads_did_at_the_time():
+    iterator = [iter(make())]
+    next(iterator[0])
+    broker = iterator[0]._broker
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():
+        with broker._wake_lock:
+            held.set()
+            ended.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(PATIENCE_SECONDS)
+    child = os.fork()
+    if child == 0:
+        iterator.clear()
+        gc.collect()
+        os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        ended.set()
+        thread.join(PATIENCE_SECONDS)
+    assert len(list(iterator[0])) == 19
+
+
+def test_a_forked_worker_may_read_a_loader_that_the_main_process_uses():
+    inner = make(data.scalar, 4, num_workers=0)
+    expected = torch.cat(list(inner))
+    locks = inner._slabs.starting, inner._slabs._lock
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():  # as a thread does that begins a pass while another one forks
+        with locks[0], locks[1]:
+            held.set()
+            ended.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(PATIENCE_SECONDS)
+    try:
+        outer = make(lambda index: torch.cat(list(inner)) + index, 3, 1, num_workers=1, timeout=PATIENCE_SECONDS)
+        assert [batch[0].tolist() for batch in outer] == [(expected + index).tolist() for index in range(3)]
+    finally:
+        ended.set()
+        thread.join(PATIENCE_SECONDS)
+    assert torch.equal(torch.cat(list(inner)), expected)
+
+
+def test_the_size_of_dev_shm_does_not_matter():
+    # Of torch's sharing nothing may be used: it would fail.
+    script = """
+        import torch, loader_data as data, pinstage as ps
+        def fail(*args, **kwargs):
+            raise RuntimeError("no space in /dev/shm")
+        torch.UntypedStorage._new_shared = classmethod(fail)
+        torch.UntypedStorage.share_memory_ = fail
+        torch.UntypedStorage._share_fd_cpu_ = fail
+        torch.UntypedStorage._share_filename_cpu_ = fail
+        for collate in (None, torch.utils.data.default_collate, lambda s: torch.utils.data.default_collate(s)):
+            loader = ps.DataLoader(data.Mapped(data.mixed), 4, num_workers=1, device="cpu", collate_fn=collate)
+            print(sum(int(batch["int"].sum()) for batch in loader))
+        try:
+            list(torch.utils.data.DataLoader(data.Mapped(data.mixed), 4, num_workers=1))
+        except RuntimeError as error:
+            print("no space" in str(error))
+    """
+    result = run_script(script)
+    assert result.stdout.split() == ["253", "253", "253", "True"], result.stderr
+
+
+def test_a_dev_shm_without_room_does_not_matter():
+    small = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of one's own here; the test above makes torch's sharing fail another way")
+    script = """
+        import torch, loader_data as data, pinstage as ps
+        dataset = data.Mapped(data.large, 60)  # 3 MB a batch
+        print(sum(len(batch) for batch in ps.DataLoader(dataset, 30, num_workers=2, device="cpu")))
+        try:
+            list(torch.utils.data.DataLoader(dataset, 30, num_workers=1))
+        except RuntimeError as error:
+            print("shared" in str(error))
+    """
+    result = run_script(script, before=small)
+    assert result.stdout.split() == ["60", "True"], result.stderr
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+# torch raises from its handler of the signal, wherever the main thread is: perhaps in a finaliser.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_soak_with_killed_workers_leaves_nothing(persistent):
+    """``PINSTAGE_SOAK_BATCHES=100000 pytest -k soak`` is the long one."""
+    left = int(os.environ.get("PINSTAGE_SOAK_BATCHES", "500"))
+    chance = random.Random(left)
+    loader = ps.DataLoader(
+        data.Mapped(data.random_size, 200),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=persistent,
+        max_bytes="512KiB",
+        device="cpu",
+        depth=2,
+    )
+    expected = [data.random_size(index) for index in range(200)]
+
+    def one_pass(stop, kills):
+        iterator = iter(loader)
+        for index, batch in enumerate(iterator):
+            assert batch["index"] == index
+            assert torch.equal(batch["data"], expected[index]["data"])
+            if index == stop:
+                if not kills:
+                    break
+                os.kill(chance.choice(iterator._workers).pid, signal.SIGKILL)
+        return index + 1
+
+    while left > 0:
+        kills, stop = chance.random() < 0.5, chance.randrange(150)
+        if kills:
+            with pytest.raises(RuntimeError, match="worker"):
+                one_pass(stop, kills)
+            left -= stop
+        else:
+            left -= one_pass(stop, kills)
+        if not persistent:
+            gc.collect()
+            assert_all_back(loader)
+    assert len(list(loader)) == 200
+
+
+def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(copies):
+    loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
+    iterator = iter(loader)
+    assert next(iterator)[:, 0].tolist() == [0, 1]
+    starved = iterator._broker._starved
+    wait_until(lambda: starved)  # the only slab is still read: the worker must not write it
+    assert loader.stats().pool.leased_slabs == 1
+    copies[0].finish()
+    copying = iterator._broker._copying
+    wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
+    assert next(iterator)[:, 0].tolist() == [2, 3]
+    del iterator
+    wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second, which nobody has finished
+    copies[1].finish()
+    assert_all_back(loader)
+
+
+# -- close
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
+    with make(persistent_workers=persistent) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        workers = iterator._workers
+        assert all(worker.is_alive() for worker in workers)
+    assert not any(worker.is_alive() for worker in workers)
+    assert all_back(loader)
+    assert loader.stats().pool.held_bytes == 0
+    with pytest.raises(StagingError, match="its loader was closed; begin another one"):
+        next(iterator)
+    assert numbers(loader) == list(range(40))
+    loader.close()
+    loader.close()
+    assert numbers(loader) == list(range(40))
+
+
+def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
+    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+        loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
+        iterator = iter(loader)
+        next(iterator)
+        held = pool.stats().held_bytes
+        loader.close()
+        assert (pool.closed, pool.stats().held_bytes) == (False, held)
+        with pytest.raises(StagingError, match="its loader was closed"):
+            next(iterator)
+        assert numbers(loader) == list(range(23))
+
+
+def test_slabs_are_given_back_with_the_last_batch_though_nobody_asks_for_more():
+    loader = make()
+    iterator = iter(loader)
+    assert len([next(iterator) for _ in range(20)]) == 20
+    assert_all_back(loader)
+    assert not any(worker.is_alive() for worker in iterator._workers)
+    assert next(iterator, None) is None
+
+
+def test_a_pass_at_its_end_stays_so_after_close():
+    loader = make()
+    iterator = iter(loader)
+    assert len(list(iterator)) == 20
+    loader.close()
+    assert next(iterator, None) is None
+
+
+def test_a_forked_child_closes_no_worker_of_its_parent():
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if not child:
+        loader.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(iterator)) == 19

@@ -1,0 +1,249 @@
+"""What a loader's batches wait for before they are sent, and what torch's iterator reads of them."""
+
+import queue
+import time
+import weakref
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data._utils.worker import _ResumeIteration
+
+from pinstage._loader._messages import Failed, PackedBatch
+from pinstage._loader._sending import SendingQueue
+from pinstage._stage import Transfer
+
+
+class Sent(Transfer):
+    """A transfer that nobody sent."""
+
+    def __init__(self, arrival):
+        self.number = arrival.number
+
+
+class Broker:
+    """Tells which batches were dropped unsent."""
+
+    def __init__(self):
+        self.arrivals = {}
+
+    def arrived(self, number, arrival):
+        self.arrivals[number] = weakref.ref(arrival)
+
+    @property
+    def free(self):
+        return [number for number, arrival in self.arrivals.items() if arrival() is None]
+
+
+class Batches:
+    """Torch's iterator, as far as the queue knows it."""
+
+    def __init__(self, in_order):
+        self._rcvd_idx = 0
+        self._in_order = in_order
+
+
+class Loop:
+    """A loop of torch's iterator, with both threads in this one."""
+
+    def __init__(self, depth, *, in_order=True):
+        self.batches = Batches(in_order)
+        self.arrived, self.broker, self.sent, self.woken = deque(), Broker(), [], 0
+        self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self.send, depth, self.wake)
+
+    def send(self, arrival):
+        self.broker.arrivals.pop(arrival.number)
+        if arrival.others == ["cannot be sent"]:
+            raise ValueError("no")
+        self.sent.append(arrival.number)
+        return Sent(arrival)
+
+    def wake(self):
+        self.woken += 1
+        self.queue.send_ready()
+
+    def read(self):
+        item = self.arrived.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def arrive(self, *items):
+        """Let the broker's thread find messages."""
+        for item in items:
+            self.arrived.append(item)
+            self.queue.receive()
+            self.queue.send_ready()
+
+    def batch(self, number, *others):
+        return number, PackedBatch(self.broker, None, None, number, None, list(others), 0.0)
+
+    def ready(self):
+        """Take what is there."""
+        found = []
+        while True:
+            try:
+                found.append(self.queue.get(timeout=0)[0])
+            except queue.Empty:
+                return found
+
+
+def test_batches_are_sent_up_to_the_depth_ahead_of_the_one_that_is_wanted():
+    loop = Loop(2)
+    loop.arrive(*map(loop.batch, range(6)))
+    assert loop.sent == [0, 1]  # nobody has any yet
+    for taken in range(1, 5):
+        assert loop.queue.get(timeout=0)[0] == taken - 1
+        loop.batches._rcvd_idx = taken
+        loop.queue.advance()
+        assert loop.woken == taken
+        assert loop.sent == list(range(taken + 2))
+    assert loop.ready() == [4, 5]
+
+
+def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
+    loop = Loop(1)
+    loop.arrive(loop.batch(2))
+    loop.batches._rcvd_idx = 1
+    loop.queue.advance()
+    assert (loop.woken, loop.sent) == (0, [])
+
+
+def test_a_batch_that_comes_before_its_turn_waits_in_its_slab():
+    loop = Loop(0)
+    loop.arrive(loop.batch(1), loop.batch(2))
+    assert (loop.ready(), loop.broker.free) == ([], [])
+    loop.arrive(loop.batch(0))
+    assert loop.ready() == [0]
+
+
+def test_without_order_the_first_to_come_is_the_first_to_be_sent():
+    loop = Loop(1, in_order=False)
+    loop.arrive(*map(loop.batch, (5, 3, 4, 1)))
+    assert loop.sent == [5]
+    for taken, sent in ((5, [5, 3]), (3, [5, 3, 4])):
+        assert loop.queue.get(timeout=0)[0] == taken
+        loop.queue.advance()
+        assert loop.sent == sent
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_end_of_a_worker_does_not_come_before_its_last_batch(in_order):
+    loop = Loop(0, in_order=in_order)
+    loop.arrive(loop.batch(0), loop.batch(1), (2, "worker 0 has no more"))
+    found = []
+    for wanted in range(3):
+        loop.batches._rcvd_idx = wanted
+        assert len(loop.sent) <= wanted or not in_order
+        found += loop.ready()
+    assert found == [0, 1, 2]
+
+
+@given(st.data(), st.integers(0, 3), st.booleans())
+def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
+    workers = data.draw(st.integers(1, 4))
+    counts = [data.draw(st.integers(0, 5)) for _ in range(workers)]
+    # As torch gives tasks out; each worker answers in order, and says when it has no more.
+    tasks = [deque((turn * workers + worker) for turn in range(count + 1)) for worker, count in enumerate(counts)]
+    last = [numbers[-1] for numbers in tasks]
+    loop, found, early, done = Loop(depth, in_order=in_order), [], set(), set()
+    wanted = 0
+    while len(done) < workers:
+        while in_order and (wanted in early or (wanted % workers in done and wanted >= last[wanted % workers])):
+            if wanted in early:
+                found.append(wanted)
+            wanted += 1
+        loop.batches._rcvd_idx = wanted
+        if data.draw(st.booleans()):  # the loop got a batch, or an error, or torch only looks again
+            loop.queue.advance()
+        try:
+            number, payload = loop.queue.get(timeout=0)
+        except queue.Empty:  # so a worker has to answer
+            worker = data.draw(st.sampled_from([w for w in range(workers) if tasks[w]]))
+            number = tasks[worker].popleft()
+            loop.arrive((number, "no more") if number == last[worker] else loop.batch(number))
+            continue
+        if payload == "no more":
+            worker = number % workers
+            assert [n for n in loop.sent if n % workers == worker] == list(range(worker, last[worker], workers))
+            done.add(worker)
+        elif in_order:
+            assert wanted <= number <= max(wanted, wanted - 1 + depth)
+            early.add(number)
+        else:
+            assert len(loop.sent) - len(found) <= depth + 1
+            found.append(number)
+    found += sorted(early.difference(found))
+    everything = sorted(n for w in range(workers) for n in range(w, last[w], workers))
+    assert (found if in_order else sorted(found)) == everything
+    assert sorted(loop.sent) == everything
+
+
+def test_what_cannot_be_unpickled_is_an_error_and_the_next_batch_comes():
+    loop = Loop(1)
+    loop.arrive(ValueError("no number"), loop.batch(0))
+    with pytest.raises(ValueError, match="no number"):
+        loop.queue.get(timeout=0)
+    assert loop.ready() == [0]
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_what_cannot_be_sent_is_an_error_in_its_place(stateful):
+    loop = Loop(1)
+    number, arrival = loop.batch(0, "cannot be sent")
+    loop.arrive((number, (arrival, 0, "state") if stateful else arrival), loop.batch(1))
+    number, payload = loop.queue.get(timeout=0)
+    failed, *rest = payload if stateful else [payload]
+    assert (number, isinstance(failed, Failed), rest) == (0, True, [0, "state"] if stateful else [])
+    with pytest.raises(ValueError, match="no"):
+        failed.reraise()
+    loop.batches._rcvd_idx = 1
+    assert loop.ready() == [1]
+
+
+def test_without_order_a_batch_that_cannot_be_sent_takes_no_other_ones_place():
+    loop = Loop(0, in_order=False)
+    loop.arrive(loop.batch(0, "cannot be sent"), loop.batch(1))
+    assert loop.ready() == [0, 1]
+
+
+def test_when_the_thread_fails_every_further_batch_is_that_error():
+    loop = Loop(1)
+    loop.arrive(loop.batch(0))
+    loop.queue.fail(OSError("out of order"))
+    assert loop.queue.get(timeout=0)[0] == 0
+    for _ in range(2):
+        with pytest.raises(OSError, match="out of order"):
+            loop.queue.get(timeout=0)
+
+
+def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_sent():
+    loop = Loop(0)
+    loop.arrive(loop.batch(3), loop.batch(4))
+    loop.queue.drop_until_resumed(2)
+    assert sorted(loop.broker.free) == [3, 4]
+    loop.arrive(loop.batch(5), (_ResumeIteration(), None), loop.batch(6))
+    assert sorted(loop.broker.free) == [3, 4, 5, 6]
+    loop.arrive((_ResumeIteration(), None))
+    loop.queue.begin()
+    loop.arrive(loop.batch(0))
+    assert len(loop.ready()) == 3
+    assert loop.sent == [0]
+
+
+def test_a_get_waits_as_long_as_it_was_told():
+    loop = Loop(0)
+    began = time.monotonic()
+    with pytest.raises(queue.Empty):
+        loop.queue.get(timeout=0.0501)
+    assert time.monotonic() - began >= 0.05
+
+
+def test_the_queue_does_not_keep_torchs_iterator():
+    loop = Loop(0)
+    kept = weakref.ref(loop.batches)
+    del loop.batches
+    assert kept() is None
+    loop.queue.advance()

@@ -1,0 +1,163 @@
+"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, where there is no browser.
+
+``PINSTAGE_REQUIRE_BROWSER=1`` makes a missing browser, or a missing mkdocs, a failure.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+def missing(what):
+    if os.environ.get("PINSTAGE_REQUIRE_BROWSER") == "1":
+        pytest.fail(f"PINSTAGE_REQUIRE_BROWSER=1, and {what}")
+    pytest.skip(what)
+
+
+def the_browser():
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        missing("there is no Chromium on the path")
+    return browser
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site."""
+    if importlib.util.find_spec("mkdocs") is None:
+        missing("mkdocs is not installed: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def screenshot(tmp_path):
+    """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows it."""
+    browser = the_browser()
+    pillow = pytest.importorskip("PIL.Image")
+
+    def shoot(path, *options, width=900, height=1400):
+        target = tmp_path / "screen.png"
+        command = [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}", f"--screenshot={target}",
+            *options, path.as_uri(),
+        ]  # fmt: skip
+        subprocess.run(command, capture_output=True, check=True)
+        return np.asarray(pillow.open(io.BytesIO(target.read_bytes())).convert("RGB"))
+
+    return shoot
+
+
+MEASURE = """
+<body><pre id="found"></pre><script>
+const pages = PAGES, found = [];
+(async () => {
+  for (const page of pages) {
+    const frame = document.createElement("iframe");
+    Object.assign(frame.style, {width: "1280px", height: "2000px"});
+    frame.src = page;
+    document.body.append(frame);
+    await new Promise(done => frame.onload = done);
+    for (const width of [1280, 390]) {
+      frame.style.width = width + "px";
+      await new Promise(done => setTimeout(done, 300));
+      const root = frame.contentDocument.documentElement;
+      const tables = [...root.querySelectorAll(".md-typeset__scrollwrap")].filter(t => !t.closest("details"));
+      const pictures = [...root.querySelectorAll(".md-typeset img")];
+      found.push([page, width, root.scrollWidth, root.querySelectorAll("h1").length,
+        tables.filter(t => t.scrollWidth > t.clientWidth + 1).map(t => t.innerText.slice(0, 60)),
+        pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src)]);
+    }
+    frame.remove();
+  }
+  document.getElementById("found").textContent = JSON.stringify(found);
+})();
+</script></body>
+"""
+"""Opens each page in a frame as wide as a screen, and says what is wider. Blocks of code may be, and what is folded."""
+
+
+def test_no_page_or_table_or_picture_is_wider_than_a_desk_s_or_a_telephone_s_screen(site, tmp_path):
+    pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
+    (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
+    command = [
+        the_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
+        "--virtual-time-budget=90000", f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (site / "measure.html").unlink()
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert len(found) == 2 * len(pages)
+    assert [page for page, _, _, headings, _, _ in found if headings != 1] == []  # they were there
+    too_wide = [row for row in found if row[2] > row[1] or row[4] or row[5]]
+    assert too_wide == []
+
+
+class Assets(HTMLParser):
+    """What a page loads by itself."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag in ("img", "script", "iframe", "source"):
+            self.found.append(given.get("src"))
+        elif tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
+            self.found.append(given.get("href"))
+
+
+def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) > 15
+    for page in pages:
+        for asset in filter(None, Assets(page.read_text()).found):
+            assert not re.match(r"(https?:)?//", asset), (page, asset)
+            if not asset.startswith("data:"):
+                assert (page.parent / re.split("[?#]", asset)[0]).is_file(), (page, asset)
+
+
+@pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference", "reference/stager"])
+def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, page):
+    path = site / page / "index.html"
+    light, dark = screenshot(path), screenshot(path, DARK)
+    below_the_header = np.s_[100:, :]
+    assert np.median(light[below_the_header]) > 240
+    assert np.median(dark[below_the_header]) < 60
+    for pixels in (light, dark):
+        background = np.median(pixels[below_the_header], axis=(0, 1))
+        written = np.abs(pixels[below_the_header] - background).max(axis=2) > 80
+        assert 0.01 < written.mean() < 0.5
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_a_picture_can_be_read_in_light_and_in_dark(screenshot, image):
+    size = re.search(r'width="(\d+)" height="(\d+)"', image.read_text())
+    width, height = map(int, size.groups())
+    light = screenshot(image, width=width, height=height + 100)[:height]
+    dark = screenshot(image, DARK, width=width, height=height + 100)[:height]
+    assert np.median(light) > 200
+    assert np.median(dark) < 80
+    for pixels in (light, dark):  # words and lines stand out from what is behind them
+        assert (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 100).mean() > 0.02

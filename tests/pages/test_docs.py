@@ -1,0 +1,218 @@
+"""The documentation's snippets run as they stand, and its names hold."""
+
+import importlib.util
+import operator
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+import pinstage
+
+# Of the snippets' workers, by torch and by Python 3.12; and of tensordict's import.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+]
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+RUN_ELSEWHERE = {
+    "index.md": "test_the_lines_of_use_run",
+    "audit.md": "test_inspect_docs.py",
+    "cases/frame_bandwidth.md": "test_examples.py",
+    "cases/weather_batch.md": "test_examples.py",
+    "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs_from_top_to_bottom",
+    "trace.md": "test_inspect_recording.py",
+}
+RUN_ELSEWHERE |= {f"frameworks/{path.name}": "frameworks/test_pages.py" for path in (DOCS / "frameworks").glob("*.md")}
+GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
+REFERENCE = sorted(path for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
+RUN_FROM_TOP_TO_BOTTOM = [
+    "quickstart.md",
+    "tutorial.md",
+    "concepts.md",
+    "errors.md",
+    "metrics.md",
+    "performance.md",
+    *sorted(GUIDES - RUN_ELSEWHERE.keys()),
+    *(f"reference/{path.name}" for path in REFERENCE),
+]
+SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(path):
+    """Return the blocks of a page that run; those behind a comment ``<!-- skip: why -->`` do not."""
+    return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL)
+
+
+def scripts(path):
+    """Return the blocks that are files of their own: name, text, and what the page says that they print."""
+    pattern = r'^```python title="(\S+\.py)"\n(.*?)^```(?:\n\n```text\n(.*?)^```)?'
+    return re.findall(pattern, path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(page, names):
+    """Run a page's blocks from top to bottom, on the CPU, and return the names that they made."""
+    blocks = python_blocks(DOCS / page)
+    assert blocks
+    for number, block in enumerate(blocks):
+        here = re.sub(r'"cuda:\d"', '"cpu"', block)
+        exec(compile(here, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
+def test_the_snippets_of_a_page_run_from_top_to_bottom(page, capsys):
+    names = run(page, {"__name__": "page"})
+    for test in [value for name, value in names.items() if name.startswith("test_")]:  # of the page about tests
+        test()
+    for value in names.values():
+        if isinstance(value, pinstage.Stager):
+            value.close()
+    if page == "tutorial.md":
+        shown = re.search(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+        assert shown[1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_lines_of_use_run(page):
+    samples = [{"x": torch.ones(3)}]
+    names = {"__name__": "use", "loader": samples, "dataset": samples, "train_step": lambda batch: None}
+    for block in python_blocks(ROOT / page):
+        here = block.replace('"cuda:0"', '"cpu"').replace("num_workers=8", "num_workers=1")
+        exec(compile(here, page, "exec"), names)
+    assert names["stager"].stats().batches == 1
+    names["stager"].close()
+
+
+def test_the_guide_to_several_gpus_runs_from_top_to_bottom():
+    """In a process of its own. torch keeps the groups of sharded tensors (2.13, DTensor's sharding cache), and a child
+    that is forked later frees them, and dies waiting for threads that it does not have."""
+    command = [sys.executable, "-W", "ignore", "-c", "import test_docs; test_docs.run_the_guide_to_several_gpus()"]
+    done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def run_the_guide_to_several_gpus():
+    trained = []
+    names = {
+        "device": torch.device("cpu"),
+        "dataset": [{"x": torch.full((3,), float(index))} for index in range(64)],
+        "train_step": trained.append,
+        "model": torch.nn.Linear(3, 1),
+        "host_batches": [{"x": torch.ones(4, 3)}] * 25,
+    }
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        run("guides/several_gpus.md", names)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(trained) == 4
+    assert names["stager"].pool.frozen
+    for stager in (*names["stagers"], names["stager"]):
+        stager.close()
+    names["pool"].close()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_script_about_start_methods_works_with_each_of_them(method, tmp_path):
+    [(name, text, shown)] = scripts(DOCS / "guides" / "loaders.md")
+    (tmp_path / name).write_text(text.replace('"cuda:0"', '"cpu"'))
+    command = [sys.executable, "-W", "ignore", name, method]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
+
+
+def test_no_page_has_snippets_that_never_run():
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.relative_to(DOCS).as_posix()
+        if python_blocks(path):
+            assert page in RUN_FROM_TOP_TO_BOTTOM or page in RUN_ELSEWHERE, page
+        assert not scripts(path) or page in ("audit.md", "guides/loaders.md"), page
+
+
+def error_names():
+    """The public classes of `pinstage.errors`."""
+    return {name for name, kind in vars(pinstage.errors).items() if isinstance(kind, type) and name[0] != "_"}
+
+
+def test_every_error_has_its_section():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == error_names()
+
+
+BESIDE = {
+    *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
+    *("checkpoint.PoolStager", "offload.save_on_cpu", "offload.OffloadStats"),
+    *("offload.optimizer_state", "offload.OffloadedState"),
+}
+"""Public names that are not in `pinstage.__all__`."""
+MADE_BY_CALLS = {
+    "HostShare",
+    "HostTransfer",
+    "Lease",
+    "LoaderStats",
+    "PoolStats",
+    "Prefetcher",
+    "StagerStats",
+    "Transfer",
+}
+
+
+def names_of(page):
+    """The names that a page of the reference describes."""
+    return re.findall(r"^::: pinstage\.([\w.]+)$", page.read_text(), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference_once():
+    shown = [name for page in REFERENCE for name in names_of(page)]
+    assert len(shown) == len(set(shown))
+    elsewhere = {name for name in shown if name.startswith("_")}  # types of the calls that are public
+    assert set(shown) - elsewhere == {*pinstage.__all__, *(f"errors.{name}" for name in error_names()), *BESIDE}
+    assert all(isinstance(operator.attrgetter(name)(pinstage), type) for name in elsewhere)
+
+
+@pytest.mark.parametrize("name", pinstage.__all__)
+def test_every_public_name_has_a_page_of_its_own_with_an_example(name):
+    [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name}\n")]
+    assert names_of(page)[0] == name
+    [example] = python_blocks(page)
+    assert name in example or name in MADE_BY_CALLS
+
+
+def test_the_overview_of_the_reference_and_the_site_s_menu_have_every_page_of_it():
+    overview, menu = (DOCS / "reference" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in REFERENCE:
+        assert f"]({page.name})" in overview, page
+        assert f"reference/{page.name}" in menu, page
+
+
+@pytest.fixture(scope="module")
+def markdown():
+    """The script that writes the tables."""
+    script = importlib.util.spec_from_file_location("markdown_tables", ROOT / "benchmarks" / "markdown.py")
+    module = importlib.util.module_from_spec(script)
+    script.loader.exec_module(module)
+    return module
+
+
+def test_every_table_is_what_the_result_files_say(markdown):
+    tables = set()
+    for page in markdown.PAGES:
+        text = page.read_text()
+        assert markdown.filled(text) == text, page
+        tables |= set(re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE))
+    assert tables >= {"staging", "weather_batch", "frame_bandwidth"}
+    assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 110

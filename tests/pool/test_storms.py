@@ -1,0 +1,334 @@
+"""Interrupts, collections and kills wherever they can come: nothing hangs, and all slabs come back."""
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import loader_data as data
+import pytest
+import torch
+from doubles import outcome, wait_until
+
+import pinstage as ps
+from pinstage._loader._broker import LEAKED
+
+pytestmark = pytest.mark.usefixtures("slabs_for_all")
+
+EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
+"""At which a worker is killed: 1 takes a minute or two."""
+
+INSIDE = str(Path(ps.__file__).parent)
+STORM = Path(__file__).parents[1] / "helpers" / "storm.py"
+
+
+def storm(*arguments):
+    """Run a storm in a process whose parent ignores SIGINT; return what it printed, and what to the screen."""
+
+    def ignore_interrupts():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    command = [sys.executable, "-X", "faulthandler", STORM, *map(str, arguments)]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        preexec_fn=ignore_interrupts,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+def test_after_interrupts_of_the_main_thread_all_is_back_and_nothing_was_printed(what):
+    found, told = storm(what, 150)
+    assert found["interrupted"] > 100
+    assert (found["wrong"], told) == ([], "")
+
+
+@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+def test_after_interrupts_of_other_threads_all_is_back(what):
+    found, _ = storm(what, 50, "threads")
+    assert found["interrupted"] >= 50
+    assert found["wrong"] == []
+
+
+class Collections:
+    """A profiler that collects garbage at the n-th point of pinstage's own code: at a call, before and after."""
+
+    def __init__(self, countdown):
+        self.countdown = countdown
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename.startswith(INSIDE):
+            self.countdown -= 1
+            if self.countdown == 0:
+                gc.collect(0)
+
+    def during(self, work):
+        """Do work; return what it returns, and whether that point was reached."""
+        sys.setprofile(self)
+        try:
+            result = work()
+        finally:
+            sys.setprofile(None)
+        return result, self.countdown <= 0
+
+
+class Cycle:
+    """Dies by collection only."""
+
+    def __init__(self, thing):
+        self.thing = thing
+        self.itself = self
+
+
+def batch():
+    return {"x": torch.arange(300.0), "y": [torch.ones(5), torch.zeros(2, 3)], "n": 3}
+
+
+def with_lease(pool):
+    with pool.acquire(700) as lease:
+        yield lease.tensor()
+
+
+def with_batch(stager):
+    with stager.stage(batch()) as staged:
+        yield staged
+
+
+def with_stager():
+    with ps.Stager("cpu", max_bytes="64KiB") as stager:
+        yield stager.to_device(batch())
+
+
+class House:
+    """A pool, two stagers, a ring and a loader; and garbage that holds something of each."""
+
+    def __init__(self):
+        self.pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+        self.stager = ps.Stager("cpu", pool=self.pool, timeout=5)
+        self.ring = ps.Stager("cpu", pool=self.pool, ring=8, timeout=5)
+        self.loader = ps.DataLoader([batch()] * 2, None, device="cpu", max_bytes="64KiB")
+        self.sizes = itertools.cycle([500, 5_000, 50_000, 700_000, 3_000])
+
+    def leave_garbage(self):
+        generators = [with_lease(self.pool), with_batch(self.stager), with_batch(self.ring), with_stager()]
+        for generator in generators:
+            next(generator)
+        lease = self.pool.acquire(600)
+        viewed = self.pool.acquire(800)
+        iterator = iter(self.loader)
+        next(iterator)
+        prefetched = iter(self.ring.prefetch([batch()] * 4, depth=1))
+        next(prefetched)
+        things = [lease, [viewed, viewed.tensor()], iterator, prefetched, *generators]
+        things += [self.stager.stage(batch()), self.ring.stage(batch()), self.stager.to_host(batch())]
+        things.append(ps.Stager("cpu", max_bytes="64KiB"))
+        things[-1].to_device(batch())
+        for thing in things:
+            Cycle(thing)
+
+    def use_pool(self):
+        with self.pool.acquire(next(self.sizes), timeout=5) as lease:
+            lease.tensor().fill_(1)
+        self.pool.stats()
+        return batch()
+
+    def use_stager(self):
+        return self.stager.to_device(batch())
+
+    def use_ring(self):
+        return self.ring.to_device(batch())
+
+    def use_to_host(self):
+        return self.stager.to_host(batch()).get()
+
+    def use_loader(self):
+        [first, *_] = list(self.loader)
+        return first
+
+    def assert_all_back(self):
+        gc.collect()
+        for stats in (self.pool.stats, lambda: self.loader.stats().pool):
+            wait_until(lambda stats=stats: stats().leased_slabs == stats().in_flight_slabs == 0)
+        held = [self.ring.to_device(batch()) for _ in range(8)]
+        assert all(data.same(found, batch()) for found in held)
+
+
+@pytest.fixture
+def house():
+    gc.collect()
+    gc.disable()
+    found = House()
+    yield found
+    gc.set_threshold(*THRESHOLDS)
+    gc.enable()
+    found.assert_all_back()
+
+
+USES = ["pool", "stager", "ring", "to_host", "loader"]
+THRESHOLDS = gc.get_threshold()
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+@pytest.mark.parametrize("what", USES)
+def test_garbage_that_holds_anything_of_ours_may_be_collected_at_any_point_of_a_call(house, what):
+    use = getattr(house, f"use_{what}")
+    for point in itertools.count(1, 7 if what == "loader" else 1):  # which has the most
+        house.leave_garbage()
+        found, reached = Collections(point).during(use)
+        assert data.same(found, batch())
+        del found
+        gc.collect(0)
+        if not reached:
+            break
+    assert point > 20
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+@pytest.mark.parametrize("what", USES)
+def test_garbage_may_be_collected_at_any_allocation(house, what):
+    use = getattr(house, f"use_{what}")
+    for allocations in range(1, 100):
+        house.leave_garbage()
+        gc.set_threshold(gc.get_count()[0] + allocations)  # the next ones, at any allocation, with those of that time
+        gc.enable()
+        found = use()
+        gc.disable()
+        assert data.same(found, batch())
+        del found
+
+
+def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
+    """From Python 3.12 on the collector runs between any two lines, also where nothing is allocated."""
+    asked = 0
+
+    def work():
+        def ask(frame, event, arg):
+            nonlocal asked
+            if not frame.f_code.co_filename.endswith("_stager.py"):
+                return None
+            frame.f_trace_opcodes = True
+            sys.settrace(None)
+            try:
+                stager.stats()
+                asked += 1
+            finally:
+                sys.settrace(ask)
+            return ask
+
+        sys.settrace(ask)
+        try:
+            stager.to_host(stager.to_device([torch.ones(2)])).get()
+        finally:
+            sys.settrace(None)
+
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        outcome(background(work))
+        stats = stager.stats()
+    assert (stats.batches, stats.fetches) == (1, 1)
+    assert asked > 100
+
+
+@pytest.mark.filterwarnings("ignore:lease was never released")
+def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
+    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="4KiB")
+    found = []
+
+    def hold():
+        with pool.acquire(4096) as lease:
+            try:
+                yield
+            finally:
+                found.append(outcome(background(pool.acquire, 4096, timeout=5)))
+                with contextlib.suppress(ps.errors.LeaseError):
+                    found.append(lease.tensor())
+
+    held = hold()
+    next(held)
+    Cycle(held)
+    del held
+    gc.collect()
+    [other] = found
+    assert pool.stats().leased_slabs == 1
+    other.release()
+
+
+class Killer:
+    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage's that it comes to, each counted once.
+
+    Args:
+        nth: None for never; then all lines are written to a file.
+        path: of that file.
+    """
+
+    def __init__(self, nth, path=None):
+        self.nth = nth
+        self.path = path
+        self.seen = set()
+
+    def __call__(self, worker):
+        if worker == 0:
+            threading.settrace(self.trace)  # the thread that feeds the queue is not there yet
+            sys.settrace(self.trace)
+
+    def trace(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            return None
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if event == "line" and line not in self.seen:
+            self.seen.add(line)
+            if len(self.seen) == self.nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(f"{line}\n")
+        return self.trace
+
+
+def of_random_size(index):
+    """Batches for which slots are too small, are refused, or can never be: the cap is 256 KiB."""
+    size = (1_000, 30_000, 300_000, 60_000, 2_000)[index % 5]
+    return {"data": torch.full((size,), index % 256, dtype=torch.uint8), f"index {index % 2}": index, "text": "text"}
+
+
+def loader_that_is_killed(killer):
+    dataset = data.Mapped(of_random_size, 24)
+    return ps.DataLoader(dataset, 1, num_workers=2, device="cpu", max_bytes="256KiB", worker_init_fn=killer)
+
+
+def read(loader):
+    """Return how many batches came, all of them right and in order, and the error after them."""
+    count = 0
+    try:
+        for count, batch in enumerate(loader, 1):
+            expected = torch.utils.data.default_collate([of_random_size(count - 1)])
+            assert data.same(batch, expected)
+    except RuntimeError as error:
+        return count, str(error)
+    return count, None
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_may_be_killed_at_any_line(tmp_path):
+    path = tmp_path / "lines"
+    path.touch()
+    assert read(loader_that_is_killed(Killer(None, path))) == (24, None)
+    lines = path.read_text().split()
+    reached = {line.partition(":")[0] for line in lines}
+    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_messages.py"}
+    for nth in range(1, len(lines) + 1, EVERY_NTH_LINE):
+        loader = loader_that_is_killed(Killer(nth))
+        count, error = read(loader)
+        assert (count, error) == (24, None) or error.startswith("DataLoader worker"), lines[nth - 1]
+        # Torch's error may come at any line of the main thread: then the iterator is dropped, and ended by another one.
+        wait_until(lambda stats=loader.stats: stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0)
+        assert not LEAKED

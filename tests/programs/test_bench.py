@@ -1,0 +1,409 @@
+"""The comparison: one table beside every rival that is installed, a result file, a picture, errors in one line."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from result_files import check_schema
+
+from comparison import batches, harness, plot, record, rivals, staging, table
+from comparison.batches import BatchShape
+from comparison.command import main
+from comparison.errors import BenchError
+from comparison.harness import Size, Variant
+from comparison.record import Row
+from comparison.run import Settings, chosen_shapes, run_bench
+
+pytest.importorskip("rich", reason="the extra bench is not installed")
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMALL = "16x1KiB"
+
+
+def command(*arguments, **environment):
+    whole = [sys.executable, str(ROOT / "benchmarks" / "comparison"), *map(str, arguments)]
+    return subprocess.run(whole, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+def a_row(variant, case, median, *, ours=False, leaves=10, nbytes=2560):
+    row = Row("staging", case, variant, "ok", ours=ours, leaves=leaves, nbytes=nbytes)
+    row.fill([median / 1e3])
+    return row
+
+
+def a_result(rows, **settings):
+    return json.loads(json.dumps(record.result_of("staging", settings, rows)))
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def test_a_smoke_run_stages_every_shape_with_every_variant(tmp_path):
+    out = tmp_path / "results" / "staging.json"
+    done = command("--smoke", "--out", out)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    check_schema(result)
+    assert result["settings"]["table"] == [shape.id for shape in batches.SMOKE_SHAPES]
+    pairs = [(row["variant"], row["case"]) for row in result["rows"]]
+    assert pairs == [
+        (variant.id, shape.id) for variant in rivals.VARIANTS for shape in batches.SMOKE_SHAPES if variant.suits(shape)
+    ]
+    assert [case for variant, case in pairs if variant == "pinstage_lease"] == ["1x64KiB-in-place"]
+    for row in result["rows"]:
+        (variant,) = (variant for variant in rivals.VARIANTS if variant.id == row["variant"])
+        assert row["status"] == (variant.obstacle(CPU) or "ok"), row
+        assert row["vs_best_rival"] is None  # on the CPU there is no race
+    assert {row["status"] for row in result["rows"] if row["variant"].startswith("pinstage")} == {"ok"}
+    assert "\x1b" not in done.stdout + done.stderr  # plain text, where it is not a terminal
+    (header,) = (line.split() for line in done.stdout.splitlines() if line.split()[:1] == [SMALL])
+    assert header == [shape.id for shape in batches.SMOKE_SHAPES]
+    absent = {row["variant"]: row["status"] for row in result["rows"] if row["status"] != "ok"}
+    for variant, status in absent.items():
+        assert re.search(rf"^{status}: .*\b{variant}\b", done.stdout, re.MULTILINE)
+
+
+def test_a_rival_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkeypatch, capsys):
+    ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
+    monkeypatch.setattr(rivals, "VARIANTS", (*rivals.VARIANTS, ghost))
+    out = tmp_path / "staging.json"
+
+    assert run_bench(Settings(smoke=True, device="cpu", only="ghost,pin_to", out=out)) == 0
+
+    result = json.loads(out.read_text())
+    check_schema(result)
+    statuses = {row["variant"]: (row["status"], row["detail"]) for row in result["rows"]}
+    assert statuses == {"ghost": ("not installed", "no_such_package.inside"), "pin_to": ("needs CUDA", "")}
+    assert capsys.readouterr().out.splitlines() == ["not installed: ghost", "needs CUDA: pin_to"]
+
+
+def test_the_c_rival_gets_the_plain_batch_and_is_waited_for(tmp_path, monkeypatch):
+    package = tmp_path / "accvlab" / "multi_tensor_copier"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "class start_copy:\n"
+        "    def __init__(self, data, device):\n"
+        "        self.data, self.device = data, device\n"
+        "    def get(self):\n"
+        "        move = lambda v: {k: move(x) for k, x in v.items()} if isinstance(v, dict) else v.to(self.device)\n"
+        "        return move(self.data)\n"
+    )
+    (variant,) = harness.chosen("multi_tensor_copier", rivals.VARIANTS, "variant")
+    if variant.obstacle(CPU) is None:
+        pytest.skip("the real one is installed, and the smoke run stages with it")
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    assert variant.obstacle(CPU) is None
+    outcome = staging.measure(variant, CPU, 2, 0.0, BatchShape(9, 64))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accvlab"]:
+        del sys.modules[name]
+    assert outcome["status"] == "ok"
+    assert len(outcome["total"]) == 2
+
+
+def test_wrong_bits_are_named_by_their_path():
+    batch, other = (batches.build(BatchShape(9, 64), seed=0) for _ in range(2))
+    assert list(batches.differences(batch, other, CPU)) == []
+
+    other["sample_0000"]["stream_1"]["times"][3] += 1
+
+    assert list(batches.differences(batch, other, CPU)) == ["sample_0000/stream_1/times: other bytes"]
+
+
+def test_one_run_measures_the_issue_s_batches_and_both_series_as_far_as_asked():
+    tabled, series = chosen_shapes(Settings(plot=Path("p.png")))
+    assert {"64x1KiB", "528x284B", "1000x256B", "10000x512B", "1000x16KiB", "64x1MiB", "300x1MiB", "1000x256KiB"} < {
+        shape.id for shape in tabled
+    }
+    assert {"1x512MiB", "1x512MiB-in-place", "1x5KiB", "3x32KiB", "16x64KiB-mixed"} < {shape.id for shape in tabled}
+    assert [series["leaves"][0].leaves, series["leaves"][-1].leaves] == [10, 31_623]
+    assert [series["bytes"][0].nbytes, series["bytes"][-1].nbytes] == [1 << 10, 1 << 30]
+    assert chosen_shapes(Settings())[1] == {}
+    assert chosen_shapes(Settings(series="bytes")) == ([], {"bytes": series["bytes"]})
+    assert [shape.id for shape in chosen_shapes(Settings(batches="64x1MiB"))[0]] == ["64x1MiB"]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def collected(tmp_path, text, watcher=None, **options):
+    script = tmp_path / "child.py"
+    script.write_text(text)
+    cases = [Size("1B", 1), Size("2B", 2)]
+    whole = [sys.executable, str(script)]
+    variants = [Variant("v", print, "")]
+    return harness.collect("test", whole, variants, cases, device=CPU, watcher=watcher, **options)
+
+
+EMIT = """
+import json, sys, time
+print("@outcome " + json.dumps({"case": "1B", "status": "ok", "detail": "", "total": [0.5]}), flush=True)
+"""
+
+
+def test_a_variant_that_crashes_is_rows_with_its_last_words_and_keeps_what_it_had(tmp_path, capsys):
+    first, second = collected(tmp_path, EMIT + "sys.stderr.write('x' * 300_000)\nsys.exit('\\nout of luck')\n")
+
+    assert (first.status, first.median) == ("ok", 500.0)
+    assert (second.status, second.detail) == ("error", "exit status 1: out of luck")
+    assert capsys.readouterr().err.endswith("exit status 1: out of luck\n")
+
+
+def test_processes_at_a_time_give_the_rows_of_processes_in_turn(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(EMIT.replace("0.5", "int(sys.argv[-1])"))
+    variants = [Variant(str(number), print, "") for number in range(1, 6)]
+    rows = harness.collect(
+        "test", [sys.executable, str(script)], variants, [Size("1B", 1)], device=CPU, at_once=3, rounds=2, unit="s"
+    )
+    assert [(row.variant, row.median, row.repeats) for row in rows] == [(str(n), float(n), 2) for n in range(1, 6)]
+
+
+def test_rows_are_kept_after_each_process_but_the_last(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(EMIT)
+    variants = [Variant(name, print, "") for name in "ab"]
+    kept = []
+    rows = harness.collect(
+        "test",
+        [sys.executable, str(script)],
+        variants,
+        [Size("1B", 1)],
+        device=CPU,
+        rounds=2,
+        keep=lambda rows, said: kept.append((said, [(row.variant, row.repeats) for row in rows])),
+    )
+    assert kept == [
+        ("1 of 4 processes", [("a", 1)]),
+        ("2 of 4 processes", [("a", 1), ("b", 1)]),
+        ("3 of 4 processes", [("a", 1), ("b", 2)]),
+    ]
+    assert [(row.variant, row.repeats) for row in rows] == [("a", 2), ("b", 2)]
+
+
+def test_a_run_that_is_killed_leaves_what_it_had_measured_in_a_file_that_says_so(tmp_path):
+    out = tmp_path / "killed.json"
+    whole = [sys.executable, str(ROOT / "benchmarks" / "pool_latency.py")]
+    whole += ["--smoke", "--device", "cpu", "--rounds", "3", "--out", str(out)]
+    with subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:
+        try:
+            began = time.monotonic()
+            while not out.exists() and run.poll() is None and time.monotonic() - began < 100:
+                time.sleep(0.02)
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+
+    result = json.loads(out.read_text())
+    check_schema(result)
+    assert re.fullmatch(r"\d+ of (12|15) processes", result["incomplete"])
+    assert {row["status"] for row in result["rows"]} <= {"ok", "needs CUDA"}
+    assert result["rows"]
+
+
+def test_a_file_that_is_incomplete_is_shown_with_a_word_about_it(tmp_path, capsys):
+    part = record.result_of("staging", {}, [a_row("to", "a", 4.0)], "9 of 28 processes")
+    record.save(tmp_path / "part.json", json.loads(json.dumps(part)))
+    assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
+    assert "part.json is incomplete: 9 of 28 processes" in capsys.readouterr().err
+
+
+def test_a_variant_that_hangs_is_ended(tmp_path):
+    _, second = collected(tmp_path, EMIT + "time.sleep(100)\n", timeout=2.0)
+
+    assert (second.status, second.detail) == ("error", "took more than 2 s")
+
+
+def test_the_bar_ends_full_even_if_a_process_does_not_come_to_all_cases(tmp_path):
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from comparison.progress import Bar
+
+    file = io.StringIO()
+    with Progress(console=Console(file=file, force_terminal=True, width=100)) as bar:
+        collected(tmp_path, EMIT + "sys.exit('out of luck')\n", watcher=Bar(bar, 4), rounds=2)
+        (task,) = bar.tasks
+        assert (task.completed, task.total) == (4, 4)
+    assert "out of luck" in file.getvalue()
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_best_rival_s_time_over_each(capsys):
+    rows = [
+        a_row("to", "a", 4.0),
+        a_row("to", "b", 1.0),
+        a_row("pin_to", "a", 2.0),
+        Row("staging", "b", "pin_to", "error", "out of luck"),
+        Row("staging", "a", "ghost", "not installed"),
+        Row("staging", "b", "ghost", "not installed"),
+        a_row("pinstage", "a", 1.0, ours=True),
+        a_row("pinstage", "b", 4.0, ours=True),
+        a_row("pinstage_ring", "a", 0.5, ours=True),
+    ]
+    record.compare(rows)
+
+    table.comparison(rows)
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["a", "b"] in lines
+    assert ["to", "4", "0.50x", "1", "1.00x"] in lines
+    assert ["pin_to", "2", "1.00x", "error"] in lines
+    assert ["pinstage", "1", "2.00x", "4", "0.25x"] in lines
+    assert ["pinstage_ring", "0.5", "4.00x"] in lines
+    assert lines[-2:] == [["not", "installed:", "ghost"], ["pin_to", "on", "b:", "error:", "out", "of", "luck"]]
+
+
+def test_calls_beside_a_busy_gpu_have_a_table_where_they_were_measured(capsys):
+    rows = [a_row("to", "a", 4.0), a_row("pinstage", "a", 1.0, ours=True)]
+    table.comparison(rows)
+    assert "kernels" not in capsys.readouterr().out
+    for row, milliseconds in zip(rows, (100.0, 0.2), strict=True):
+        row.fill([row.median / 1e3], [], [milliseconds / 1e3, 0.3, 0.0])
+    table.comparison(rows)
+    lines = capsys.readouterr().out.splitlines()
+    (begin,) = [i for i, line in enumerate(lines) if "while the GPU has 100 ms of kernels" in line]
+    assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
+        ["variant", "a"],
+        ["to", "100"],
+        ["pinstage", "0.2"],
+    ]
+
+
+def test_a_mixed_batch_has_three_dtypes_of_the_same_size():
+    shape = BatchShape(6, 64, mixed=True)
+    assert shape.id == "6x64B-mixed"
+    leaves = []
+    batches.map_leaves(batches.build(shape, seed=0), leaves.append)
+    assert [leaf.dtype for leaf in leaves] == [torch.float32, torch.int64, torch.uint8] * 2
+    assert {leaf.nbytes for leaf in leaves} == {64}
+
+
+def test_a_series_is_measured_drawn_and_drawn_again_from_its_file(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    out, picture, again = tmp_path / "series.json", tmp_path / "series.png", tmp_path / "again.svg"
+    done = command("--smoke", "--series", "leaves", "--only", "to,pinstage", "--out", out, "--plot", picture)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    check_schema(result)
+    assert list(result["settings"]["series"]) == ["leaves"]
+    assert {row["case"] for row in result["rows"]} == set(result["settings"]["series"]["leaves"])
+    for drawn in (picture, tmp_path / "series-dark.png"):
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+
+    settings = Settings(read=(out,), plot=again)
+
+    assert run_bench(settings) == 0
+    assert b"<svg" in again.read_bytes()
+
+
+def test_a_picture_takes_its_series_from_files_that_share_them(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    ids = [shape.id for shape in batches.SERIES["bytes"][:2]]
+    files = []
+    for variant, ours in (("to", False), ("pinstage", True)):
+        rows = [a_row(variant, case, 1.0 + i, ours=ours, leaves=16, nbytes=1024 * 4**i) for i, case in enumerate(ids)]
+        files.append(a_result(rows, series={"bytes": ids}))
+    drawn = tmp_path / "both.svg"
+
+    plot.draw(files, drawn)
+
+    assert drawn.stat().st_size > 10_000
+    assert {row.variant for row in plot._rows_of_series(files, "bytes")} == {"to", "pinstage"}
+    with pytest.raises(BenchError, match="no series was measured"):
+        plot.draw([a_result([a_row("to", "1000x256B", 1.0)])], drawn)
+
+
+def test_the_committed_result_is_shown_with_its_ratios(capsys):
+    assert run_bench(Settings(read=(ROOT / "benchmarks" / "results" / "staging.json",))) == 0
+    ours, _beside_a_busy_gpu = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage "))
+    assert ours.count("x") >= 8
+
+
+def test_a_commit_is_that_of_the_file_s_own_repository(tmp_path, monkeypatch):
+    monkeypatch.delenv("PINSTAGE_COMMIT", raising=False)
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    installed = tmp_path / "record.py"
+    installed.write_text("")
+    monkeypatch.setattr(record, "__file__", str(installed))
+    assert record.commit() == "unknown"  # installed into somebody's repository
+    subprocess.run(["git", "-C", str(tmp_path), "add", "record.py"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}-dirty", record.commit())
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "two"], "no such variant: two; known: to, pin_to, "),
+        (["--batches", "64x1KiB,7x7B"], "no such batch: 7x7B; known: 1x5KiB, "),
+        (["--series", "time"], "no such series: time; known: leaves, bytes, all"),
+        (["--device", "gpu"], "unknown device 'gpu': say"),
+        (["--device", "cuda:99"], "'cuda:99' is not there: torch sees"),
+        (["--plot", "picture.txt"], "picture.txt: a picture is one of .png, .svg, .pdf"),
+        (["--out", "."], ". is a folder; name a file"),
+        (["--out", "file/inside.json"], "file/inside.json cannot be written: "),
+        (["--from", "absent.json"], "absent.json cannot be read: No such file or directory"),
+        (["--from", "file"], "file is not JSON: "),
+        (["--from", "other.json"], "other.json is not a result of this comparison"),
+        (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("not JSON")
+    Path("other.json").write_text('{"benchmark": "loader", "rows": []}')
+    assert main(["--smoke", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"comparison: {message}")
+    assert error.count("\n") == 1
+
+
+def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
+    assert main(["--smoke", "--plot", str(tmp_path / "p.png")]) == 2
+    assert capsys.readouterr().err == 'comparison: matplotlib is not installed; run: pip install -e ".[bench]"\n'
+
+
+def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # what the import system reads as "not installed"
+    assert main(["--smoke", "--only", "to"]) == 2
+    assert capsys.readouterr().err == 'comparison: rich is not installed; run: pip install -e ".[bench]"\n'
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--repeats"])
+def test_a_number_that_makes_no_run_is_refused(capsys, option):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--smoke", option, "0"])
+    assert exit_.value.code == 2
+    assert f"{option}: 0 is not 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("accv_lab", [None, "elsewhere"])
+def test_the_rival_s_build_says_what_it_needs(tmp_path, accv_lab):
+    environment = {name: value for name, value in os.environ.items() if name != "ACCV_LAB"}
+    if accv_lab:
+        environment["ACCV_LAB"] = accv_lab
+    environment["RIVAL_SITE"] = str(tmp_path / "rival")
+    script = ROOT / "scripts" / "build_rival.sh"
+    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode != 0
+    assert "a checkout of" in done.stderr
+    assert not (tmp_path / "rival").exists()

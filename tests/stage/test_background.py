@@ -1,0 +1,675 @@
+"""`Stager.prefetch` in a thread: when there is one, what it takes over from the loop, and how it ends."""
+
+import _thread
+import contextlib
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+import weakref
+
+import loader_data as data
+import pytest
+import torch
+from doubles import PATIENCE_SECONDS, claim_in_child, wait_until
+from loader_data import same
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import pinstage as ps
+from pinstage._batch import _borrowing
+from pinstage._stage import _background
+from pinstage.errors import PoolClosedError, StagingError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    """Fail a test that leaves a thread behind."""
+    yield
+    gc.collect()
+    wait_until(lambda: not _background._threads)
+
+
+def numbered(count):
+    return [torch.tensor([number]) for number in range(count)]
+
+
+class Held:
+    """Yields numbers. From the second one on its ``next()`` blocks until `go_on` says that it may return.
+
+    Attributes:
+        calls: of ``next()``.
+        threads: in which these ran.
+        closed_in: the thread in which the generator was closed.
+    """
+
+    def __init__(self, count=10):
+        self.count = count
+        self.calls = 0
+        self.threads = []
+        self.closed_in = None
+        self._may_return = threading.Semaphore(0)
+
+    def __iter__(self):
+        try:
+            for number in range(self.count):
+                self.calls += 1
+                self.threads.append(_thread.get_ident())
+                if number:
+                    assert self._may_return.acquire(timeout=PATIENCE_SECONDS)
+                yield torch.tensor([number])
+        finally:
+            self.closed_in = _thread.get_ident()
+
+    def go_on(self, count=1):
+        self._may_return.release(count)
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+def loader(**options):
+    return DataLoader(data.Mapped(data.scalar, 8), **{"batch_size": 2, "num_workers": 1} | options)
+
+
+class OwnSampler(torch_data.SequentialSampler):
+    pass
+
+
+class OwnIteration(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class Prepared(list):
+    gradient_state = "there is one"
+
+
+WEIGHTED = torch_data.WeightedRandomSampler([1.0] * 8, 8)
+SEQUENTIAL = torch_data.SequentialSampler(range(8))
+
+IN_A_THREAD = {
+    "workers": loader,
+    "shuffled": lambda: loader(shuffle=True),
+    "subset": lambda: loader(sampler=torch_data.SubsetRandomSampler(range(8))),
+    "weighted": lambda: loader(sampler=WEIGHTED),
+    "batch sampler": lambda: loader(batch_size=1, batch_sampler=torch_data.BatchSampler(WEIGHTED, 2, drop_last=False)),
+    "distributed": lambda: loader(sampler=torch_data.DistributedSampler(range(8), num_replicas=2, rank=0)),
+    "samples": lambda: loader(batch_size=None),
+    "iterable": lambda: DataLoader(data.Streamed(data.scalar), 2, num_workers=1),
+    "subclass": lambda: type("Subclass", (DataLoader,), {})(range(8), num_workers=1),
+    "stateful": lambda: StatefulDataLoader(range(8), 2, num_workers=1, shuffle=True),
+}
+HERE = {
+    "no workers": lambda: loader(num_workers=0),
+    "a sampler of its own": lambda: loader(sampler=OwnSampler(range(8))),
+    "a list for a sampler": lambda: loader(sampler=[1, 2]),
+    "a batch sampler of its own": lambda: loader(batch_size=1, batch_sampler=[[1], [2]]),
+    "a sampler of its own inside": lambda: loader(
+        batch_size=1, batch_sampler=torch_data.BatchSampler(OwnSampler(range(8)), 2, drop_last=False)
+    ),
+    "an iteration of its own": lambda: OwnIteration(range(8), num_workers=1),
+    "a list": lambda: [1],
+    "a generator": lambda: (number for number in [1]),
+    "an iterator of a loader": lambda: iter(loader(num_workers=0)),
+    "ours": lambda: ps.DataLoader(range(8), 2, num_workers=1, device="cpu"),
+    "prepared": Prepared,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [*((make, True) for make in IN_A_THREAD.values()), *((make, False) for make in HERE.values())],
+    ids=[*IN_A_THREAD, *HERE],
+)
+def test_auto_is_a_thread_where_nothing_is_drawn_in_next(stager, make, expected):
+    assert stager.prefetch(make())._background is expected
+    assert stager.prefetch(make(), depth=0)._background is False
+    assert stager.prefetch(make(), background=False)._background is False
+
+
+def test_a_thread_needs_a_depth(stager):
+    with pytest.raises(ValueError, match="background=True needs a depth of 1 or more: 0 stages nothing ahead"):
+        stager.prefetch([], depth=0, background=True)
+
+
+def test_a_prepared_loader_is_never_read_in_a_thread(stager):
+    with pytest.raises(ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"):
+        stager.prefetch(Prepared(), background=True)
+
+
+@pytest.mark.parametrize("background", [None, 1, 0, "yes", 2.5])
+def test_background_is_auto_or_a_bool(stager, background):
+    with pytest.raises(ValueError, match=f"background must be 'auto', True or False: {background!r}"):
+        stager.prefetch([], background=background)
+
+
+def test_the_pass_and_its_first_batch_begin_in_the_caller(stager):
+    begun = []
+
+    class Source(Held):
+        def __iter__(self):
+            begun.append(_thread.get_ident())
+            return super().__iter__()
+
+    source = Source(4)
+    source.go_on(4)
+    assert len(list(stager.prefetch(source, background=True))) == 4
+    here = _thread.get_ident()
+    assert begun == [here]
+    assert source.threads[0] == here
+    assert here not in source.threads[1:]
+
+
+def test_without_a_thread_to_be_had_the_caller_reads(stager, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_background._thread, "start_new_thread", refuse)
+    source = Held(4)
+    source.go_on(4)
+    assert [int(batch) for batch in stager.prefetch(source, background=True)] == [0, 1, 2, 3]
+    assert set(source.threads) == {_thread.get_ident()}
+
+
+def test_a_slow_source_and_a_slow_step_take_the_time_of_one(stager):
+    def read():
+        for batch in numbered(60):
+            time.sleep(0.006)
+            yield batch
+
+    def seconds():
+        began = time.perf_counter()
+        for _ in stager.prefetch(read(), background=True):
+            time.sleep(0.006)
+        return time.perf_counter() - began
+
+    alone = 60 * 0.006
+    assert min(seconds() for _ in range(3)) < 1.3 * alone
+
+
+# -- state of the thread -----------------------------------------------------------------------------------------------
+
+COLOUR = contextvars.ContextVar("colour", default="none")
+
+
+def state():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": [
+            (torch.is_autocast_enabled(kind), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ],
+        "cache": torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(),
+        "device": torch.get_default_device(),
+        "colour": COLOUR.get(),
+    }
+
+
+@contextlib.contextmanager
+def coloured(colour):
+    token = COLOUR.set(colour)
+    yield
+    COLOUR.reset(token)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        lambda: torch.device("meta"),
+        lambda: coloured("red"),
+    ],
+)
+def test_the_thread_is_as_the_caller_was_when_the_pass_began(stager, mode):
+    seen = []
+
+    class Source:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            seen.append(state())
+            return "a batch"
+
+    with mode():
+        expected = state()
+        batches = iter(stager.prefetch(Source(), background=True))
+    next(batches)
+    wait_until(lambda: len(seen) == 3)
+    assert seen[1:] == [expected, expected]
+    assert state() == seen[0]
+    batches.close()
+
+
+def test_a_thread_that_cannot_be_as_the_caller_was_is_an_error(stager, monkeypatch):
+    def refuse(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pinstage._stage._device.CpuTarget.use_own_stream", refuse)
+    batches = iter(stager.prefetch(numbered(3), background=True))
+    assert int(next(batches)) == 0
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+
+
+def test_an_error_has_the_traceback_of_the_source(stager):
+    def fails_here():
+        raise KeyError("no such sample")
+
+    def read():
+        yield from numbered(3)
+        fails_here()
+
+    seen = []
+    with pytest.raises(KeyError, match="no such sample") as caught:
+        seen.extend(stager.prefetch(read(), background=True))
+    assert [int(batch) for batch in seen] == [0, 1, 2]
+    assert "fails_here" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_reaches_the_loop_too(stager, kind):
+    def read():
+        yield from numbered(2)
+        raise kind
+
+    seen = []
+    with pytest.raises(kind):
+        seen.extend(stager.prefetch(read(), background=True))
+    assert len(seen) == 2
+
+
+def test_a_state_before_the_first_batch_is_that_of_the_beginning(stager):
+    class Source(Held):
+        def state_dict(self):
+            return self.calls
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    source = Source()
+    batches = stager.prefetch(source, background=True)
+    iterator = iter(batches)
+    source.calls = 7
+    assert batches.state_dict() == 0
+    next(iterator)
+    assert batches.state_dict() == 8
+    wait_until(lambda: source.calls == 9)
+    assert batches.state_dict() == 8
+    source.go_on()
+    next(iterator)
+    assert batches.state_dict() == 9
+    source.go_on()
+
+
+# -- page-locked batches -----------------------------------------------------------------------------------------------
+
+
+def large(index):
+    return [torch.full((_borrowing.BORROW_FROM_BYTES,), index, dtype=torch.uint8), torch.tensor(index)]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "borrows"),
+    [
+        ({"num_workers": 1, "pin_memory": True}, True),
+        ({"num_workers": 1}, False),
+        ({"num_workers": 0, "pin_memory": True}, False),
+        ({"num_workers": 1, "pin_memory": True, "sampler": OwnSampler(range(3))}, True),
+        (None, False),
+    ],
+)
+def test_what_torchs_loader_page_locked_is_not_packed_again(prefetch, stager, monkeypatch, options, borrows):
+    monkeypatch.setattr(_borrowing, "is_page_locked", lambda _: True)
+    batches = [large(number) for number in range(3)]
+    source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
+    assert same(list(prefetch(source)), batches)
+    assert (stager.stats().pool.peak_held_bytes < _borrowing.BORROW_FROM_BYTES) is borrows
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------
+
+
+def leave_by_break(batches, reached):
+    for _ in batches:
+        reached()
+        break
+
+
+def leave_by_an_exception(batches, reached):
+    with contextlib.suppress(KeyError):
+        for _ in batches:
+            reached()
+            raise KeyError
+
+
+def leave_by_dropping(batches, reached):
+    iterator = iter(batches)
+    next(iterator)
+    reached()
+
+
+def leave_in_a_cycle(batches, reached):
+    cycle = [iter(batches)]
+    cycle.append(cycle)
+    next(cycle[0])
+    reached()
+    del cycle
+    gc.collect()
+
+
+def leave_by_an_interrupt(batches, reached):
+    timer = threading.Timer(0.1, signal.pthread_kill, [_thread.get_ident(), signal.SIGINT])
+    timer.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in batches:
+            reached()
+    timer.join()
+
+
+def in_the_second(source):
+    """Return a function that waits until a source is in its second ``next()``."""
+    return lambda: wait_until(lambda: source.calls == 2)
+
+
+LEAVE = [leave_by_break, leave_by_an_exception, leave_by_dropping, leave_in_a_cycle, leave_by_an_interrupt]
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("leave", LEAVE)
+def test_a_pass_that_is_left_ends_at_the_next_return_of_the_source(stager, leave):
+    source = Held()
+    leave(stager.prefetch(source, background=True), in_the_second(source))
+    assert _background._threads
+    assert source.closed_in is None
+    source.go_on()
+    returned = time.monotonic()
+    wait_until(lambda: not _background._threads)
+    assert time.monotonic() - returned < 1
+    assert source.calls == 2
+    assert source.closed_in not in (None, _thread.get_ident())
+    assert stager.stats().batches == 1
+    assert stager.stats().pool.leased_slabs == 0
+
+
+@pytest.mark.usefixtures("interruptible", "slabs_for_all")
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("leave", LEAVE)
+def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
+    source, held, others = Held(), [], []
+
+    def in_the_line():
+        held.append(pool.acquire("1MiB"))
+        if not is_first:
+            others.append(background(pool.acquire, 1, timeout=PATIENCE_SECONDS))
+            wait_until(lambda: pool.stats().waits == 1)
+        source.go_on()
+        wait_until(lambda: pool.stats().waits == 2 - is_first)
+
+    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool, ps.Stager("cpu", pool=pool) as stager:
+        leave(stager.prefetch(source, background=True), in_the_line)
+        left = time.monotonic()
+        wait_until(lambda: not _background._threads)
+        assert time.monotonic() - left < 1
+        assert source.closed_in not in (None, _thread.get_ident())
+        assert pool.stats().leased_slabs == 1
+        held[0].release()
+        for other in others:
+            other.result(PATIENCE_SECONDS).release()
+
+
+def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
+    read = []
+
+    class Reader:
+        def read(self):
+            for batch in numbered(100):
+                read.append(batch)
+                yield batch
+
+    reader = Reader()
+    reader.batches = iter(stager.prefetch(reader.read(), background=True))
+    next(reader.batches)
+    wait_until(lambda: stager.stats().batches == 3)
+    gone = weakref.ref(reader)
+    del reader
+    wait_until(lambda: gc.collect() is not None and gone() is None)
+    assert len(read) == 3
+
+
+def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
+    stager = make_stager(ring=4)
+    batches = iter(stager.prefetch(numbered(10), background=True))
+    next(batches)
+    wait_until(lambda: stager.stats().batches == 3)
+    del batches
+    wait_until(lambda: not _background._threads)
+    kept = [stager.to_device(batch) for batch in numbered(4)]
+    assert len(kept) == 4
+
+
+def test_a_new_pass_waits_until_the_source_has_returned(stager, background):
+    source = Held()
+    leave_by_break(stager.prefetch(source, background=True), in_the_second(source))
+    again = background(iter, stager.prefetch(source, background=True))
+    time.sleep(0.05)
+    assert not again.done()
+    source.go_on(20)
+    assert [int(batch) for batch in again.result(PATIENCE_SECONDS)] == list(range(10))
+
+
+@pytest.mark.parametrize("what", ["a pass", "a state that is loaded"])
+def test_a_source_that_does_not_return_is_an_error_that_says_where_it_is(stager, monkeypatch, what):
+    class Source(Held):
+        def state_dict(self):
+            return None
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    monkeypatch.setattr(_background, "_WAIT_SECONDS", 0.05)
+    source = Source()
+    batches = stager.prefetch(source, background=True)
+    leave_by_break(batches, in_the_second(source))
+    with pytest.raises(
+        StagingError, match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line"
+    ):
+        iter(batches) if what == "a pass" else batches.load_state_dict(None)
+    source.go_on()
+
+
+def test_a_loaders_timeout_is_how_long_a_new_pass_waits(stager):
+    class Source(DataLoader):
+        def __iter__(self):
+            return iter(held)
+
+    held = Held()
+    batches = stager.prefetch(Source(range(9), num_workers=1, timeout=0.05), background=True)
+    leave_by_break(batches, in_the_second(held))
+    with pytest.raises(StagingError, match=r"cannot read the Source: .* after 0\.05 s"):
+        iter(batches)
+    held.go_on()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_begin_again_after_a_break_with_the_same_workers(stager, persistent):
+    source = loader(num_workers=2, batch_size=1, persistent_workers=persistent, shuffle=True)
+    for taken in range(6):
+        for number, _ in enumerate(stager.prefetch(source)):
+            if number == taken:
+                break
+    assert sorted(int(batch) for batch in stager.prefetch(source)) == list(range(8))
+
+
+def test_passes_at_once_over_the_same_workers_lose_no_batch(stager):
+    source = loader(num_workers=2, batch_size=1, persistent_workers=True)
+    older = iter(stager.prefetch(source))
+    assert int(next(older)) == 0
+    newer = iter(stager.prefetch(source))  # torch's iterator begins again, for both
+    seen = [int(next(iterator)) for iterator in (newer, older, newer)]
+    seen += [*map(int, newer), *map(int, older)]
+    assert set(seen) == set(range(8))
+
+
+def test_a_pass_whose_thread_was_stopped_goes_on_in_the_caller(stager):
+    source = Held()
+    source.go_on(2)
+    batches = iter(stager.prefetch(source, background=True))
+    next(batches)
+    wait_until(lambda: source.calls == 3 and stager.stats().batches == 3)
+    _background.stop_reading(source)
+    source.go_on(20)
+    assert [int(batch) for batch in batches] == list(range(1, 10))
+    assert source.threads[-1] == _thread.get_ident()
+
+
+def test_a_stager_that_is_closed_meanwhile_is_an_error_of_the_loop(slabs_for_all):
+    stager = ps.Stager("cpu", max_bytes="1MiB")
+    source = Held()
+    batches = iter(stager.prefetch(source, background=True))
+    next(batches)
+    wait_until(lambda: source.calls == 2)
+    stager.close()
+    source.go_on()
+    with pytest.raises(PoolClosedError):
+        next(batches)
+
+
+def test_a_forked_child_is_told_that_the_thread_is_not_there(stager):
+    batches = stager.prefetch(numbered(9), background=True)
+    iterator = iter(batches)
+    next(iterator)
+
+    def claim():
+        with pytest.raises(StagingError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"):
+            next(iterator)
+        assert _background._threads == {}
+        iter(batches)
+
+    claim_in_child(claim)
+    assert len(list(iterator)) == 8
+
+
+# -- the end of the program --------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    "a source that sleeps": """
+        def read():
+            yield torch.ones(2)
+            reading.set()
+            time.sleep(3600)
+            yield torch.ones(2)
+    """,
+    "a source that blocks for ever": """
+        def read():
+            yield torch.ones(2)
+            reading.set()
+            threading.Event().wait()
+    """,
+    "a source that goes on and on": """
+        def read():
+            while True:
+                yield torch.ones(1000, 100).cumsum(0)
+                reading.set()
+    """,
+    "a source in torch": """
+        def read():
+            yield torch.ones(2)
+            reading.set()
+            while True:
+                torch.ones(300, 300).cumsum(0)
+    """,
+    "workers that are alive": """
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                time.sleep(index and 2)
+                return torch.ones(1000)
+
+        def read():
+            reading.set()
+            return torch.utils.data.DataLoader(Slow(), num_workers=1, prefetch_factor=1)
+    """,
+    "workers that are quick": """
+        def read():
+            reading.set()
+            return torch.utils.data.DataLoader(torch.ones(9000, 3000), 4, num_workers=2, persistent_workers=True)
+    """,
+}
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["in use", "left"])
+@pytest.mark.parametrize("source", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_ends_whatever_its_thread_does(source, is_left):
+    program = f"""
+import atexit, threading, time, torch, pinstage as ps
+reading = threading.Event()
+{textwrap.dedent(source)}
+stager = ps.Stager("cpu", max_bytes="64MiB")
+batches = iter(stager.prefetch(read(), background=True))
+for _ in range(1 + 20 * {"quick" in source or "on and on" in source}):
+    next(batches)
+reading.wait()
+{"del batches" if is_left else ""}
+print("end", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "end\n"
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        seconds = time.monotonic() - began
+    assert (process.returncode, errors) == (0, "")
+    assert seconds < 10  # with the time that a busy machine takes to end any program
+
+
+def test_a_program_waits_at_its_end_for_what_is_being_staged():
+    program = """
+import threading, time, torch, pinstage as ps
+staging = threading.Event()
+
+class Slow(ps.PageableMemory):
+    def allocate(self, nbytes):
+        if staging.is_set():
+            time.sleep(0.5)
+            print("allocated", flush=True)
+        staging.set()
+        return super().allocate(nbytes)
+
+stager = ps.Stager("cpu", pool=ps.SlabPool(Slow(), max_bytes="64MiB"))
+batches = iter(stager.prefetch((torch.ones(50_000 * (1 + n)) for n in range(3)), background=True))
+next(batches)
+time.sleep(0.2)
+print("end", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:2], done.stderr) == (0, ["end", "allocated"], "")

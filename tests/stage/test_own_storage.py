@@ -1,0 +1,573 @@
+"""Which leaves of a staged batch share memory: what each keeps, what is saved of it, and what changes with it."""
+
+import copy
+import io
+import itertools
+import pickle
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from doubles import claim_in_child, record_work
+from hypothesis import given
+from own_leaves import assert_in_blocks, assert_own, few, many, of_bytes, samples, storage_bytes
+from strategies import assert_same, batches, tensor_of
+from torch.autograd import forward_ad
+
+import pinstage as ps
+from pinstage._batch._blocks import OWN_LEAVES
+from pinstage._stage._device import CpuTarget
+from pinstage._stage._run_ahead import RUN_AHEAD
+from pinstage._stage._stager import SMALL_BYTES
+
+KIB, MIB = 1024, 1024 * 1024
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
+
+
+def _call(batch, own_storage, method):
+    with ps.Stager("cpu", max_bytes="64MiB", own_storage=own_storage) as stager:
+        return method(stager, batch)
+
+
+def _loader(batch, own_storage, workers):
+    loader = ps.DataLoader(
+        [batch], batch_size=None, num_workers=workers, device="cpu", max_bytes="64MiB", own_storage=own_storage
+    )
+    (staged,) = loader
+    return staged
+
+
+def _wrapped(batch, own_storage):
+    loader = torch.utils.data.DataLoader([batch], batch_size=None)
+    (staged,) = ps.wrap_loader(loader, device="cpu", max_bytes="64MiB", own_storage=own_storage)
+    return staged
+
+
+WAYS = {
+    "to_device": lambda batch, own: _call(batch, own, lambda stager, batch: stager.to_device(batch)),
+    "stage": lambda batch, own: _call(batch, own, lambda stager, batch: stager.stage(batch).get()),
+    "prefetch": lambda batch, own: _call(batch, own, lambda stager, batch: next(iter(stager.prefetch([batch])))),
+    "loader": lambda batch, own: _loader(batch, own, 0),
+    "workers": lambda batch, own: _loader(batch, own, 2),
+    "wrap_loader": _wrapped,
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    """Stage one batch: ``way(batch, own_storage)``."""
+    return WAYS[request.param]
+
+
+# -- what a leaf keeps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("own_storage", ["auto", True])
+def test_leaves_of_a_small_batch_have_exactly_their_bytes(way, own_storage):
+    batch = few()
+    staged = way(batch, own_storage)
+    assert_same(batch, staged, "cpu")
+    assert_own(batch, staged)
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_leaves_of_a_large_batch_share_blocks_with_their_like(way):
+    batch = many()
+    staged = way(batch, "auto")
+    assert_same(batch, staged, "cpu")
+    assert_in_blocks(batch, staged)
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_every_leaf_has_its_own_memory_by_choice(way):
+    batch = many()
+    staged = way(batch, True)
+    assert_same(batch, staged, "cpu")
+    assert_own(batch, staged)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("make", [few, many])
+def test_all_leaves_are_views_of_one_slab_by_choice(way, make):
+    batch = make()
+    staged = way(batch, False)
+    assert_same(batch, staged, "cpu")
+    slabs = {(leaf.untyped_storage().data_ptr(), storage_bytes(leaf)) for leaf in staged if leaf.nbytes}
+    assert [nbytes for _, nbytes in slabs] == [ps.Layout.of(batch).nbytes]
+
+
+@pytest.mark.parametrize("count", [OWN_LEAVES, OWN_LEAVES + 1])
+def test_the_number_of_leaves_decides(make_stager, count):
+    batch = [torch.full((3,), float(number)) for number in range(count)]
+    transfer = make_stager().stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    assert transfer.blocks == (count if count == OWN_LEAVES else 1)
+
+
+@pytest.mark.parametrize("own_storage", ["auto", True, False])
+@pytest.mark.parametrize("make", [few, samples])
+def test_a_tensor_that_comes_twice_comes_back_as_one(way, own_storage, make):
+    batch = make()
+    staged = way([*batch, *batch[:2]], own_storage)
+    assert staged[0] is staged[-2]
+    assert staged[1] is staged[-1]
+    assert staged[0] is not staged[1]
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("own_storage", ["auto", True, False])
+@pytest.mark.parametrize("others", [0, 20])
+def test_dense_strides_empty_and_0_d_leaves_arrive_as_they_were(way, own_storage, others):
+    odd = [
+        tensor_of(torch.float16, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
+        tensor_of(torch.float16, (4, 6)).t(),
+        tensor_of(torch.float16, ()),
+        torch.zeros(0, 3, dtype=torch.float16),
+        torch.zeros(3, 0, 2),
+        tensor_of(torch.bool, ()),
+    ]
+    batch = [*odd, *(tensor_of(torch.float16, (5,), seed) for seed in range(others))]
+    assert_same(batch, way(batch, own_storage), "cpu")
+
+
+@pytest.fixture(scope="module")
+def stagers():
+    made = [ps.Stager("cpu", max_bytes="64MiB", own_storage=own_storage) for own_storage in ("auto", True, False)]
+    yield made
+    for stager in made:
+        stager.close()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@given(batch=batches())
+def test_a_batch_is_the_same_whoever_shares_memory(stagers, batch):
+    for stager in stagers:
+        assert_same(batch, stager.to_device(batch), "cpu")
+        assert_same(batch, stager.stage(batch).get(), "cpu")
+
+
+# -- saving, sending, copying ------------------------------------------------------------------------------------------
+
+
+def saved(thing):
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def saved_bytes(thing):
+    return len(saved(thing))
+
+
+def through_queue(tensors):
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(tensors)
+    return queue.get()
+
+
+@pytest.mark.parametrize(("make", "own_storage"), [(few, "auto"), (samples, True), (many, True)])
+def test_own_leaves_are_saved_and_sent_as_those_of_to(way, make, own_storage):
+    batch = make()
+    staged, moved = way(batch, own_storage), [leaf.clone() for leaf in batch]
+    assert saved_bytes(staged) == saved_bytes(moved)
+    # Some bytes depend on which objects pickle has met before.
+    assert len(pickle.dumps(staged)) == pytest.approx(len(pickle.dumps(moved)), abs=4 * len(batch))
+    for leaf, other in zip(staged, moved, strict=True):
+        assert saved_bytes(leaf) == saved_bytes(other)
+        assert len(pickle.dumps(leaf)) == pytest.approx(len(pickle.dumps(other)), abs=4)
+    assert_own(batch, copy.deepcopy(staged))
+    received = through_queue(staged)
+    assert_same(batch, received, "cpu")
+    assert list(map(storage_bytes, received)) == [leaf.nbytes for leaf in batch]
+
+
+def test_a_batch_in_blocks_is_saved_whole_and_each_leaf_with_its_block(way):
+    batch = samples()
+    staged = way(batch, "auto")
+    payload = sum(leaf.nbytes for leaf in batch)
+    assert saved_bytes(staged) < payload + 20 * KIB
+    loaded = torch.load(io.BytesIO(saved(staged)))
+    assert_same(batch, loaded, "cpu")
+    assert storage_bytes(staged[0]) == storage_bytes(copy.deepcopy(staged[0]))
+    assert saved_bytes(staged[0]) > saved_bytes(batch[0].clone())
+    assert saved_bytes(staged[0].clone()) == saved_bytes(batch[0].clone())
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "own_storage"), [(few, "auto"), (samples, True)])
+def test_an_own_leaf_grows_without_its_neighbours(way, make, own_storage):
+    batch = make()
+    staged = way(batch, own_storage)
+    last = len(batch) - 1
+    staged[0].resize_(5000).fill_(7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of an output that had another shape
+        torch.add(torch.ones(9000, dtype=staged[last].dtype), 1, out=staged[last])
+    assert staged[last].shape == (9000,)
+    assert_same(batch[1:last], staged[1:last], "cpu")
+    assert (staged[0] == 7).all()
+
+
+@pytest.mark.parametrize("own_storage", ["auto", True, False])
+@pytest.mark.parametrize("make", [few, samples])
+def test_a_change_of_one_leaf_is_no_change_of_others(way, make, own_storage):
+    batch = make()
+    staged = way(batch, own_storage)
+    versions = [leaf._version for leaf in staged]
+    staged[0].zero_()
+    assert staged[0]._version == versions[0] + 1
+    assert [leaf._version for leaf in staged[1:]] == versions[1:]
+    assert_same(batch[1:], staged[1:], "cpu")
+
+
+def test_autograd_needs_only_the_leaf_that_it_saved(make_stager):
+    weight = torch.ones(3, requires_grad=True)
+    for leaves in (2, 20):
+        batch = [torch.ones(3) for _ in range(leaves)]
+        staged = make_stager().to_device(batch)
+        loss = (staged[0] * weight).sum()
+        staged[1].add_(1)
+        loss.backward()
+        loss = (staged[0] * weight).sum()
+        staged[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("others", [0, 18])
+def test_a_compiled_function_changes_one_leaf_beside_a_parameter(make_stager, others):
+    batch = [torch.arange(6.0), torch.arange(6), *(torch.full((6,), float(number)) for number in range(others))]
+    staged = make_stager().to_device(batch)
+    weight = torch.full((6,), 2.0, requires_grad=True)
+
+    def step(values, ids, weight, *more):
+        values.add_(1)
+        return (values * weight).sum() + ids.sum() + sum(one.sum() for one in more)
+
+    torch.compiler.reset()
+    expected = step(*(leaf.clone() for leaf in batch[:2]), weight, *batch[2:])
+    found = torch.compile(step, backend="aot_eager")(staged[0], staged[1], weight, *staged[2:])
+    assert torch.equal(found, expected)
+    assert torch.equal(staged[0], batch[0] + 1)
+    assert_same(batch[1:], staged[1:], "cpu")
+    found.backward()
+    assert torch.equal(weight.grad, batch[0] + 1)
+
+
+# -- the offset table --------------------------------------------------------------------------------------------------
+
+
+def group_of(slot):
+    return slot.nbytes >= 64 * KIB, slot.nbytes >= 4 * MIB, slot.dtype
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_blocks_are_ranges_of_one_size_group_and_dtype():
+    slots = sorted(ps.Layout.of(many()).slots, key=lambda slot: (slot.offset, slot.nbytes))
+    assert [slot.block for slot in slots] == sorted(slot.block for slot in slots)
+    assert [slot.block for slot in ps.Layout.of(many()).slots] != [slot.block for slot in slots]
+    blocks = [list(block) for _, block in itertools.groupby(slots, key=lambda slot: slot.block)]
+    for block in blocks:
+        (group,) = {group_of(slot) for slot in block}
+        size = block[-1].offset + block[-1].nbytes - block[0].offset
+        assert len(block) == 1 if group[1] else size <= (4 * MIB if group[0] else MIB)
+    assert [slot.block for (slot, *_) in blocks] == list(range(len(blocks)))
+
+
+@pytest.mark.parametrize("make", [few, many, samples])
+def test_the_table_does_not_depend_on_who_shares_memory(make_stager, make):
+    batch = make()
+    tables = [make_stager("64MiB", own_storage=own).stage(batch).layout.slots for own in ("auto", True, False)]
+    assert tables[0] == tables[1] == tables[2] == ps.Layout.of(batch).slots
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("make", [few, many, samples])
+def test_unpack_gives_views_of_the_tensor_it_is_given(make):
+    batch = make()
+    unpacked = known.through_slab(batch)
+    assert_same(batch, unpacked, "cpu")
+    assert len({leaf.untyped_storage().data_ptr() for leaf in unpacked if leaf.nbytes}) == 1
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("make", [few, many, samples])
+def test_transfers_and_stats_count_device_tensors(make_stager, make):
+    batch = make()
+    in_blocks = len({slot.block for slot in ps.Layout.of(batch).slots})
+    expected = {"auto": len(batch) if make is few else in_blocks, True: len(batch), False: 1}
+    for own_storage, blocks in expected.items():
+        stager = make_stager("64MiB", own_storage=own_storage)
+        transfer = stager.stage(batch)
+        assert (transfer.blocks, stager.stats().blocks) == (blocks, blocks)
+        assert stager.stats().copies == transfer.copies
+        stager.to_device(batch)
+        assert stager.stats().blocks == 2 * blocks
+
+
+def test_a_small_batch_of_one_dtype_is_one_copy(make_stager):
+    batch = [tensor_of(torch.float32, (10,), seed) for seed in range(OWN_LEAVES + 1)]
+    transfer = make_stager().stage(batch)
+    assert (transfer.blocks, transfer.copies) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", [None, "yes", 1, 16])
+def test_other_values_of_own_storage_are_refused(wrong):
+    with pytest.raises(ValueError, match="own_storage must be 'auto', True or False"):
+        ps.Stager("cpu", own_storage=wrong)
+    with pytest.raises(ValueError, match="own_storage must be 'auto', True or False"):
+        ps.DataLoader([1], device="cpu", own_storage=wrong)
+
+
+# -- how far the host runs ahead ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        (0, ValueError, "run_ahead must be at least 1: 0; None sets no bound"),
+        (-3, ValueError, "run_ahead must be at least 1: -3; None sets no bound"),
+        (True, TypeError, "run_ahead must be an int or None: True; it is a number of batches"),
+        (2.0, TypeError, "run_ahead must be an int or None: 2.0; it is a number of batches"),
+        ("3", TypeError, "run_ahead must be an int or None: '3'; it is a number of batches"),
+    ],
+)
+def test_other_values_of_run_ahead_are_refused(wrong, error, text):
+    with pytest.raises(error, match=text):
+        ps.Stager("cpu", run_ahead=wrong)
+
+
+LARGE = 2 * SMALL_BYTES
+BATCHES = {"large": lambda: [of_bytes(LARGE)], "small": lambda: [of_bytes(70 * KIB) for _ in range(9)]}
+"""They take a slab each."""
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("run_ahead", [1, RUN_AHEAD, 5])
+def test_the_host_waits_for_the_batch_before_the_last_ones(monkeypatch, kind, run_ahead):
+    made, waited = record_work(monkeypatch)
+    with ps.Stager("cpu", max_bytes="64MiB", run_ahead=run_ahead) as stager:
+        for number in range(1, 10):
+            stager.to_device(BATCHES[kind]())
+            assert len(made) == number, "an event of its own for a batch that has one"
+            assert waited == made[: max(0, number - run_ahead)]
+            if kind == "small":
+                assert stager.stats().pool.in_flight_slabs == number, "the event is not the slab's own"
+        made.clear()  # closing waits for the slabs in flight
+
+
+def test_stage_is_bounded_and_prefetch_bounds_itself(monkeypatch):
+    made, waited = record_work(monkeypatch)
+    with ps.Stager("cpu", max_bytes="64MiB", run_ahead=1) as stager:
+        for _ in range(3):
+            stager.stage([of_bytes(LARGE)])
+        assert waited == made[:2]
+        made.clear()
+        waited.clear()
+        for _ in stager.prefetch([[of_bytes(LARGE)] for _ in range(RUN_AHEAD)], depth=1):
+            assert not waited
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_without_a_bound_the_host_never_waits(monkeypatch, kind):
+    _, waited = record_work(monkeypatch)
+    with ps.Stager("cpu", max_bytes="64MiB", run_ahead=None) as stager:
+        for _ in range(20):
+            stager.to_device(BATCHES[kind]())
+            stager.stage(BATCHES[kind]())
+        assert not waited
+
+
+def test_a_few_small_leaves_are_not_bounded(monkeypatch):
+    made, waited = record_work(monkeypatch)
+    with ps.Stager("cpu", max_bytes="64MiB", run_ahead=1) as stager:
+        for _ in range(20):
+            stager.to_device([of_bytes(KIB), of_bytes(64 * KIB)])
+        assert (made, waited) == ([], [])
+
+
+# -- a few small leaves ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moved_directly(monkeypatch):
+    """List of each call, whether the leaves were moved as a few small ones."""
+    found = []
+    whole = CpuTarget.move_few
+
+    def move_few(target, leaves):
+        moved = whole(target, leaves)
+        found.append(moved is not None)
+        return moved
+
+    monkeypatch.setattr(CpuTarget, "move_few", move_few)
+    return found
+
+
+def test_a_few_leaves_may_be_overwritten_right_after_the_call(stager, moved_directly):
+    batch = {"x": tensor_of(torch.float32, (100,)), "n": np.arange(12.0).reshape(3, 4), "text": "text", "none": None}
+    expected = known.through_slab(batch)
+    staged = stager.to_device(batch)
+    batch["x"].zero_()
+    batch["n"][:] = 0
+    assert moved_directly == [True]
+    assert_same(expected, staged, "cpu")
+    stats = stager.stats()
+    assert (stats.batches, stats.packed_leaves, stats.packed_bytes, stats.padding_bytes) == (1, 2, 496, 0)
+    assert stats.pool.misses == 0
+
+
+DIRECT = {
+    "one leaf": lambda: torch.arange(10),
+    "numpy": lambda: [np.arange(5), np.arange(6.0).reshape(2, 3).T, np.zeros((0, 3))],
+    "as many as are own": lambda: [torch.full((3,), float(number)) for number in range(OWN_LEAVES)],
+    "1 MiB": lambda: [of_bytes(64 * KIB), of_bytes(960 * KIB, torch.int64)],
+    "channels last": lambda: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)],
+    "0-d and empty": lambda: [torch.tensor(3), torch.zeros(0)],
+    "two views of one storage": lambda: list(torch.arange(10).split(5)),
+}
+NOT_DIRECT = {
+    "too many": lambda: [torch.full((3,), float(number)) for number in range(OWN_LEAVES + 1)],
+    "more than 1 MiB": lambda: [torch.ones(2), of_bytes(1024 * KIB)],
+    "strided": lambda: [torch.arange(10)[::2]],
+    "expanded": lambda: [torch.arange(3).expand(2, 3)],
+    "conjugated": lambda: [torch.randn(3, dtype=torch.complex64).conj()],
+    "negated": lambda: [torch.randn(3, dtype=torch.complex64).conj().imag],
+    "requires grad": lambda: [torch.ones(3, requires_grad=True), torch.ones(2)],
+    "parameter": lambda: [torch.nn.Parameter(torch.ones(3))],
+    "sparse": lambda: [torch.eye(3).to_sparse(), torch.ones(2)],
+    "subclass": lambda: [torch.ones(2).as_subclass(known.TensorSubclass)],
+    "array of text": lambda: [np.array(["a", "b"]), torch.ones(2)],
+    "big-endian": lambda: [np.arange(4.0).astype(">f8")],
+}
+
+
+@pytest.mark.parametrize("make", DIRECT.values(), ids=DIRECT)
+def test_a_few_plain_small_leaves_are_moved_directly(stager, moved_directly, make):
+    batch = make()
+    assert_same(batch, stager.to_device(batch), "cpu")
+    assert moved_directly == [True]
+
+
+@pytest.mark.parametrize("make", NOT_DIRECT.values(), ids=NOT_DIRECT)
+def test_other_leaves_take_the_other_path_and_arrive_right(stager, moved_directly, make):
+    batch = make()
+    assert_same(batch, stager.to_device(batch), "cpu")
+    assert moved_directly == [False]
+
+
+def test_a_tensor_that_comes_twice_takes_the_other_path(stager, moved_directly):
+    x = torch.ones(3)
+    staged = stager.to_device([x, torch.zeros(2), x])
+    assert staged[0] is staged[2]
+    assert moved_directly == [False]
+
+
+def test_what_is_kept_takes_the_other_path_and_stays(stager, moved_directly):
+    kept = torch.ones(3)
+    staged = stager.to_device({"kept": ps.Keep(kept), "x": torch.zeros(2)})
+    assert staged["kept"] is kept
+    assert_same(torch.zeros(2), staged["x"], "cpu")
+    assert moved_directly == [False]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # torch's own, in its decompositions
+def test_a_dual_tensor_takes_the_other_path_and_keeps_its_tangent(stager, moved_directly):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
+        primal, tangent = forward_ad.unpack_dual(stager.to_device([dual, torch.ones(2)])[0])
+        assert torch.equal(primal, torch.ones(3))
+        assert torch.equal(tangent, torch.full((3,), 2.0))
+    assert moved_directly == [False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"own_storage": False}, {"ring": 3}, {"keep": lambda path, leaf: False}],
+    ids=["one slab", "ring", "keep"],
+)
+def test_some_options_need_the_other_path(make_stager, moved_directly, options):
+    batch = [torch.arange(3), torch.ones(2)]
+    assert_same(batch, make_stager(**options).to_device(batch), "cpu")
+    assert moved_directly == []
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_few_leaves_are_as_to_makes_them_in_a_mode(stager, moved_directly, mode):
+    with mode():
+        (staged,) = stager.to_device([torch.ones(3)])
+        expected = torch.ones(3).clone()
+    assert (staged.is_inference(), staged.requires_grad) == (expected.is_inference(), expected.requires_grad)
+    assert moved_directly == [True]
+
+
+CLOSED = {"few": few, "samples": samples, "many": many}
+
+
+@pytest.mark.parametrize("make", CLOSED.values(), ids=CLOSED)
+@pytest.mark.parametrize("method", ["to_device", "stage"])
+def test_a_closed_pool_refuses_what_it_packs(method, make):
+    stager = ps.Stager("cpu", max_bytes="64MiB")
+    stager.close()
+    with pytest.raises(ps.errors.PoolClosedError, match="stager is closed"):
+        getattr(stager, method)(make())
+
+
+def test_a_closed_pool_refuses_a_few_small_leaves():
+    stager = ps.Stager("cpu", max_bytes="64MiB")
+    stager.close()
+    with pytest.raises(ps.errors.PoolClosedError, match="stager is closed"):
+        stager.to_device([torch.ones(3), torch.zeros(2)])
+
+
+def test_in_a_forked_child_a_few_small_leaves_are_refused():
+    with ps.Stager("cpu", max_bytes="64MiB") as stager:
+
+        def claim():
+            with pytest.raises(ps.errors.ForkedPoolError):
+                stager.to_device([torch.ones(3), torch.zeros(2)])
+
+        claim_in_child(claim)
+
+
+def test_empty_leaves_are_no_copies(stager):
+    stager.to_device([torch.zeros(0), torch.ones(3)])
+    assert stager.stats().copies == stager.stage([torch.zeros(0), torch.ones(3)]).copies == 1
+
+
+def calls_of(work):
+    """Return the calls of Python functions in files of the package, as names of files."""
+    package = str(Path(ps.__file__).parent)
+    files = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            files.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_a_warm_small_batch_takes_few_python_calls(stager):
+    batch = {"x": torch.ones(100), "y": torch.arange(8)}
+    for _ in range(3):
+        stager.to_device(batch)
+    files = calls_of(lambda: stager.to_device(batch))
+    assert 0 < len(files) <= 15
+    assert len(set(files)) <= 5

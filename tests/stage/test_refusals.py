@@ -1,0 +1,263 @@
+"""Page-locking that is refused: the pool and its users go on with what there is, and no byte is wrong."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import assert_same, batches
+
+from pinstage import HostAllocMemory, PageableMemory, RegisteredMemory, SlabPool, Stager
+from pinstage._batch import ALIGNMENT, pack, take_apart, windows
+from pinstage._memory import remedy
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+
+pytestmark = pytest.mark.usefixtures("slabs_for_all")
+
+MIB = 1024 * 1024
+REFUSALS = 5_000
+"""Of each of two kinds of memory."""
+
+quietly = pytest.mark.filterwarnings(
+    "ignore:page-locking of", "ignore:pool cannot grow", "ignore:a stager goes on with pageable"
+)
+
+
+class WalledMemory(CountingMemory):
+    """Memory of which there is only so much, as of WSL's or a container's."""
+
+    def __init__(self, wall):
+        super().__init__()
+        self.wall = wall
+        self.refusals = 0
+
+    def allocate(self, nbytes):
+        if self.live_bytes + nbytes > self.wall:
+            self.refusals += 1
+            raise MemoryError(f"refused {nbytes}")
+        return super().allocate(nbytes)
+
+
+@pytest.fixture
+def walled(make_pool):
+    """Make a pool over memory with a wall: the memory, and the pool."""
+
+    def make(wall, max_bytes=1 << 30):
+        memory = WalledMemory(wall)
+        return memory, make_pool(max_bytes, memory=memory)
+
+    return make
+
+
+# -- the pool
+
+
+def test_a_refused_request_without_a_slab_as_large_raises_what_the_memory_said(walled):
+    memory, pool = walled(500)
+    with pytest.raises(MemoryError, match="refused 640"):
+        pool.acquire(600)
+    with pytest.raises(MemoryError, match=r"refused before: requested 600 B.*refused 640; .*max_bytes"):
+        pool.acquire(600)
+    assert memory.refusals == 1
+    pool.acquire(300).release()  # less is asked for
+
+
+def test_a_refused_pool_goes_on_with_the_slabs_that_are_there_and_says_so_once(walled, background):
+    memory, pool = walled(500)
+    lease = pool.acquire(400)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        waiter = background(pool.acquire, 400)
+        wait_until(lambda: pool.stats().waits == 1)
+        assert stays_blocked(waiter)
+        lease.release()
+        outcome(waiter).release()
+        with pool.acquire(400), pytest.raises(AcquireTimeoutError):
+            pool.acquire(400, timeout=0)
+    (one,) = told
+    assert one.category is RuntimeWarning
+    assert "pool cannot grow by 416 B, and goes on with the slabs that it has" in str(one.message)
+    assert "refused 416; " in str(one.message)
+    assert memory.refusals == 1
+
+
+@quietly
+def test_a_refused_pool_frees_nothing_that_it_might_not_get_back(walled):
+    memory, pool = walled(500)
+    pool.acquire(200).release()
+    with pytest.raises(MemoryError):
+        pool.acquire(400)
+    with pytest.raises(MemoryError):
+        pool.acquire(400)
+    assert memory.deallocations == 0
+    pool.acquire(200).release()
+
+
+def test_what_was_refused_is_asked_for_again_after_a_while_or_by_reserve(walled, monkeypatch):
+    memory, pool = walled(500)
+    with pytest.raises(MemoryError):
+        pool.acquire(600)
+    memory.wall = 1000
+    with pytest.raises(MemoryError):
+        pool.acquire(600)
+    pool.reserve(600)
+    pool.acquire(600).release()
+    pool.trim()
+    memory.wall = 500
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
+    with pytest.raises(MemoryError):
+        pool.acquire(600)
+    memory.wall = 1000
+    pool.acquire(600).release()
+
+
+def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
+    memory.fail_allocate(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        pool.acquire(600)
+    pool.acquire(600).release()
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB of memory are available: free some"),
+        ({"proc/meminfo": "MemAvailable: 999999999 kB\n"}, r"free page-locked memory elsewhere"),
+        ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks some 1.00 GiB"),
+    ],
+)
+def test_the_remedy_is_that_of_the_limit_that_binds(tree, files, text, monkeypatch):
+    monkeypatch.setattr("pinstage._host.locked_limit", lambda root: None)
+    assert text in remedy(4096, tree(files))
+
+
+# -- a stager
+
+
+def test_a_batch_larger_than_what_can_be_had_goes_in_parts_through_a_smaller_slab(walled):
+    memory, pool = walled(3 * MIB)
+    stager = Stager("cpu", pool=pool)
+    batch = {"a": torch.randn(5, 1000, 777), "b": [torch.arange(100_003), "text"], "c": torch.randn(300, 400).t()}
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"page-locking of 16.04 MiB was refused, the batch goes in parts.*refused 18874368; .* said once",
+    ):
+        got = stager.to_device(batch)
+    assert_same(batch, got, "cpu")
+    before = memory.refusals
+    assert_same(batch, stager.to_device(batch), "cpu")
+    assert memory.refusals == before, "what was refused is not asked for at each batch"
+    stats = stager.stats()
+    assert (stats.refused_batches, stats.batches) == (2, 2)
+    assert stats.copies > 8
+    assert stats.pool.held_bytes <= 3 * MIB
+    stager.close()
+
+
+@quietly
+def test_a_batch_goes_from_pageable_memory_where_nothing_can_be_had(walled):
+    _, pool = walled(0)
+    stager = Stager("cpu", pool=pool)
+    batch = torch.randn(3 * MIB)
+    assert_same(batch, stager.to_device(batch), "cpu")
+    assert_same(batch, stager.to_host(batch).get(), "cpu")
+    assert (stager.stats().refused_batches, pool.stats().held_bytes) == (2, 0)
+    stager.close()
+
+
+def test_pageable_memory_is_said_once_in_a_process(walled, monkeypatch):
+    monkeypatch.setattr("pinstage._torch._told", set())
+    _, pool = walled(0)
+    stager = Stager("cpu", pool=pool)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            stager.to_device(torch.ones(1000))
+    assert [str(one.message).partition(":")[0] for one in told] == [
+        "page-locking of 3.91 KiB was refused, the batch goes in parts through a smaller slab",
+        "a stager goes on with pageable memory, which is slow",
+    ]
+    stager.close()
+
+
+def test_the_users_cap_is_no_refusal(walled):
+    memory, pool = walled(1000, max_bytes=2000)
+    with pytest.raises(BudgetExceededError):
+        Stager("cpu", pool=pool).to_device(torch.ones(1000))
+    assert memory.refusals == 0
+
+
+@quietly
+def test_a_part_is_not_written_again_before_its_copy_is_done(walled, background, monkeypatch):
+    _, pool = walled(MIB)
+    stager = Stager("cpu", pool=pool)
+    target = stager._target = HeldTarget()
+    staging = background(stager.stage, torch.arange(MIB))
+    wait_until(lambda: target.copies == 2)  # both parts of the slab
+    assert stays_blocked(staging)
+    assert target.copies == 2
+    target.stream.finish()
+    assert_same(torch.arange(MIB), outcome(staging).get(), "cpu")
+    stager.close()
+
+
+@quietly
+def test_a_ring_takes_batches_in_parts(walled):
+    _, pool = walled(2 * MIB)
+    stager = Stager("cpu", pool=pool, ring=1)
+    for seed in range(3):
+        batch = torch.full((2 * MIB,), seed)
+        assert_same(batch, stager.to_device(batch), "cpu")
+    stager.close()
+
+
+@quietly
+@given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
+def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
+    parts = take_apart(batch)
+    whole = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8)
+    pack(parts, whole)
+    cut = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8)
+    last = 0
+    for start, run in windows(parts, size):
+        assert start == last
+        assert 0 < run.table.nbytes <= size
+        pack(run, cut[start : start + run.table.nbytes])
+        last = start + run.table.nbytes
+    assert last == parts.table.nbytes
+    assert size % ALIGNMENT == 0
+    assert torch.equal(cut, whole)
+
+
+@quietly
+@pytest.mark.parametrize("kind", [RegisteredMemory, HostAllocMemory])
+def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cuda, monkeypatch):
+    monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pinstage._stage._stager._LEAST_SLAB_BYTES", 4096)
+    monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")  # it reads files, 10,000 times
+    chance = random.Random(17)
+    call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
+    noise = torch.randint(256, (200_000,), dtype=torch.uint8)
+    refusals = 0
+    with SlabPool(kind(0), max_bytes="64MiB") as pool, Stager("cpu", pool=pool, threads=1) as stager:
+        while refusals < REFUSALS:
+            start = chance.randrange(150_000)
+            batch = noise[start : start + chance.choice([1000, 20_000, 50_000])]
+            times = chance.choice([0, 1, 2, 12, 200])
+            cuda.refuse(call, chance.choice([1, 2]), times)
+            for _ in range(1 + times // 4):
+                assert (stager.to_device(batch).numpy() == batch.numpy()).all()  # torch would wake its threads for it
+                if chance.random() < 0.5:
+                    pool.trim()
+            refusals += times - cuda.refuse(call, 0, 0)
+        assert pool.stats().leased_slabs == 0
+    assert stager.stats().refused_batches > REFUSALS // 20
+
+
+def test_pageable_memory_is_refused_by_nobody(cuda):
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+        pool.acquire(1000).release()
+    assert cuda.calls == []

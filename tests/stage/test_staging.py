@@ -1,0 +1,867 @@
+"""The five verbs in order, on the CPU: what arrives, what is counted, and what a failure leaves behind."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from doubles import (
+    PATIENCE_SECONDS,
+    HeldTarget,
+    Interrupts,
+    claim_in_child,
+    outcome,
+    record_work,
+    stays_blocked,
+    wait_until,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import assert_same, batches, tensor_of
+from torch.nn.utils.rnn import pack_sequence
+
+from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
+from pinstage._batch import ALIGNMENT
+from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
+from pinstage._stage._run_ahead import RUN_AHEAD
+from pinstage._stage._stager import SMALL_BYTES
+from pinstage._torch import memory_of
+from pinstage.errors import (
+    BudgetExceededError,
+    ForkedPoolError,
+    LayoutError,
+    PoolClosedError,
+    StagingError,
+)
+
+KIB, MIB = 1024, 1024 * 1024
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+
+
+@pytest.fixture
+def stager(make_stager):
+    return make_stager()
+
+
+def some_batch(seed=0):
+    return {
+        "image": tensor_of(torch.float32, (4, 5), seed),
+        "label": tensor_of(torch.int64, (), seed),
+        "ids": np.arange(7) + seed,
+        "more": [tensor_of(torch.uint8, (9,), seed).expand(2, -1), "text", None],
+    }
+
+
+def refused():
+    """Return a batch that cannot be staged, after one leaf that can."""
+    return {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}}
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_stager():
+    with Stager("cpu", max_bytes="64MiB", threads=2) as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@given(batch=batches(), at_once_bytes=st.sampled_from([0, AT_ONCE_BYTES]))
+def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
+    before = shared_stager.stats()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pinstage._stage._stager.AT_ONCE_BYTES", at_once_bytes)
+        transfer = shared_stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    after = shared_stager.stats()
+    assert after.batches == before.batches + 1
+    assert after.copies - before.copies == transfer.copies
+    assert (
+        transfer.copies <= transfer.blocks <= after.packed_leaves - before.packed_leaves or transfer.nbytes >= 2 << 20
+    )
+    assert after.packed_leaves - before.packed_leaves == len(transfer.layout.slots)
+    assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
+    takes_slab = transfer.nbytes > at_once_bytes
+    assert after.pool.hits + after.pool.misses - before.pool.hits - before.pool.misses == takes_slab
+
+
+def test_one_slab_holds_all_leaves_by_choice(make_stager):
+    stager = make_stager(own_storage=False)
+    batch = some_batch()
+    staged = stager.to_device(batch)
+    tensors = [staged["image"], staged["label"], staged["ids"], staged["more"][0]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    storage = staged["image"].untyped_storage()
+    assert storage.nbytes() == Layout.of(batch).nbytes
+    addresses = [(block.ptr, block.ptr + block.nbytes) for block in stager.pool.memory.live_blocks]
+    assert not any(start <= storage.data_ptr() < stop for start, stop in addresses), (
+        "a view of the host slab was given away"
+    )
+
+
+def test_the_source_may_be_changed_right_after_stage(stager):
+    batch = some_batch()
+    expected = known.through_slab(batch)
+    transfer = stager.stage(batch)
+    batch["image"].zero_()
+    batch["label"].fill_(-1)
+    batch["ids"][:] = 0
+    batch["more"][0][0].zero_()
+    assert_same(expected, transfer.get(), "cpu")
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
+    transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
+    assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
+    staged = [transfer.get() for transfer in transfers]
+    for seed, one in enumerate(staged):
+        assert_same(some_batch(seed)["image"], one["image"], "cpu")
+        one["image"].zero_()
+    assert_same(some_batch(9)["image"], stager.to_device(some_batch(9))["image"], "cpu")
+
+
+def test_changing_a_staged_leaf_that_autograd_needs_is_still_an_error(stager):
+    weight = torch.ones(3, requires_grad=True)
+    staged = stager.to_device([torch.ones(3), torch.ones(3)])
+    loss = (staged[0] * weight).sum()
+    staged[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_staged_leaf_may_be_made_to_require_grad(stager):
+    staged = stager.to_device([torch.ones(3), torch.ones(2)])
+    staged[0].requires_grad_()
+    (staged[0] * 2).sum().backward()
+    assert torch.equal(staged[0].grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_staging_works_where_gradients_are_off(stager, mode):
+    with mode():
+        batch = some_batch()
+        assert_same(batch, stager.to_device(batch), "cpu")
+
+
+def test_the_default_device_plays_no_part(stager):
+    batch = [some_batch(), torch.zeros(0, 3), pack_sequence([torch.ones(2), torch.ones(1)])]
+    empty = [torch.zeros(0), torch.zeros(2, 0)]
+    with torch.device("meta"):
+        staged, staged_empty = stager.to_device(batch), stager.to_device(empty)
+    assert_same(batch, staged, "cpu")
+    assert_same(empty, staged_empty, "cpu")
+
+
+@pytest.mark.parametrize("batch", [None, {}, [], "text", 3, {"a": [None, (), "b"]}], ids=repr)
+def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
+    transfer = stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    assert transfer.copies == 0
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.misses) == (1, 0, 0, 0)
+
+
+def test_a_batch_of_empty_tensors_needs_no_slab(stager):
+    batch = [torch.zeros(0), torch.zeros(2, 0, dtype=torch.int8), np.zeros((0, 3))]
+    transfer = stager.stage(batch)
+    assert_same(batch, transfer.get(), "cpu")
+    assert transfer.copies == 0
+    assert stager.stats().pool.misses == 0
+
+
+# -- what is not packed ------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(stager):
+    batch = {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "sparse": torch.eye(3).to_sparse(),
+        "grad": torch.ones(2, requires_grad=True) * 2,
+        "subclass": torch.ones(2).as_subclass(known.TensorSubclass),
+        "plain": torch.ones(2),
+    }
+    transfer = stager.stage([batch, batch["sparse"]])
+    assert transfer.passthrough == 4
+    staged, again = transfer.get()
+    assert_same(batch, staged, "cpu")
+    assert again is staged["sparse"]
+    assert stager.stats().passthrough_leaves == 4
+    assert stager.stats().packed_leaves == 1
+
+
+def test_a_batch_of_nothing_but_those_needs_no_slab(stager):
+    batch = [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
+    transfer = stager.stage(batch)
+    assert (transfer.copies, transfer.passthrough) == (0, 2)
+    assert_same(batch, transfer.get(), "cpu")
+    assert stager.stats().pool.misses == 0
+
+
+def test_gradients_flow_through_what_is_not_packed(stager):
+    leaf = torch.ones(3, requires_grad=True)
+    staged = stager.to_device({"a": leaf * 2, "b": torch.ones(3)})
+    (staged["a"] * staged["b"]).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
+
+
+def test_an_error_of_to_is_torchs_own_and_gives_the_slab_back(stager):
+    with pytest.raises(NotImplementedError, match="meta"):
+        stager.stage([torch.ones(3), torch.ones(3, device="meta")])
+    assert stager.stats().pool.leased_slabs == 0
+    assert stager.stats().batches == 0
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+# -- the transfer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_knows_what_travels(stager):
+    batch = some_batch()
+    transfer = stager.stage(batch)
+    assert isinstance(transfer, Transfer)
+    assert transfer.layout == Layout.of(batch)
+    assert transfer.copies == transfer.blocks == 4
+    assert transfer.passthrough == 0
+    assert f"nbytes={Layout.of(batch).nbytes} copies=4 to cpu done" in repr(transfer)
+
+
+def test_on_the_cpu_a_transfer_is_done_at_once(stager):
+    transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
+    assert transfer.query()
+    transfer.synchronize()
+    assert transfer.query()
+
+
+def test_a_transfer_gives_the_same_batch_each_time(stager):
+    transfer = stager.stage(some_batch())
+    assert transfer.get() is transfer.get()
+    nothing = stager.stage(None)
+    assert nothing.get() is nothing.get() is None
+
+
+# -- what travels at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"ring": 2, "ring_bytes": "1MiB"}], ids=["fresh", "ring"])
+def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager, options):
+    stager = make_stager(**options)
+    for nbytes, slabs in ((1, 0), (AT_ONCE_BYTES, 0), (AT_ONCE_BYTES + 1, 1), (AT_ONCE_BYTES, 1)):
+        source = tensor_of(torch.uint8, (nbytes,))
+        transfer = stager.stage(source)
+        assert (transfer.copies, transfer.nbytes) == (1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        assert_same(source, transfer.get(), "cpu")
+        assert stager.pool.stats().hits + stager.pool.stats().misses == slabs
+
+
+def test_a_small_batch_waits_for_no_slab_and_needs_none(make_stager):
+    stager = make_stager(max_bytes=4096, timeout=0)
+    stager.pool.freeze()
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+    assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
+
+
+def test_a_small_batch_needs_an_open_pool(make_stager):
+    stager = make_stager()
+    stager.pool.close()
+    with pytest.raises(PoolClosedError):
+        stager.stage(some_batch())
+    assert stager.stats().batches == 0
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What streams are given; an event is the name of its stream."""
+    log = []
+    monkeypatch.setattr(CpuTarget, "stream", "for copies")
+    monkeypatch.setattr(CpuTarget, "consumer", lambda _, stream: stream or "current")
+    monkeypatch.setattr(CpuTarget, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
+    monkeypatch.setattr(CpuTarget, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
+    monkeypatch.setattr(CpuTarget, "move_few", lambda *_: None)
+    for name in ("copy", "fill", "pack_and_copy"):
+        monkeypatch.setattr(CpuTarget, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
+    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, consumer: None)
+    return log
+
+
+class Done(str):
+    """An event that is done, by the name of its stream."""
+
+    __slots__ = ()
+
+    def query(self):
+        return True
+
+
+def test_a_ring_whose_batches_are_now_small_and_now_large_waits_for_all_that_used_them(make_stager, log):
+    stager = make_stager(max_bytes="8MiB", ring=1, ring_bytes="1MiB")
+    small, large = torch.ones(3), torch.ones(SMALL_BYTES // 4)
+    by_small = [("copy", "current")]
+    bound = ("event", "current")  # how far the host runs ahead
+    chunks = 1 if _native.core is None else 2
+    by_large = [bound, *[("copy", "for copies")] * chunks, ("event", "for copies")]
+    used = ("event", "current")
+    stager.to_device(small)
+    stager.to_device(small)
+    assert log == [*by_small, *by_small]
+    log.clear()
+    stager.to_device(large)
+    assert log == [used, ("for copies", "waits for", "current"), *by_large]
+    log.clear()
+    stager.to_device(large)
+    assert log == [used, ("for copies", "waits for", "current"), *by_large]
+    log.clear()
+    stager.to_device(small)
+    assert log == [used, ("current", "waits for", "current"), *by_small]
+
+
+@pytest.mark.parametrize("ring", [None, 1])
+def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, log, ring):
+    stager = make_stager(ring=ring)
+    stager.to_device(torch.ones(3))
+    assert log == [("copy", "current")]
+    stager = make_stager(ring=ring)
+    log.clear()
+    stager.stage(torch.ones(3)).get("another")
+    assert log == [("copy", "current"), ("event", "current")]
+    log.clear()
+    stager.stage(torch.ones(3))
+    used = [("event", "another"), ("current", "waits for", "another")] if ring else []  # its own work is in order
+    assert log == [*used, ("copy", "current"), ("event", "current")]
+
+
+@pytest.mark.parametrize("ring", [None, 2])
+def test_the_stream_that_a_batch_travels_on_has_nothing_to_wait_for(make_stager, log, monkeypatch, ring):
+    given = []
+    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
+    stager = make_stager(max_bytes="8MiB", ring=ring, ring_bytes=None if ring is None else "1MiB")
+    small = stager.stage(torch.ones(3))
+    given.clear()  # a ring's slab is of the stream for copies, and is kept for the one that a small batch is written on
+    small.get()
+    assert given == []
+    small.get("another")
+    small.get()
+    assert given == [("current", 1, "another")]
+    given.clear()
+    stager.stage(torch.ones(AT_ONCE_BYTES)).get()
+    assert given == [("for copies", 1, "current")]
+    given.clear()
+    stager.to_device(torch.ones(AT_ONCE_BYTES))  # on the current stream
+    assert not any(tensors for _, tensors, _ in given)
+
+
+# -- slabs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_the_host_slab_is_free_when_stage_returns(stager):
+    transfer = stager.stage(some_batch())
+    stats = stager.stats().pool
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    assert transfer.get()
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
+    stager = make_stager(max_bytes=4096)
+    stager.to_device([torch.zeros(100)])
+    before = stager.stats()
+    with pytest.raises(BudgetExceededError, match="pass max_bytes=") as caught:
+        stager.stage([torch.zeros(2000)])
+    assert (caught.value.requested_bytes, caught.value.max_bytes) == (8000, 4096)
+    assert stager.stats() == before
+    assert stager.to_device([torch.ones(100)])[0].eq(1).all()
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_stage_waits_while_the_pool_is_at_its_cap(make_stager, background):
+    stager = make_stager(max_bytes=4096)
+    lease = stager.pool.acquire(4096)
+    staging = background(stager.to_device, [torch.ones(1000)])
+    assert stays_blocked(staging)
+    lease.release()
+    assert outcome(staging)[0].eq(1).all()
+    assert stager.stats().pool.waits == 1
+
+
+def in_itself():
+    batch = [torch.zeros(3)]
+    batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "batch", [refused, in_itself, lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])]]
+)
+def test_a_batch_that_cannot_be_staged_leaves_everything_as_it_was(stager, batch):
+    stager.to_device(some_batch())
+    before = stager.stats()
+    with pytest.raises(LayoutError):
+        stager.stage(batch())
+    assert stager.stats() == before
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_a_failed_allocation_that_is_no_refusal_leaves_everything_as_it_was(memory, stager):
+    memory.fail_allocate(RuntimeError("no more"))
+    with pytest.raises(RuntimeError, match="no more"):
+        stager.stage(some_batch())
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.pool.held_bytes) == (0, 0, 0)
+    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+@pytest.fixture
+def device_memory_runs_out(monkeypatch):
+    """Tensors cannot be made once, as when the device is full."""
+    blocks = CpuTarget.blocks
+
+    def fail_once(*args, **kwargs):
+        monkeypatch.setattr(CpuTarget, "blocks", blocks)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(CpuTarget, "blocks", fail_once)
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_an_error_that_is_kept_does_not_keep_the_slab(stager, device_memory_runs_out):
+    source = torch.ones(1000)
+    with pytest.raises(torch.OutOfMemoryError) as kept:
+        stager.stage([source])
+    stats = stager.stats().pool
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    assert kept.value.__traceback__ is not None
+
+
+@dataclasses.dataclass
+class Exhausting:
+    """Fails when it is put together."""
+
+    value: object
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        raise KeyError("cannot be put together")
+
+
+def test_an_error_of_unflatten_is_the_callers(stager):
+    transfer = stager.stage(Exhausting(torch.zeros(3)))
+    with pytest.raises(KeyError, match="cannot be put together"):
+        transfer.get()
+
+
+# -- large batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads):
+    stager = make_stager(max_bytes="256MiB", threads=threads)
+    batch = [
+        tensor_of(torch.uint8, (32 * MIB + 7,)),
+        tensor_of(torch.float32, (3, 5)),
+        tensor_of(torch.int8, (99,)),
+    ]
+    transfer = stager.stage(batch)
+    assert transfer.copies == stager.stats().copies
+    assert transfer.copies in range(11, 15)
+    assert_same(batch, transfer.get(), "cpu")
+
+
+class LateTarget(CpuTarget):
+    """A device whose copies read their bytes late: when so many later ones are under way, or somebody waits."""
+
+    def __init__(self, lag, *, is_capturing):
+        self.begun, self.done = [], 0
+        self._lag, self._is_capturing = lag, is_capturing
+
+    def is_capturing(self):
+        return self._is_capturing
+
+    def copy(self, *args, pinned):
+        self.begun.append(args)
+        self.go_on(len(self.begun) - self._lag)
+        return 1
+
+    def go_on(self, count):
+        while self.done < count:
+            super().copy(*self.begun[self.done], pinned=False)
+            self.done += 1
+
+    def record(self, stream):
+        return Behind(self, len(self.begun))
+
+    def sources(self):
+        """Return the addresses from which copies were begun."""
+        return [host + start for _, host, start, _, _ in self.begun]
+
+
+@dataclasses.dataclass
+class Behind:
+    """The event behind the copies that a `LateTarget` was given so far."""
+
+    target: LateTarget
+    count: int
+
+    def query(self):
+        return self.target.done >= self.count
+
+    def synchronize(self):
+        self.target.go_on(self.count)
+
+
+def batch_of_many_chunks(seed):
+    chance = np.random.default_rng(seed)
+    return {
+        "large": torch.from_numpy(chance.integers(256, size=21 * MIB + 7, dtype=np.uint8)),
+        "some": [torch.from_numpy(chance.integers(99, size=1 + 300 * n)) for n in range(60)],
+        "strided": torch.from_numpy(chance.random((1100, 1300), dtype=np.float32)).t(),
+        "more": torch.from_numpy(chance.integers(99, size=(9 * MIB // 8))),
+    }
+
+
+@pytest.mark.parametrize("ring", [None, 3])
+@pytest.mark.parametrize(
+    ("how", "lag"),
+    [("reused", 0), ("reused", 1), ("reused", 3), ("reused", 100), ("captured", 1), ("cannot demote", 1)],
+)
+def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, ring, lag, how):
+    monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
+    stager = make_stager(max_bytes="512MiB", ring=ring, threads=1 if lag == 1 else 3)
+    target = stager._target = LateTarget(lag, is_capturing=how == "captured")
+    staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
+    for transfer, seed in staged:
+        transfer.synchronize()
+        assert_same(batch_of_many_chunks(seed), transfer.get(), "cpu")
+        assert transfer.copies > 9
+    of_one = target.sources()[: staged[0][0].copies]
+    if how != "reused" or lag == 100:
+        assert of_one == sorted(set(of_one))
+    elif lag == 1:  # one thread packs, so the next chunk is not begun yet
+        assert len(set(of_one)) < len(of_one)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("nbytes", [2 * KIB, 62 * KIB])  # one batch takes a slab, the other does not
+def test_a_small_batch_of_one_kind_is_copied_once(make_stager, threads, nbytes):
+    stager = make_stager(max_bytes="256MiB", threads=threads)
+    batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [tensor_of(torch.uint8, (3, 5)).t()]
+    transfer = stager.stage(batch)
+    assert (transfer.copies, transfer.blocks) == (1, 1)
+    assert_same(batch, transfer.get(), "cpu")
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_stats_count_batches_copies_leaves_and_bytes(stager):
+    shared = torch.zeros(5, dtype=torch.float64)
+    for _ in range(3):
+        stager.stage(
+            [
+                torch.zeros(3, dtype=torch.uint8),
+                shared,
+                shared,
+                np.zeros(2, dtype=np.int16),
+                torch.nn.Parameter(shared),
+                "x",
+            ]
+        )
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.blocks) == (3, 9, 9)
+    assert stats.packed_leaves == 9
+    assert stats.packed_bytes == 3 * (3 + 40 + 4)
+    assert stats.packed_bytes + stats.padding_bytes == 3 * (16 + 48 + 16)
+    assert stats.passthrough_leaves == 3
+
+
+def test_stats_are_a_snapshot(stager):
+    before = stager.stats()
+    stager.stage(some_batch())
+    assert before.batches == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.batches = 5
+
+
+def test_repr_says_where_to_and_how_many(stager):
+    stager.stage(some_batch())
+    assert repr(stager).startswith("<Stager cpu batches=1 <SlabPool open")
+
+
+# -- prefetch ----------------------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """Batches that count how many of them were read."""
+
+    def __init__(self, count, fail_at=None):
+        self.read = 0
+        self.closed = False
+        self.count = count
+        self.fail_at = fail_at
+
+    def __iter__(self):
+        try:
+            while self.read < self.count:
+                self.read += 1
+                if self.read == self.fail_at:
+                    raise ZeroDivisionError
+                yield some_batch(self.read)
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
+def test_prefetch_yields_every_batch_in_order(prefetch, count, depth):
+    staged = list(prefetch(Reading(count), depth=depth))
+    assert len(staged) == count
+    for seed, batch in enumerate(staged, 1):
+        assert_same(some_batch(seed), batch, "cpu")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(prefetch, stager, depth):
+    reading = Reading(10)
+    prefetching = iter(prefetch(reading, depth=depth))
+    assert reading.read == 0
+    for yielded in range(1, 11):
+        next(prefetching)
+        expected = min(yielded + depth, 10)
+        wait_until(lambda expected=expected: stager.stats().batches == expected)
+        assert reading.read == expected
+    assert next(prefetching, "exhausted") == "exhausted"
+
+
+def test_prefetch_does_not_let_the_loop_run_away_from_the_device(prefetch, monkeypatch):
+    made, waited = record_work(monkeypatch)
+    for number, _ in enumerate(itertools.islice(prefetch(Reading(20)), 15)):
+        assert len(made) == number
+        assert waited == made[: max(0, number - RUN_AHEAD)]
+    assert number == 14
+
+
+@pytest.mark.parametrize("depth", [None, 1.5, "2"])
+def test_a_depth_that_is_no_number_of_batches_is_refused(stager, depth):
+    with pytest.raises(TypeError, match=f"depth must be an int: {depth!r}"):
+        stager.prefetch([], depth=depth)
+
+
+def test_a_negative_depth_is_refused_at_once(stager):
+    with pytest.raises(ValueError, match="depth must not be negative: -1; 0 sends nothing ahead"):
+        stager.prefetch([], depth=-1)
+
+
+def leave_by_break(batches):
+    for _ in batches:
+        break
+
+
+def leave_by_an_exception(batches):
+    with contextlib.suppress(KeyError):
+        for _ in batches:
+            raise KeyError
+
+
+def leave_by_close(batches):
+    iterator = iter(batches)
+    next(iterator)
+    iterator.close()
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_an_exception, leave_by_close])
+def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(prefetch, make_stager, leave):
+    stager = make_stager(ring=5)
+    reading = Reading(10)
+    leave(prefetch(reading, depth=3, stager=stager))
+    wait_until(lambda: reading.closed)
+    kept = [stager.to_device(some_batch(seed)) for seed in range(5)]  # or the ring has no slab for each
+    assert len(kept) == 5
+
+
+def test_an_exception_of_the_iterable_comes_after_the_batches_before_it(prefetch):
+    seen = []
+    with pytest.raises(ZeroDivisionError):
+        seen.extend(prefetch(Reading(10, fail_at=4), depth=5))
+    assert len(seen) == 3
+
+
+def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(prefetch):
+    with pytest.raises(LayoutError):
+        list(prefetch([some_batch(), refused(), some_batch()]))
+
+
+# -- making and closing ------------------------------------------------------------------------------------------------
+
+
+def test_a_stager_has_a_device_and_a_pool():
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+        assert stager.device == torch.device("cpu")
+        assert stager.pool is pool
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_the_pool_that_is_made_has_the_cap_that_was_given_and_plain_memory_on_the_cpu(device):
+    with Stager(device, max_bytes="3MiB") as stager:
+        assert stager.pool.max_bytes == 3 << 20
+        assert isinstance(stager.pool.memory, PageableMemory)
+
+
+def test_a_cap_beside_a_pool_is_refused():
+    with (
+        SlabPool(PageableMemory(), max_bytes="1MiB") as pool,
+        pytest.raises(ValueError, match="exclude each other: max_bytes='2MiB'; give"),
+    ):
+        Stager("cpu", pool=pool, max_bytes="2MiB")
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "xpu:0"])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match=f"cannot stage to {device}: only CUDA devices and the CPU"):
+        Stager(device)
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
+def test_a_cuda_device_without_cuda_is_refused(device):
+    with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+        Stager(device)
+
+
+@without_cuda
+def test_without_a_device_and_without_cuda_batches_go_to_the_cpu():
+    with Stager(max_bytes="1MiB") as stager:
+        assert stager.device == torch.device("cpu")
+        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+def test_less_than_one_thread_is_refused():
+    with pytest.raises(ValueError, match="threads must be at least 1: 0"):
+        Stager("cpu", threads=0)
+
+
+def test_after_close_nothing_is_staged_and_what_was_staged_stays():
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        staged = stager.to_device(some_batch())
+        transfer = stager.stage(some_batch(1))
+    assert stager.pool.closed
+    assert_same(some_batch(), staged, "cpu")
+    assert_same(some_batch(1), transfer.get(), "cpu")
+    for batch in (some_batch(), torch.zeros(100_000)):
+        with pytest.raises(PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"):
+            stager.stage(batch)
+    stager.close()
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+def test_close_leaves_a_shared_pool_open():
+    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+        with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
+            assert_same(some_batch(1), one.to_device(some_batch(1)), "cpu")
+            assert_same(some_batch(2), other.to_device(some_batch(2)), "cpu")
+            assert (pool.stats().hits, pool.stats().misses) == (1, 1)
+            assert pool.stats().held_slabs == 1
+        assert not pool.closed
+        pool.acquire(100).release()
+
+
+# -- threads and processes ---------------------------------------------------------------------------------------------
+
+
+def test_several_threads_stage_at_once(make_stager):
+    stager = make_stager(max_bytes="8KiB", threads=2)
+    barrier = threading.Barrier(4)
+
+    def work(first):
+        barrier.wait(PATIENCE_SECONDS)
+        for seed in range(first, first + 40):
+            batch = some_batch(seed) | {"bulk": tensor_of(torch.int16, (1000 + seed,), seed)}
+            assert_same(batch, stager.to_device(batch), "cpu")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        for future in [executor.submit(work, 100 * thread) for thread in range(4)]:
+            future.result()
+    stats = stager.stats()
+    assert (stats.batches, stats.copies, stats.packed_leaves) == (160, 800, 800)
+    assert stats.pool.peak_held_bytes <= 8192
+
+
+def test_in_a_forked_child_nothing_is_staged():
+    with Stager("cpu", max_bytes="1MiB") as stager:
+        stager.to_device(some_batch())
+
+        def claim():
+            with pytest.raises(ForkedPoolError, match="make a SlabPool in the child"):
+                stager.stage(some_batch())
+            with Stager("cpu", max_bytes="1MiB") as fresh:
+                assert_same(some_batch(), fresh.to_device(some_batch()), "cpu")
+            stager.close()
+
+        claim_in_child(claim)
+        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+
+
+def test_a_transfer_does_not_keep_the_batch_it_was_made_of(stager):
+    source = torch.ones(10)
+    gone = weakref.ref(source)
+    transfer = stager.stage({"x": source, "label": "a"})
+    del source
+    assert gone() is None
+    assert torch.equal(transfer.get()["x"], torch.ones(10))
+    assert transfer.get()["label"] == "a"
+
+
+class Ended:
+    """Its flatten ends an iterator that is not the loop's."""
+
+    def tree_flatten(self):
+        return (next(iter(())),), None
+
+    @classmethod
+    def tree_unflatten(cls, metadata, children):
+        return cls()
+
+
+def test_a_stop_iteration_of_a_batch_is_not_taken_for_the_end(prefetch):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Sparse")
+def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
+    eye = torch.eye(4)
+    plain = torch.ones(3)
+    assert memory_of(plain) == [plain]
+    assert len(memory_of(eye.to_sparse())) == 2
+    for compressed in (eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2)), eye.to_sparse_bsc((2, 2))):
+        assert len(memory_of(compressed)) == 3
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert [part.layout for part in memory_of(nested)] == [torch.strided]
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
+    stager = make_stager()
+    began_before = 0
+    for number in itertools.count(1):
+        stager._target = target = HeldTarget()
+        interrupted = Interrupts(number, "_stager.py").during(lambda: stager.stage(some_batch()))
+        stats = stager.pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if target.copies else stats.in_flight_slabs)
+        began_before += interrupted and target.copies > 0
+        target.stream.finish()
+        assert stager.pool.stats().in_flight_slabs == 0
+        if not interrupted:
+            break
+    assert began_before > 10

@@ -1,0 +1,69 @@
+"""Events that are recorded again: only when nobody else has them."""
+
+import threading
+
+import pytest
+
+from pinstage._stage._device import _EVENTS_KEPT, EventCache
+
+
+class Mark:
+    """An event that knows where it was recorded last."""
+
+    def record(self, stream):
+        self.at = stream
+
+
+@pytest.fixture
+def events():
+    return EventCache(Mark)
+
+
+def test_an_event_that_nobody_has_is_recorded_again(events):
+    made = {id(events.record(number)) for number in range(20)}
+    assert len(made) == 1
+
+
+def test_an_event_that_somebody_has_stays_as_it_was(events):
+    kept = [events.record(number) for number in range(5)]
+    others = [events.record(number).at for number in range(5, 30)]
+    assert others == list(range(5, 30))
+    assert [event.at for event in kept] == list(range(5))
+
+
+@pytest.mark.parametrize("hold", [lambda event: [event], lambda event: event.record, lambda event: {"e": event}.values])
+def test_whoever_has_it_in_whatever_way_counts(events, hold):
+    holder = hold(events.record("first"))
+    assert [events.record("later").at for _ in range(5)] == ["later"] * 5
+    assert "first" in [event.at for event in events._made]
+    del holder
+    assert all(events.record("last").at == "last" for _ in range(10))
+    assert "first" not in [event.at for event in events._made]
+
+
+def test_a_loop_that_runs_ahead_needs_no_more_events_than_it_has_at_once(events):
+    held, seen = [], set()
+    for number in range(200):
+        held.append(events.record(number))
+        seen.add(id(held[-1]))
+        del held[:-4]
+    assert len(seen) <= 6
+
+
+def test_events_that_are_never_given_back_are_let_go(events):
+    kept = [events.record(number) for number in range(3 * _EVENTS_KEPT)]
+    assert len(events._made) <= _EVENTS_KEPT + 1
+    assert [event.at for event in kept] == list(range(3 * _EVENTS_KEPT))
+
+
+def test_threads_never_get_the_same_event(events, background):
+    barrier = threading.Barrier(4)
+
+    def work(name):
+        barrier.wait()
+        for number in range(2000):
+            event = events.record((name, number))
+            assert event.at == (name, number)
+
+    for future in [background(work, name) for name in range(4)]:
+        future.result(timeout=60)

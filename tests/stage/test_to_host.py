@@ -1,0 +1,357 @@
+"""From the device to the host, on the CPU: what arrives, what keeps a slab, and what a failure leaves behind."""
+
+import concurrent.futures
+import gc
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import strategies as known
+import torch
+from doubles import Interrupts, ManualEvent, outcome, stays_blocked
+from hypothesis import given
+from strategies import DTYPES, assert_same, batches, bits, tensor_of
+
+from pinstage import Stager
+from pinstage._batch import DIRECT_BYTES
+from pinstage._stage import _device
+from pinstage._stage._device import CpuSource, Events
+from pinstage.errors import AcquireTimeoutError, LayoutError, PoolClosedError, PoolFrozenError
+
+SOME_FLOATS = 40
+
+
+@pytest.fixture
+def stager(make_stager):
+    return make_stager("16MiB")
+
+
+class HeldSource(CpuSource):
+    """A device whose copies are made when the test says so."""
+
+    def __init__(self):
+        self.stream = self.event = ManualEvent()
+        self.pieces = []
+
+    def fetch(self, pieces, *, hold=True):
+        self.pieces += pieces
+        for _, here, _ in pieces:
+            here.fill_(0xEE)  # half-copied: not to be seen
+        return self.event
+
+    def finish(self):
+        super().fetch(self.pieces)
+        self.pieces.clear()
+        self.event.finish()
+
+
+@pytest.fixture
+def held(stager):
+    source = HeldSource()
+    stager._sources._made[torch.device("cpu")] = source
+    return source
+
+
+def some_tree(seed=0):
+    return {
+        "loss": tensor_of(torch.float32, (), seed),
+        "flags": tensor_of(torch.bool, (3,), seed),
+        "ids": [tensor_of(torch.int64, (n,), seed + n) for n in range(4)],
+        "strided": tensor_of(torch.float32, (4, 6), seed)[:, ::2],
+        "expanded": tensor_of(torch.float64, (1,), seed).expand(3, 5),
+        "spectrum": tensor_of(torch.complex64, (5,), seed).conj(),
+        "more": (tensor_of(torch.bfloat16, (2, 3), seed), "text", None),
+    }
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_stager():
+    with Stager("cpu", max_bytes="64MiB") as stager:
+        yield stager
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@given(tree=batches(), copy=...)
+def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
+    fetched = shared_stager.to_host(tree, copy=copy).get()
+    again = shared_stager.to_host(tree, copy=copy).get()
+    for result in (fetched, again):
+        for leaf, staged in zip(known.leaves_of(tree), known.leaves_of(result), strict=True):
+            if isinstance(leaf, torch.Tensor) and known.packable(leaf):
+                assert (staged.dtype, staged.shape) == (leaf.dtype, leaf.shape)
+                assert torch.equal(bits(staged), bits(leaf))
+            elif not isinstance(leaf, torch.Tensor):
+                assert staged is leaf
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("copy", [False, True])
+def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
+    tree = [
+        tensor_of(dtype, (3,), 1),
+        tensor_of(dtype, (2, 3), 2),
+        tensor_of(dtype, (), 3),
+        tensor_of(dtype, (0, 4), 4),
+        *(tensor_of(dtype, (n, 3, 2), n) for n in range(5)),
+        tensor_of(dtype, (4, 4), 5)[:, ::2],
+    ]
+    fetched = stager.to_host(tree, copy=copy).get()
+    for ours, theirs in zip(fetched, tree, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+def test_channels_last_tensors_keep_their_strides(stager):
+    image = tensor_of(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last)
+    frames = torch.ones(2, 3, 300, 300).to(memory_format=torch.channels_last)
+    fetched = stager.to_host([image, frames]).get()
+    assert [tensor.stride() for tensor in fetched] == [image.stride(), frames.stride()]
+    assert torch.equal(fetched[0], image)
+
+
+def test_a_tensor_met_twice_travels_once_and_comes_back_as_one(stager):
+    tensor = torch.ones(100)
+    transfer = stager.to_host({"a": tensor, "b": [tensor]})
+    fetched = transfer.get()
+    assert fetched["a"] is fetched["b"][0]
+    assert transfer.nbytes == 400
+
+
+def test_arrays_and_values_come_back_as_the_objects_they_are(stager):
+    tree = {"array": np.ones(3), "text": "abc", "tensor": torch.ones(2)}
+    fetched = stager.to_host(tree).get()
+    assert fetched["array"] is tree["array"]
+    assert fetched["text"] is tree["text"]
+
+
+def test_a_tree_without_tensors_needs_no_slab(stager):
+    transfer = stager.to_host({"a": "text", "b": [None, 3], "c": torch.zeros(0, 3)})
+    assert (transfer.copies, transfer.nbytes, transfer.query()) == (0, 0, True)
+    assert transfer.get()["c"].shape == (0, 3)
+    assert stager.pool.stats().misses == 0
+
+
+def test_tensors_that_require_grad_come_by_their_own_to(stager):
+    weight = torch.ones(3, requires_grad=True)
+    fetched = stager.to_host({"w": weight, "x": torch.ones(2)}).get()
+    assert fetched["w"] is weight  # as weight.to("cpu") is
+    assert torch.equal(fetched["x"], torch.ones(2))
+
+
+def test_an_object_that_hides_a_tensor_is_an_error_with_its_path(stager):
+    with pytest.raises(LayoutError, match=r"batch\['a'\]\[0\] holds tensors"):
+        stager.to_host({"a": [{torch.ones(1)}]})
+
+
+def test_large_dense_tensors_are_copied_from_where_they_are(stager, held):
+    large = [torch.randn(DIRECT_BYTES // 4), torch.randn(2, 3, DIRECT_BYTES // 16).transpose(0, 1)]
+    strided = torch.randn(DIRECT_BYTES // 4, 2)[:, 0]
+    small = [torch.randn(SOME_FLOATS) for _ in range(50)]
+    transfer = stager.to_host([small[:25], large, strided, small[25:]])
+    owned = [piece.owned for piece in held.pieces]
+    assert sorted(owned) == [False, False, True]
+    assert transfer.copies == 3
+    assert {piece.there.data_ptr() for piece in held.pieces if not piece.owned} == {t.data_ptr() for t in large}
+    held.finish()
+    assert_same([small[:25], large, strided, small[25:]], transfer.get(), "cpu")
+
+
+def test_a_tree_met_again_is_fetched_with_its_new_values(stager):
+    for seed in range(6):
+        tree = {"x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)], "n": seed}
+        assert_same(tree, stager.to_host(tree).get(), "cpu")
+
+
+def test_the_counters_say_what_travelled(stager):
+    tree = [torch.ones(100), torch.ones(50)]
+    stager.to_host(tree).get()
+    stager.to_host(tree, copy=True).get()
+    stats = stager.stats()
+    assert (stats.fetches, stats.fetch_copies, stats.fetched_bytes) == (2, 2, 2 * 608)
+    assert stats.batches == 0
+
+
+def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
+    stager = make_stager("16MiB")
+
+    def fetch_all(start):
+        for size in (*range(start, 400), *range(start)):
+            assert stager.to_host([torch.ones(size), torch.ones(3)]).get()[0].numel() == size
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as executor:
+            list(executor.map(fetch_all, range(0, 400, 100)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(stager._sources.gatherings) < 40
+
+
+# -- no way to see half-copied data ------------------------------------------------------------------------------------
+
+
+def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, background):
+    tree = some_tree()
+    transfer = stager.to_host(tree)
+    assert not transfer.query()
+    assert "done" not in repr(transfer)
+    result = background(transfer.get)
+    assert stays_blocked(result)
+    reachable = [name for name in dir(transfer) if not name.startswith("_")]
+    assert set(reachable) == {"copies", "get", "nbytes", "query", "synchronize"}
+    held.finish()
+    assert_same(tree, outcome(result), "cpu")
+    assert transfer.query()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_failed_copy_is_an_error_and_shows_nothing(stager, held, copy):
+    transfer = stager.to_host([torch.ones(3)], copy=copy)
+    held.event.error = RuntimeError("device-side assert")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            transfer.get()
+    held.event.error = None
+    held.finish()
+
+
+def test_the_slab_of_a_transfer_that_is_dropped_stays_away_until_its_copy_is_done(stager, held):
+    stager.to_host([torch.ones(3)])
+    gc.collect()
+    assert stager.pool.stats().in_flight_slabs == 1
+    held.finish()
+    stats = stager.pool.stats()
+    assert (stats.in_flight_slabs, stats.free_slabs) == (0, 1)
+
+
+def test_several_events_are_done_when_all_are():
+    events = [ManualEvent(), ManualEvent()]
+    both = Events(events)
+    events[1].finish()
+    assert not both.query()
+    events[0].finish()
+    assert both.query()
+    both.synchronize()
+    assert all(event.waited_for.is_set() for event in events)
+
+
+# -- who keeps the slab ------------------------------------------------------------------------------------------------
+
+
+def test_the_slab_goes_back_when_the_last_view_has_died(stager):
+    fetched = stager.to_host([torch.ones(100), torch.ones(50)]).get()
+    assert stager.pool.stats().in_flight_slabs == 1
+    part = fetched[1][10:]
+    del fetched
+    assert stager.pool.stats().in_flight_slabs == 1
+    assert torch.equal(part, torch.ones(40))
+    del part
+    stats = stager.pool.stats()
+    assert (stats.in_flight_slabs, stats.free_slabs) == (0, 1)
+
+
+def test_views_are_not_overwritten_by_what_is_fetched_later(stager):
+    kept = [stager.to_host([torch.full((100,), float(i))]).get() for i in range(5)]
+    assert [int(tree[0][0]) for tree in kept] == [0, 1, 2, 3, 4]
+    assert stager.pool.stats().held_slabs == 5
+
+
+def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
+    tree = some_tree()
+    fetched = stager.to_host(tree, copy=True).get()
+    assert stager.pool.stats().in_flight_slabs == 0
+    assert_same(tree, fetched, "cpu")
+    storages = {leaf.untyped_storage().data_ptr() for leaf in fetched["ids"] if leaf.numel()}
+    assert len(storages) == 3, "the leaves share memory"
+
+
+def test_the_result_is_the_same_object_each_time(stager):
+    transfer = stager.to_host(some_tree())
+    assert transfer.get() is transfer.get()
+
+
+def test_the_sources_may_be_changed_and_freed_after_the_call(stager):
+    source = torch.ones(100)
+    transfer = stager.to_host([source])
+    source.zero_()
+    assert torch.equal(transfer.get()[0], torch.ones(100))
+
+
+def test_the_steady_state_allocates_nothing(stager):
+    stager.to_host(some_tree()).get()
+    stager.pool.freeze()
+    for seed in range(10):
+        stager.to_host(some_tree(seed)).get()
+    assert stager.pool.stats().misses == 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slabs_for_all")
+@pytest.mark.parametrize("call", ["to_host", "stage", "to_device"])
+def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call):
+    stager = make_stager(max_bytes=4096, timeout=0.01)
+    kept = stager.to_host([torch.ones(1000)]).get()
+    text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or pass copy=True"
+    with pytest.raises(AcquireTimeoutError, match=text) as caught:
+        getattr(stager, call)([torch.ones(1000)])
+    assert (caught.value.requested_bytes, caught.value.max_bytes) == (4000, 4096)
+    assert caught.value.in_flight_bytes >= 4000
+    del kept
+    getattr(stager, call)([torch.ones(1000)])
+    assert torch.equal(stager.to_host([torch.ones(1000)]).get()[0], torch.ones(1000))
+
+
+def test_no_stager_waits_for_a_negative_time(make_stager):
+    with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits forever"):
+        make_stager(timeout=-1)
+
+
+def test_a_closed_or_frozen_pool_is_an_error(make_stager):
+    stager = make_stager()
+    stager.pool.freeze()
+    with pytest.raises(PoolFrozenError):
+        stager.to_host([torch.ones(5000)])
+    stager.pool.close()
+    with pytest.raises(PoolClosedError):
+        stager.to_host([torch.ones(1)])
+
+
+def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
+    def fail(*pieces, **_):
+        note = f"of {len(pieces)}"
+        del pieces  # frames that are not pinstage's keep what they have
+        raise RuntimeError("out of device memory", note)
+
+    monkeypatch.setattr(_device.CpuSource, "fetch", fail)
+    with pytest.raises(RuntimeError, match="out of device memory") as caught:
+        stager.to_host([torch.ones(3)])
+    stats = stager.pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    frames = {found.name: found.frame.f_locals for found in caught.traceback}
+    assert frames["fail"]["note"].startswith("of ")  # for a debugger
+    assert frames["_fetch"] == {}
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
+    began_before = 0
+    for number in itertools.count(1):
+        source = stager._sources._made[torch.device("cpu")] = HeldSource()
+        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.to_host(some_tree()))
+        began = bool(source.pieces)
+        source.pieces.clear()  # they are views of the slab
+        stats = stager.pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if began else stats.in_flight_slabs)
+        began_before += interrupted and began
+        source.finish()
+        assert stager.pool.stats().in_flight_slabs == 0
+        if not interrupted:
+            break
+    assert began_before > 5
