@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _native
-from ._torch import is_profiling
+from ._compat.calls import is_profiling
 
 if TYPE_CHECKING:
     from types import TracebackType

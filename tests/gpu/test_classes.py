@@ -7,7 +7,7 @@ import torch
 from latch import Latch
 
 import pinstage as ps
-from pinstage import _torch
+from pinstage._compat import probes
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +117,7 @@ def test_a_class_with_pin_memory_is_told_and_packed(stager):
         def pin_memory(self):
             raise AssertionError("it was called")
 
-    _torch._told.clear()
+    probes._warned.clear()
     with pytest.warns(RuntimeWarning, match=r"pin_memory\(\) is not called"):
         staged = stager.to_device(Pinned(torch.ones(2)))
     assert staged.value.device == stager.device

@@ -786,7 +786,7 @@ def test_sizes_have_to_be_sizes(pool, wrong):
 
 
 def test_it_is_refused_where_changes_are_not_seen(pool, monkeypatch):
-    monkeypatch.setattr("pinstage._torch.why_changes_are_not_seen", lambda: "torch is too old")
+    monkeypatch.setattr("pinstage._compat.storages.why_changes_are_not_seen", lambda: "torch is too old")
     with pytest.raises(StagingError, match="torch is too old"):
         save_on_cpu(pool)
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from .. import _native
+from .._compat.views import has_no_memory, is_dual, may_be_dual
 from .._steps import step
-from .._torch import has_no_memory, is_dual, may_be_dual
 from ._dtypes import CODES
 from ._keep import WRAPPERS, Whole
 from ._keeping import Keeping

@@ -18,7 +18,7 @@ import torch
 import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import tell_once
+from .._compat.probes import warn_once
 from ._attributes import attribute_handler, builtin_base, has_attributes_only
 from ._checks import checked
 from ._copies import unshared
@@ -228,7 +228,7 @@ def _tell_of_pinning(cls: type) -> None:
     if not callable(method) or is_of_library(getattr(method, "__module__", None) or cls.__module__):
         return
     if torch.utils.data.get_worker_info() is None:  # the main process tells it
-        tell_once(
+        warn_once(
             f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
             "into page-locked memory of its own; what else the method does has to be done elsewhere"
         )

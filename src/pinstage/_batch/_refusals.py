@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._torch import check_is_plain
+from .._compat.views import check_is_plain
 from ..errors import LayoutError
 from ._attributes import has_attributes_only, stored_attributes
 from ._leaves import from_array, holds_tensor, is_atom

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from .._batch import pack, take_apart
+from .._compat.loader import Workers, end_workers, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, send_packed
 from .._steps import step
-from .._torch import Workers, end_workers, next_batch
 from ..errors import BudgetExceededError, StagingError
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch

@@ -26,10 +26,11 @@ from .._batch import (
     make_publicly,
     pack,
 )
+from .._compat.calls import cuda_calls, ids_of
+from .._compat.views import check_is_plain, warn_of_tensors
 from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from .._torch import check_is_plain, cuda_calls, ids_of, warn_of_tensors
 from ..errors import StagingError
 
 # -- streams and events ------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._compat.storages import base_of, check_changes_are_seen
 from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
-from .._torch import base_of, check_changes_are_seen
 from ..errors import StagingError
 from ._away import lease_now, range_of
 from ._trail import Load, OffloadStats, Saved, Stayed, Trail
