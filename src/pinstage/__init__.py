@@ -33,6 +33,7 @@ from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import inspect as inspect
     from . import offload as offload
     from ._loader import DataLoader, LoaderStats, wrap_loader
@@ -73,6 +74,7 @@ _LATER = {
     "LoaderStats": "._loader",
     "audit": ".inspect",
     "wrap_loader": "._loader",
+    "checkpoint": ".checkpoint",
     "inspect": ".inspect",
     "offload": ".offload",
 }
