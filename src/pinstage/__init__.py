@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._batch import Keep, Layout, register_node, register_tensor
+from ._batch import Layout, on_host, register_node, register_tensor
 from ._memory import (
     HostAllocMemory,
     MemoryResource,
@@ -47,7 +47,6 @@ __all__ = [
     "HostBudget",
     "HostShare",
     "HostTransfer",
-    "Keep",
     "Layout",
     "Lease",
     "LoaderStats",
@@ -64,6 +63,7 @@ __all__ = [
     "audit",
     "wrap_loader",
     "default_memory",
+    "on_host",
     "profile",
     "register_node",
     "register_tensor",
