@@ -151,8 +151,8 @@ def test_every_error_has_its_section():
 
 BESIDE = {
     *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
-    *("checkpoint.PoolStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.OffloadedState"),
+    *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
+    *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
