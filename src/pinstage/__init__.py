@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._batch import Keep, Layout, register_node, register_tensor
+from ._batch import Layout, on_host, register_node, register_tensor
 from ._memory import (
     HostAllocMemory,
     MemoryResource,
@@ -33,12 +33,13 @@ from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import inspect as inspect
     from . import offload as offload
     from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DataLoader",
@@ -46,7 +47,6 @@ __all__ = [
     "HostBudget",
     "HostShare",
     "HostTransfer",
-    "Keep",
     "Layout",
     "Lease",
     "LoaderStats",
@@ -63,6 +63,7 @@ __all__ = [
     "audit",
     "wrap_loader",
     "default_memory",
+    "on_host",
     "profile",
     "register_node",
     "register_tensor",
@@ -73,6 +74,7 @@ _LATER = {
     "LoaderStats": "._loader",
     "audit": ".inspect",
     "wrap_loader": "._loader",
+    "checkpoint": ".checkpoint",
     "inspect": ".inspect",
     "offload": ".offload",
 }

@@ -184,7 +184,7 @@ def library(tmp_path, monkeypatch):
                 met.append(cls)
                 if not issubclass(cls, somebatches.Base):
                     return None
-                return lambda obj: ((obj.value,), None), lambda _, children: cls(*children)
+                return lambda obj: ((obj.value,), None), lambda children, _: cls(*children)
             """
         )
     )

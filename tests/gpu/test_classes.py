@@ -37,7 +37,7 @@ def stager(cuda_device):
 
 def test_what_is_kept_stays_on_the_host_and_the_rest_does_not(stager):
     lengths = torch.tensor([3, 2])
-    staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.Keep(lengths)})
+    staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.on_host(lengths)})
     assert staged["lengths"] is lengths
     packed = torch.nn.utils.rnn.pack_padded_sequence(staged["x"], staged["lengths"], batch_first=True)
     assert packed.data.device == stager.device

@@ -17,7 +17,7 @@ from typing import Any
 from .._compat.calls import pytree_functions
 from .._compat.probes import warn_once
 from ._handler import Flatten, Handler, Unflatten
-from ._keep import Keep
+from ._on_host import OnHost
 
 GROUP = "pinstage.nodes"
 """The group of entry points of others; the name of each is the package whose classes it knows."""
@@ -89,6 +89,6 @@ def pytree_handler(cls: type) -> Handler | None:
 
     def flatten(obj: Any) -> tuple[Any, Any]:
         children, context = take_apart(obj)
-        return (*children, Keep(context)), None
+        return (*children, OnHost(context)), None
 
     return Handler(flatten, lambda _, children: put_together(list(children[:-1]), children[-1]))

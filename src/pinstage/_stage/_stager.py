@@ -189,7 +189,7 @@ class Stager:
             None sets no bound.
         keep: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots` write
             them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
-            neither searched for tensors nor compared. `Keep` does the same in the batch itself.
+            neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
             even if results of `to_host` in the calling thread hold the slabs.
 

@@ -1,7 +1,7 @@
 """What ``DataLoader(pin_memory=True)`` would pin, found by asking torch's own function.
 
 The DataLoader gives each batch to a function (`pinstage._compat.loader.pin_as_loader`), which enters some containers,
-calls ``pin_memory()`` where an object has it, and hands back what it does not know as it is. That function is run on the
+calls ``pin_memory()`` where an object has it, and hands back what it does not know as it is. It is run on the
 batch itself, so the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried
 out: nothing is pinned or copied, no GPU is needed, and no other thread notices.
 """
