@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DataLoader",

@@ -152,8 +152,8 @@ def test_every_error_has_its_section():
 BESIDE = {
     *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
-    *("checkpoint.PoolStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.OffloadedState"),
+    *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
+    *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
@@ -217,6 +217,20 @@ def test_every_table_is_what_the_result_files_say(markdown):
         tables |= set(re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE))
     assert tables >= {"staging", "weather_batch", "frame_bandwidth"}
     assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
+
+
+def git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def test_every_commit_that_pages_cite_is_in_this_repository():
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("this is not a clone with its history")
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    cited = {commit for page in pages for commit in re.findall(r"\bcommit `?([0-9a-f]{7,40})\b", page.read_text())}
+    assert len(cited) > 10
+    assert [commit for commit in cited if git("cat-file", "-t", commit) != "commit"] == []
 
 
 def test_the_readme_is_short():

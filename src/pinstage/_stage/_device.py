@@ -159,7 +159,7 @@ class AtOnce:
         self._copies += copies
         self._bytes += nbytes
         copies, nbytes = self._copies - self._marked_copies, self._bytes - self._marked_bytes
-        if copies >= _MOST_COPIES_AT_ONCE // 8 or nbytes >= _MOST_BYTES_AT_ONCE // 8:
+        if copies >= _MOST_COPIES_AT_ONCE // 2 or nbytes >= _MOST_BYTES_AT_ONCE // 2:
             self._marked_copies, self._marked_bytes = self._copies, self._bytes
             self._marks.append((self._record(stream), copies, nbytes))
 
