@@ -33,13 +33,13 @@ MAY_SEE = {
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_stage"},
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_stage"},
     "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_stage"},
-    "inspect": FACTS | {PUBLIC, "errors", "_compat", "_native", "_memory", "_batch"},
+    "inspect": FACTS | {PUBLIC, "errors", "_steps", "_compat", "_native", "_memory", "_batch"},
     "integrations": {PUBLIC, "errors"},
     "memory": {"_memory"},
     "metrics": {PUBLIC, "errors"},
     "_cli": {PUBLIC, "errors", "inspect"},
 }
-MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli", "metrics", "memory"}
+MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
 MAY_SEE["__main__"] = {"_cli"}
 
 

@@ -80,7 +80,7 @@ class LoaderIterator:
             raise
         finally:
             now = time.perf_counter()
-            self._counters.seconds += now - (began if self._since is None else self._since)
+            self._counters.elapsed_seconds += now - (began if self._since is None else self._since)
             self._since = now
 
     def _next_batch(self) -> Any:
@@ -122,7 +122,7 @@ class LoaderIterator:
             with step("loader.wait"):
                 return next_batch(self._batches)
         finally:
-            self._counters.wait_seconds += time.perf_counter() - began
+            self._counters.batch_wait_seconds += time.perf_counter() - began
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # __init__ has not set it: no recursion

@@ -199,6 +199,11 @@ class Transfer(NotABatch, Generic[B_co]):
         return f"<Transfer nbytes={nbytes} copies={self.copies} to {self._target.device}{done}>"
 
 
+def packed_bytes_of(transfer: Transfer[Any]) -> int:
+    """Return the bytes of the packed leaves, without padding."""
+    return transfer._table.payload_bytes
+
+
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
     return transfer._sent.event
