@@ -13,7 +13,7 @@ from .._host import usable_cpus
 from ._blocks import view_of
 from ._describe import Parts
 from ._leaves import from_array
-from ._table import ALIGNMENT, PACKED, RowKind
+from ._table import PACKED, RowKind, lay_out
 
 
 class HostSlab(Protocol):
@@ -157,12 +157,5 @@ def borrow(parts: Parts) -> Borrowed | None:
             rows["kind"][index] = RowKind.MOVED
     if not leaves:
         return None
-    end = 0
-    for index in parts.table.by_offset(*PACKED):
-        if rows["kind"][index] != RowKind.MOVED:
-            rows["offset"][index] = end
-            end += -(-int(rows["nbytes"][index]) // ALIGNMENT) * ALIGNMENT
-    rest = Parts(
-        parts.structure, parts.leaves, parts.table.moved_to(rows, end), parts.sources, parts.kept, parts.has_lazy
-    )
-    return Borrowed(leaves, lenders, rest)
+    end = lay_out(rows, (i for i in parts.table.by_offset(*PACKED) if rows["kind"][i] != RowKind.MOVED))
+    return Borrowed(leaves, lenders, parts._replace(table=parts.table.moved_to(rows, end)))
