@@ -28,7 +28,8 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 from ._steps import profile
 
@@ -42,9 +43,9 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DataLoader",
+    "Fence",
     "HostAllocMemory",
     "HostBudget",
-    "HostShare",
     "HostTransfer",
     "Keep",
     "Layout",
@@ -52,10 +53,13 @@ __all__ = [
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
+    "OwnerStats",
     "PoolStats",
+    "PoolUsage",
     "Prefetcher",
     "RegisteredMemory",
     "SharedMemory",
+    "Size",
     "SlabPool",
     "Stager",
     "StagerStats",

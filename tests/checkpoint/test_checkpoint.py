@@ -19,7 +19,7 @@ from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
 @pytest.fixture
 def pool():
-    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="64MiB") as pool:
+    with ps.SlabPool("64MiB", memory=ps.SharedMemory(register=False)) as pool:
         yield pool
 
 
@@ -268,7 +268,7 @@ def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody
 
 
 def test_what_a_stager_is_made_of_is_checked():
-    with ps.SlabPool(max_bytes="1MiB") as pool, pytest.raises(ValueError, match="pass pool or max_bytes, not both"):
+    with ps.SlabPool(max_bytes="1MiB") as pool, pytest.raises(ValueError, match="exclude each other"):
         PoolStager(pool, max_bytes="1MiB")
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
         PoolStager(max_bytes="1MiB", timeout=-1)

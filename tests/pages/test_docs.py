@@ -156,7 +156,8 @@ BESIDE = {
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
-    "HostShare",
+    "PoolUsage",
+    "OwnerStats",
     "HostTransfer",
     "Lease",
     "LoaderStats",

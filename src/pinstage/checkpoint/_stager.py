@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
 from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
-from .._sizes import format_bytes
+from .._sizes import Size, format_bytes
 from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
@@ -49,6 +49,7 @@ class PoolStager(AsyncStager):
         pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
             closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
         hold: what waits for copies from a GPU. ``"stream"``: all later work of the current stream, so the tensors may
             be changed at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so forward
             and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way, such as
@@ -59,7 +60,7 @@ class PoolStager(AsyncStager):
 
     Raises:
         TypeError: `pool` is not a `SlabPool`.
-        ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
+        ValueError: both `pool` and a cap, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
     """
@@ -68,20 +69,19 @@ class PoolStager(AsyncStager):
         self,
         pool: SlabPool | None = None,
         *,
-        max_bytes: int | str | HostBudget | None = None,
+        max_bytes: Size = "auto",
+        budget: HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
     ) -> None:
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if pool is not None:
-            check_pool(pool)
-            if max_bytes is not None:
-                raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
+            check_pool(pool, max_bytes, budget)
         if timeout is not None:
             check_timeout(timeout)
         self._owns_pool = pool is None
-        self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
+        self._pool = SlabPool(max_bytes, budget=budget, memory=SharedMemory()) if pool is None else pool
         self._timeout = timeout
         self._sources = Sources()
         self._save: Save | None = None
