@@ -12,7 +12,7 @@ import torch
 
 import pinstage as ps
 from pinstage._loader import _loader
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 
 MIB = 1 << 20
 
@@ -47,7 +47,9 @@ def test_a_budget_of_another_type_is_refused(make):
         make(budget="8GiB")
 
 
-@pytest.mark.parametrize("make", [partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu"), PoolStager])
+@pytest.mark.parametrize(
+    "make", [partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu"), CheckpointStager]
+)
 def test_a_pool_and_a_budget_exclude_each_other(make):
     budget = ps.HostBudget("1MiB", name="both")
     with (

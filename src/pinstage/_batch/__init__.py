@@ -16,11 +16,11 @@ from ._borrowing import Borrowed, borrow
 from ._describe import Described, IsContainer, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
 from ._gather import DIRECT_BYTES, Gathering, arrange, duplicate, flat, gather
-from ._keep import WRAPPERS, Keep, Whole
 from ._keeping import Keeping
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, from_array, holds_tensor, is_atom, tensors_in
 from ._nodes import StagingNode, is_container, moves_as_a_whole, moves_in_silence, register_node, register_tensor
+from ._on_host import WRAPPERS, OnHost, Whole, on_host
 from ._pack import HostSlab, compute_lazy_leaves, pack
 from ._packing import most_threads, reuses_places, start_packing
 from ._structure import Structure, walk
@@ -40,10 +40,10 @@ __all__ = [
     "HostSlab",
     "INTEGERS",
     "IsContainer",
-    "Keep",
     "Keeping",
     "Layout",
     "OwnStorage",
+    "OnHost",
     "PACKED",
     "Parts",
     "RowKind",
@@ -77,6 +77,7 @@ __all__ = [
     "most_threads",
     "moves_as_a_whole",
     "moves_in_silence",
+    "on_host",
     "pack",
     "register_node",
     "register_tensor",

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from .. import _native
-from .._torch import check_is_plain
+from .._compat.views import check_is_plain
 from ._dtypes import DTYPES
 from ._table import Table
 

@@ -1,4 +1,4 @@
-"""Functions that others wrote, tried on the first object that they take apart."""
+"""Checks of functions that users wrote."""
 
 from __future__ import annotations
 
@@ -24,33 +24,19 @@ class WrongFunctionsError(LayoutError):
 
 
 def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
-    """Return how these functions take an object apart, or say what is wrong with what `flatten` returns.
-
-    The order of arguments that `unflatten` has is looked at once: torch's pytree passes children and metadata in the
-    other one.
-    """
-    is_tried = False
-
-    def flatten_checked(obj: Any) -> Any:
-        nonlocal is_tried
-        found = _parts(cls, flatten(obj))
-        if not is_tried:
-            _check_order(cls, obj, found, flatten, unflatten)
-            is_tried = True
-        return found
-
-    return Handler(flatten_checked, unflatten)
+    """Return how these functions take an object apart, or say what is wrong with the result of `flatten`."""
+    return Handler(lambda obj: _parts(cls, flatten(obj)), unflatten)
 
 
 def _parts(cls: type, found: Any) -> tuple[Any, ...]:
     """Check what flatten returned; return it, with a tuple of children."""
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise WrongFunctionsError(cls, f"flatten returned a {type(found).__name__}{size}; return (children, metadata)")
+        raise WrongFunctionsError(cls, f"flatten returned a {type(found).__name__}{size}; return (children, context)")
     children, *rest = found
     if isinstance(children, torch.Tensor | np.ndarray | str) or not hasattr(children, "__iter__"):
         raise WrongFunctionsError(
-            cls, f"flatten returned a {type(children).__name__} as children; return ((child, ...), metadata)"
+            cls, f"flatten returned a {type(children).__name__} as children; return ((child, ...), context)"
         )
     children = tuple(children)
     if len(rest) == 2 and rest[1] is not None:
@@ -58,24 +44,3 @@ def _parts(cls: type, found: Any) -> tuple[Any, ...]:
         if len(rest[1]) != len(children):
             raise WrongFunctionsError(cls, f"flatten returned {len(children)} children and {len(rest[1])} path entries")
     return children, *rest
-
-
-def _check_order(cls: type, obj: Any, found: tuple[Any, ...], flatten: Flatten, unflatten: Unflatten) -> None:
-    """Put an object together again, in one order and in the other: which one is right shows if only one of them is."""
-    children, metadata = found[:2]
-
-    def gives_the_object(first: Any, second: Any) -> bool:
-        try:
-            made = unflatten(first, second)
-            again, metadata_again = _parts(cls, flatten(made))[:2]
-        except Exception:  # noqa: BLE001 - that is the answer
-            return False
-        alike = list(map(type, again)) == list(map(type, children)) and type(metadata_again) is type(metadata)
-        return type(made) is type(obj) and alike
-
-    if not gives_the_object(metadata, children) and gives_the_object(children, metadata):
-        raise WrongFunctionsError(
-            cls,
-            "unflatten takes (children, metadata), the order of torch's pytree; pinstage calls it with (metadata, "
-            "children), as optree and JAX do: pass lambda metadata, children: unflatten(children, metadata)",
-        )

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from .. import _native
+from .._compat.views import has_no_memory, is_dual, may_be_dual
 from .._steps import step
-from .._torch import has_no_memory, is_dual, may_be_dual
 from ._dtypes import CODES
-from ._keep import WRAPPERS, Whole
 from ._keeping import Keeping
 from ._leaves import ATOM_TYPES, is_atom
 from ._nodes import is_container, moves_as_a_whole
+from ._on_host import WRAPPERS, Whole
 from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
 from ._structure import Structure, walk
 from ._table import MOST_DIMS, RowKind, Table

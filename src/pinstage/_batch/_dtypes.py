@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _native
-from .._torch import learn_tensors
+from .._compat.views import learn_tensors
 
 _NAMES = (
     "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import LayoutError
-from ._keep import Keep
+from ._on_host import OnHost
 from ._structure import Structure
 
 
@@ -51,8 +51,8 @@ class Keeping:
         if self.says is not None:
             places = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
         for index in places:
-            if type(leaves[index]) is not Keep:
-                leaves[index] = Keep(leaves[index])
+            if type(leaves[index]) is not OnHost:
+                leaves[index] = OnHost(leaves[index])
 
     def _check(self, paths: list[str]) -> None:
         """Look once whether each path leads somewhere: later batches may have nothing there."""

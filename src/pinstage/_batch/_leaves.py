@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ._attributes import builtin_base, slots_of, stored_attributes
 from ._handler import MOST_CLASSES
-from ._keep import Keep
+from ._on_host import OnHost
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, torch.UntypedStorage,
     torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, dt.date, dt.time, dt.timedelta,
     type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    types.ModuleType, types.TracebackType, types.FrameType, Keep,
+    types.ModuleType, types.TracebackType, types.FrameType, OnHost,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
 

@@ -18,14 +18,14 @@ import torch
 import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import tell_once
+from .._compat.probes import warn_once
 from ._attributes import attribute_handler, builtin_base, has_attributes_only
 from ._checks import checked
 from ._copies import unshared
 from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten
-from ._keep import Keep
 from ._leaves import ATOM_TYPES, IS_ATOM, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
+from ._on_host import OnHost
 from ._tensors import REBUILDS, Rebuild, rebuild_of, tensor_handler
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ REGISTERED: dict[type, Any] = {}
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
     if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
-        return (*obj.values(), Keep(keys)), (factory, len(keys))
+        return (*obj.values(), OnHost(keys)), (factory, len(keys))
     return obj.values(), (factory, keys)
 
 
@@ -138,15 +138,14 @@ def register_node(
     ``__init__``, in which tensors and arrays are staged and everything else is the same object. Attributes are what the
     object stores in ``__dict__`` or slots; properties are neither read nor set. Subclasses are registered too.
 
-    Registering a class again in the same way does nothing. The two functions are tried on the first object that is
-    staged. If `unflatten` takes its arguments in the other order, as torch's pytree passes them, that is a
-    `LayoutError`.
+    Registering a class again in the same way does nothing.
 
     Args:
         cls: the class.
-        flatten: returns ``(children, metadata)`` of an object; metadata must be hashable. What cannot be hashed may be
-            a child, as ``Keep(...)``. Needs `unflatten`.
-        unflatten: returns a new object from ``(metadata, children)``.
+        flatten: returns ``(children, context)`` of an object; the context must be hashable. What can't be hashed may be
+            a child, as ``on_host(...)``. Needs `unflatten`.
+        unflatten: takes ``(children, context)``, the order of torch's pytree, and returns a new object. `children` is a
+            tuple.
 
     Returns:
         `cls`, or a decorator if `cls` is None.
@@ -228,7 +227,7 @@ def _tell_of_pinning(cls: type) -> None:
     if not callable(method) or is_of_library(getattr(method, "__module__", None) or cls.__module__):
         return
     if torch.utils.data.get_worker_info() is None:  # the main process tells it
-        tell_once(
+        warn_once(
             f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
             "into page-locked memory of its own; what else the method does has to be done elsewhere"
         )
@@ -298,12 +297,12 @@ def _find(cls: Any) -> Any:
         return _BUILTIN[cls]
     how = REGISTERED.get(cls)
     if how is not None:
-        return attribute_handler(cls) if how == _BY_ATTRIBUTES else checked(cls, *how)
+        return attribute_handler(cls) if how == _BY_ATTRIBUTES else _of_functions(cls, *how)
     if is_atom(cls):
         return None
     found = library_functions(cls)
     if found is not None:
-        return None if isinstance(found, bool) else checked(cls, *found)
+        return None if isinstance(found, bool) else _of_functions(cls, *found)
     if issubclass(cls, torch.Tensor):
         return tensor_handler(cls)
     own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
@@ -317,6 +316,11 @@ def _find(cls: Any) -> Any:
     if handler is not None:
         _tell_of_pinning(cls)
     return handler
+
+
+def _of_functions(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
+    """Return how functions in the order of torch's pytree take a class apart."""
+    return checked(cls, flatten, lambda context, children: unflatten(children, context))
 
 
 def _stays_the_same(obj: Any) -> bool:

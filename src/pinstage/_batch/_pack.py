@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._torch import check_is_plain
+from .._compat.views import check_is_plain
 from ._describe import Parts
 from ._table import RowKind
 from ._views import view_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._handler import Handler
-from ._keep import Keep, Whole
+from ._on_host import OnHost, Whole
 
 Rebuild = Callable[[torch.Tensor, dict[str, Any]], Any]
 
@@ -39,12 +39,12 @@ def tensor_handler(cls: Any) -> Handler | None:
         if tensor.requires_grad:
             return (_once(met, id(tensor), tensor, Whole),), None
         if not is_wrapper:
-            return (_once(met, id(tensor), tensor, _plain), Keep(dict(vars(tensor)))), ()
+            return (_once(met, id(tensor), tensor, _plain), OnHost(dict(vars(tensor)))), ()
         names, context = tensor.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}
         parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
         rest = {name: part for name, part in inner.items() if name not in parts}
-        kept = Keep((names, rest, context, tensor.size(), tensor.stride()))
+        kept = OnHost((names, rest, context, tensor.size(), tensor.stride()))
         return (*parts.values(), kept), tuple(parts)
 
     def unflatten(metadata: Any, children: Any, met: dict[Any, Any]) -> Any:

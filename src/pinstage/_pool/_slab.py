@@ -18,14 +18,14 @@ from ._waiting import Line
 
 
 class Fence(Protocol):
-    """Work that a slab waits for, for example a `torch.cuda.Event` or a `torch.cuda.Stream`."""
+    """Work that a slab has to wait for, such as a `torch.cuda.Event` or a stream."""
 
     def query(self) -> bool:
-        """Return whether the work is done. Does not block."""
+        """Say whether the work is done. Does not block."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the work is done."""
+        """Block the host until the work is done."""
         ...
 
 

@@ -20,7 +20,7 @@ from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
 from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, landings, to_host
-from ._transfer import Transfer, copy_event_of, send_packed
+from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
 
 __all__ = [
     "Arrival",
@@ -43,6 +43,7 @@ __all__ = [
     "duplicate_rest",
     "event_of",
     "landings",
+    "packed_bytes_of",
     "send_packed",
     "shuttle_for",
     "target_for",

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from .._batch import Layout, Structure, Table
+from .._compat.calls import ownership
+from .._compat.storages import StorageUsers, check_storages_can_be_counted
 from .._pool import Fence
 from .._sizes import format_bytes, size_to_paste
-from .._torch import StorageUsers, check_storages_can_be_counted, ownership
 from ..errors import RingError
 from ._device import Target
 

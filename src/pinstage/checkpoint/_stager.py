@@ -1,4 +1,4 @@
-"""`PoolStager`: stages state dicts for asynchronous checkpoints."""
+"""`CheckpointStager`: stages state dicts for asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
 
 
-class PoolStager(AsyncStager):
+class CheckpointStager(AsyncStager):
     """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in a slab of a pool.
 
     ::
 
-        stager = PoolStager(pool)
+        stager = CheckpointStager(pool=pool)
         response = async_save(state_dict, checkpoint_id=path, async_stager=stager)
         ...  # training goes on; parameters may be changed at once
         response.upload_completion.result()
@@ -67,8 +67,8 @@ class PoolStager(AsyncStager):
 
     def __init__(
         self,
-        pool: SlabPool | None = None,
         *,
+        pool: SlabPool | None = None,
         max_bytes: Size = "auto",
         budget: HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
@@ -153,7 +153,7 @@ class PoolStager(AsyncStager):
             raise AcquireTimeoutError(
                 f"the last checkpoint is still being written after {self._timeout} s: in flight "
                 f"{format_bytes(figures.in_flight_bytes)} of max_bytes {format_bytes(figures.max_bytes)}; wait for its "
-                "upload_completion, save less often, or pass a longer timeout to PoolStager",
+                "upload_completion, save less often, or pass a longer timeout to CheckpointStager",
                 held_bytes=figures.held_bytes,
                 leased_bytes=figures.leased_bytes,
                 in_flight_bytes=figures.in_flight_bytes,
@@ -195,14 +195,14 @@ class PoolStager(AsyncStager):
                 )
             raise
 
-    def __enter__(self) -> PoolStager:
+    def __enter__(self) -> CheckpointStager:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<PoolStager {self._pool!r}>"
+        return f"<CheckpointStager {self._pool!r}>"
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:

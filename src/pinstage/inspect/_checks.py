@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
+from .._compat.probes import Problem
 from .._host import threads_within
 from .._pool import PoolUsage
 from .._sizes import count, format_bytes
-from .._torch import Problem
 from ._bus import GIB, PAGEABLE, PINNED, Point
 from ._gpus import Driver, Gpu
 from ._report import rate, share
