@@ -166,13 +166,13 @@ def written_in_place(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
         def before() -> None:
             leases.append(lease := pool.acquire(sum(frame.nbytes for frame in frames)))
-            host = lease.as_tensor((len(frames), *frames[0].shape), torch.float32)
+            host = lease.tensor((len(frames), *frames[0].shape), torch.float32)
             for target, frame in zip(host, frames, strict=True):
                 target.copy_(frame)  # a decoder would write its pixels here
 
         def run() -> Frames:
             lease = leases.pop()
-            host = lease.as_tensor((len(frames), *frames[0].shape), torch.float32)
+            host = lease.tensor((len(frames), *frames[0].shape), torch.float32)
             there = host.to(device, non_blocking=True, copy=True)
             del host  # a living view keeps the slab out of the pool
             lease.release(after=recorded(device))

@@ -99,11 +99,11 @@ def test_a_transfer_that_is_used_as_a_batch_says_get(stager, make):
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
 def test_a_lease_takes_numpy_s_dtypes(dtype):
     with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, pool.acquire(64) as lease:
-        tensor = lease.as_tensor((2, 3), dtype)
+        tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
         del tensor
         with pytest.raises(TypeError):
-            lease.as_tensor(1, "datetime64[s]")
+            lease.tensor(1, "datetime64[s]")
 
 
 def test_objects_print_as_what_they_are(stager):
@@ -196,7 +196,7 @@ def test_a_lease_takes_no_dtype_for_none():
         pool.acquire(64) as lease,
         pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
     ):
-        lease.as_tensor(2, None)
+        lease.tensor(2, None)
 
 
 def test_a_masked_array_has_one_remedy(stager):

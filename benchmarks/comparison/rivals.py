@@ -135,7 +135,7 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
     """Write each leaf into a lease of its own, which is held until the shape is done."""
 
     def write(leaf: torch.Tensor) -> torch.Tensor:
-        view = leases.enter_context(pool.acquire(leaf.nbytes)).as_tensor(leaf.shape, leaf.dtype)
+        view = leases.enter_context(pool.acquire(leaf.nbytes)).tensor(leaf.shape, leaf.dtype)
         return view.copy_(leaf)
 
     return map_leaves(batch, write)
@@ -220,7 +220,7 @@ VARIANTS = (
     Variant(
         "pinstage_lease",
         _lease,
-        "`pool.acquire(n)`, written in place, then `lease.as_tensor(...).to(device, non_blocking=True)` and an event",
+        "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, non_blocking=True)` and an event",
         package="pinstage",
         ours=True,
         in_place=_lease,

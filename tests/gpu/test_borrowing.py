@@ -27,7 +27,7 @@ def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
             pinned(1),
             torch.full((MIB // 2,), 2, dtype=torch.uint8),
             torch.arange(7),
-            lease.as_tensor(MIB, torch.uint8),
+            lease.tensor(MIB, torch.uint8),
         ]
         batch[3].fill_(4)
         before = stager.stats().pool.held_bytes

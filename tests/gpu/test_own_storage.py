@@ -134,7 +134,7 @@ def test_a_page_locked_leaf_may_be_overwritten_and_freed_right_after_the_call(cu
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         (stager.to_device([torch.full((1000,), 1.0).pin_memory(), torch.ones(3)])[0] == 1).all().item()
         lease = stager.pool.acquire(4000)
-        leased = lease.as_tensor((1000,), torch.float32).fill_(4.0)
+        leased = lease.tensor((1000,), torch.float32).fill_(4.0)
         source = torch.full((1000,), 3.0).pin_memory()
         torch.cuda.synchronize()
         latch.hold(torch.cuda.current_stream(cuda_device))

@@ -150,7 +150,7 @@ def test_every_error_has_its_section():
 
 
 BESIDE = {
-    *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
+    *("memory.Block", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
     *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
     *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),

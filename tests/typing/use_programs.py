@@ -87,6 +87,6 @@ def names() -> None:
 
 
 def leases(lease: ps.Lease) -> None:
-    assert_type(lease.as_tensor((2, 3), np.float32), torch.Tensor)
-    lease.as_tensor(4, np.dtype("int64"))
-    lease.as_tensor(4, "float32")
+    assert_type(lease.tensor((2, 3), np.float32), torch.Tensor)
+    lease.tensor(4, np.dtype("int64"))
+    lease.tensor(4, "float32")
