@@ -1,9 +1,9 @@
 """Private names of torch and CPython: all that pinstage uses.
 
-Where a wrong answer would corrupt data (who uses a storage, where a tensor's memory is, whether it was changed), a
-probe looks at what a name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and
-a warning says so once; or an error, where there are none. `problems` tries all, for ``pinstage doctor``. Other names
-are those of the versions that ``pyproject.toml`` asks for and ``constraints.txt`` pins.
+Where a wrong answer would corrupt data (where a tensor's memory is, whether it was changed), a probe looks at what a
+name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and a warning says so
+once; or an error, where there are none. `problems` tries all, for ``pinstage doctor``. Other names are those of the
+versions that ``pyproject.toml`` asks for and ``constraints.txt`` pins.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Problem(NamedTuple):
 def problems() -> list[Problem]:
     """Return the probes that fail, but for those of workers."""
     tried = [
-        ("ring=", why_storages_cannot_be_counted(), "ring= is refused: leave it out"),
         ("tensors", _tensors[0], "tensors are described and made in Python, one by one"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
         ("pin_memory", why_pinning_cannot_be_asked(), "pinstage audit does not say what pin_memory=True would pin"),
@@ -76,72 +75,6 @@ def _in_this_torch(what: str) -> str:
 def ownership(lock: Any) -> Callable[[], bool]:
     """Return what says whether the calling thread has a `threading.RLock`; `threading.Condition` asks the same."""
     return lock._is_owned  # type: ignore[no-any-return]
-
-
-# -- who uses a storage ------------------------------------------------------------------------------------------------
-
-
-class StorageUsers:
-    """Tells whether anything but one tensor shows the tensor's storage: views, arrays, what autograd saved.
-
-    Every tensor over a storage counts as a user of it, in C++; what has the storage itself, in Python, counts as a
-    reference of the one Python object that stands for it.
-
-    Args:
-        tensor: is alone now.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = tensor.untyped_storage()
-        self._address: int = self._storage._cdata
-        self._place = self._storage.data_ptr(), self._storage.nbytes()
-        self._count: Callable[[int], int] = torch._C._storage_Use_Count
-        self._alone = self._count(self._address), sys.getrefcount(self._storage)
-
-    def are_there(self) -> bool:
-        """Say whether there is another user."""
-        users, references = self._alone
-        return self._count(self._address) > users or sys.getrefcount(self._storage) > references
-
-    def have_moved(self) -> bool:
-        """Say whether a user has given the storage another size or other memory, or freed it."""
-        return (self._storage.data_ptr(), self._storage.nbytes()) != self._place
-
-
-@cache
-def why_storages_cannot_be_counted() -> str | None:
-    """Say why it cannot be told who uses a storage; None if it can."""
-    try:
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            slab = torch.zeros(64, dtype=torch.uint8, device="cpu")
-            users, weight = StorageUsers(slab), torch.ones(4, requires_grad=True, device="cpu")
-            if users.are_there():
-                return _in_this_torch("counts a user of a storage that has none")
-            holders: dict[str, Callable[[torch.Tensor], Any]] = {
-                "a view": lambda leaf: leaf,
-                "what autograd saved": lambda leaf: leaf * weight,
-                "an array": lambda leaf: leaf.numpy(),
-                "the storage": lambda leaf: leaf.untyped_storage(),
-                "a capsule": lambda leaf: leaf.__dlpack__(),
-            }
-            for name, make in holders.items():
-                holder = make(slab.view(torch.float32)[:4])
-                is_seen = users.are_there()
-                del holder
-                if not is_seen or users.are_there():
-                    return _in_this_torch(f"does not count {name} as a user of a storage until its end")
-        return None
-    except _WRONG as error:
-        return _in_this_torch(f"does not count a storage's users as expected ({error!r})")
-
-
-def check_storages_can_be_counted() -> None:
-    """Refuse a ring where it cannot be told who still uses a batch.
-
-    Raises:
-        StagingError: it cannot.
-    """
-    _refuse("ring=", why_storages_cannot_be_counted(), "leave it out, and each batch gets a fresh device slab")
 
 
 def _refuse(what: str, reason: str | None, remedy: str) -> None:
