@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each one installs what it needs into .venv, once.
 
 PYTHON ?= python3
-# `make test TORCH=2.15.0` takes another torch, in an environment of its own. pip brings CUDA with it, 5 GB.
+# `make test TORCH=2.15.0`, or TORCH=newest, takes another torch, in an environment of its own. pip brings CUDA with it, 5 GB.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -65,33 +65,35 @@ clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The extension; a file of it that changes is compiled anew.
+# The extension is compiled again when one of these files has changed.
 NATIVE := setup.py $(wildcard src/pinstage/_native/*.[ch])
 
-# One stamp for each extra of pyproject.toml: a second call installs nothing. An extension that was compiled before goes
-# first, so that none is left of other sources.
+# One stamp per dependency group of pyproject.toml: a second call installs nothing. An extension compiled before is removed
+# first, so that it can't be of other sources. pip knows groups since 25.1.
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
-	@echo "Installing pinstage[$*] into $(VENV), once: torch is large, so this takes one to five minutes."
+	@echo "Installing pinstage and its group $* into $(VENV), once: torch is large, so this takes one to five minutes."
 	@rm -f src/pinstage/_native/*.so
-	@$(BIN)/python $(PIP_INSTALL) -e '.[$*]'
+	@$(BIN)/python $(PIP_INSTALL) --quiet 'pip>=25.1'
+	@$(BIN)/python $(PIP_INSTALL) -e . --group $*
 	@touch $@
 
-# What these ask for beside torch, they do not need for what is tested, or it is in the extra: a torch with CUDA, cloud
-# storage, an older numpy. Of torchvision its tv_tensors are tested; its binary does not load beside a torch without CUDA.
+# The tests don't need what these depend on beside torch, or the group has it: a torch with CUDA, cloud storage, an older
+# numpy. Of torchvision its tv_tensors are tested; its binary does not load beside a torch without CUDA.
 WITHOUT_DEPENDENCIES := torchrec fbgemm-gpu-cpu mosaicml-streaming
 
 $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing the frameworks into $(FRAMEWORKS), once: this takes two to ten minutes."
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	rm -f src/pinstage/_native/*.so
-	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e '.[frameworks]'
+	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --quiet 'pip>=25.1'
+	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) -e . --group frameworks
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
 	$(FRAMEWORKS)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(FRAMEWORKS)/torchvision-source torchvision
 	@touch $@
 
 ifneq ($(TORCH),)
 $(CONSTRAINTS): constraints.txt | $(BIN)/python
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+	sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/' constraints.txt > $@
 endif
 
 $(BIN)/python:

@@ -1,4 +1,4 @@
-"""How long training stands still for an asynchronous checkpoint: by torch's stagers in their options, and `PoolStager`.
+"""How long training stands still for an asynchronous checkpoint: by torch's stagers, and `CheckpointStager`.
 
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json
 
@@ -172,9 +172,9 @@ def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
 
 
 def _pool(hold: str) -> Any:
-    from pinstage.checkpoint import PoolStager
+    from pinstage.checkpoint import CheckpointStager
 
-    return PoolStager(max_bytes="12GiB", hold=hold)  # type: ignore[arg-type]
+    return CheckpointStager(max_bytes="12GiB", hold=hold)  # type: ignore[arg-type]
 
 
 def _torchs(name: str, pinned: bool, shared: bool, in_thread: bool) -> Variant:
@@ -206,8 +206,8 @@ VARIANTS = (
     _torchs("default_thread", False, False, True),
     _torchs("default_pinned_thread", True, False, True),
     _torchs("default_pinned_shared_thread", True, True, True),
-    Variant("pinstage", partial(_pool, "stream"), "`PoolStager()`", package="pinstage", ours=True),
-    Variant("pinstage_step", partial(_pool, "step"), "`PoolStager(hold='step')`", package="pinstage", ours=True),
+    Variant("pinstage", partial(_pool, "stream"), "`CheckpointStager()`", package="pinstage", ours=True),
+    Variant("pinstage_step", partial(_pool, "step"), "`CheckpointStager(hold='step')`", package="pinstage", ours=True),
 )
 
 

@@ -322,7 +322,7 @@ CHECKPOINTS = {
     "none": "no save",
     "blocking": "torch, blocking",
     "default_pinned_shared_thread": "torch, pinned, shared, in a thread",
-    "pinstage": "`PoolStager()`",
+    "pinstage": "`CheckpointStager()`",
     "pinstage_step": 'the same, `hold="step"`',
 }
 """What the short table shows, and calls it."""

@@ -177,7 +177,7 @@ def _bus(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:
 
 @contextmanager
 def _pinstage(
-    training: Training, case: Case, *, reserve: bool = False, device_bytes: int = GIB
+    training: Training, case: Case, *, reserve: bool = False, max_device_bytes: int = GIB
 ) -> Iterator[tuple[Step, Said]]:
     import pinstage as ps
 
@@ -186,7 +186,7 @@ def _pinstage(
         if reserve:
             for nbytes in set(case.saved):
                 pool.reserve(nbytes, count=case.saved.count(nbytes))
-        offload = ps.offload.save_on_cpu(pool, min_bytes=min(MIB, smallest), device_bytes=device_bytes)
+        offload = ps.offload.save_on_cpu(pool, min_bytes=min(MIB, smallest), max_device_bytes=max_device_bytes)
         made = 0
 
         def step() -> float:
@@ -223,7 +223,7 @@ WAYS = (
     Way("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
     Way("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
         ours=True),
-    Way("pinstage_4GiB", partial(_pinstage, device_bytes=4 * GIB), 'with `device_bytes="4GiB"`',
+    Way("pinstage_4GiB", partial(_pinstage, max_device_bytes=4 * GIB), 'with `max_device_bytes="4GiB"`',
         package="pinstage", ours=True),
 )  # fmt: skip
 
@@ -290,7 +290,7 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
     with ps.SlabPool(ps.default_memory(device), max_bytes="16GiB") as pool:
         offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes=min(MIB, case.bytes_each))
         # `state_dict` brings the state back as a step does.
-        yield {"state out": offloaded.leave, "state back": lambda: optimizer.state_dict() and None}
+        yield {"state out": offloaded.offload, "state back": lambda: optimizer.state_dict() and None}
         offloaded.close()
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
 
 On GPUs by NCCL, elsewhere by gloo on the CPU. Both loaders train to the same losses, bit for bit: compare what
-``--out`` saves. Needs the demo's data: ``pip install -e ".[demo]"``.
+``--out`` saves. Needs the data of the demo: ``pip install -e . --group demo``.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def train(args: argparse.Namespace, pool: ps.SlabPool | None) -> tuple[list[torc
     optimizer = torch.optim.AdamW(model.parameters())
     around: Any = contextlib.nullcontext()
     if pool is not None:
-        around = ps.offload.save_on_cpu(pool, min_bytes=args.min_bytes, device_bytes=args.device_bytes)
+        around = ps.offload.save_on_cpu(pool, min_bytes=args.min_bytes, max_device_bytes=args.max_device_bytes)
         ps.offload.optimizer_state(optimizer, pool, min_bytes=args.min_bytes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--min-bytes", default="1MiB")
-    parser.add_argument("--device-bytes", default="1GiB")
+    parser.add_argument("--max-device-bytes", default="1GiB")
     parser.add_argument("--max-bytes", default="16GiB")
     args = parser.parse_args()
     expected, said = train(args, None)

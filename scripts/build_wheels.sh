@@ -3,9 +3,9 @@
 #
 # The compiler is zig's, of PyPI's package `ziglang`: it is for both machines, and links to a glibc as old as is asked for.
 # auditwheel says whether a wheel keeps to what its name promises, abi3audit whether it keeps to the limited API. The wheel
-# for this machine is installed into a fresh environment, where tests/helpers/smoke.py runs.
+# for this machine is tried by scripts/try_wheel.sh.
 #
-# Settings: PYTHON (.venv/bin/python, which has the extra `wheels`); PINSTAGE_REPOSITORY, see setup.py.
+# Settings: PYTHON (.venv/bin/python, which has the group `wheels`); PINSTAGE_REPOSITORY, see setup.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,8 +35,4 @@ done
 "$PYTHON" -m twine check --strict dist/*
 ls -l dist
 
-echo "== a fresh environment"
-"$PYTHON" -m venv "$build/venv"
-"$build/venv/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt dist/*_"$(uname -m)".whl
-site=$("$build/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-cd "$build" && venv/bin/python -I ../../tests/helpers/smoke.py "$site"
+scripts/try_wheel.sh "$PYTHON"

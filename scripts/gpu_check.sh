@@ -84,7 +84,7 @@ extension() {
   elif [ -f "$folder/_core.abi3.so" ]; then
     say "extension: the one that was carried"
   fi
-  "$PYTHON" -c 'from pinstage import _torch; raise SystemExit(_torch.problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
+  "$PYTHON" -c 'from pinstage._compat.problems import problems; raise SystemExit(problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
 # step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, note how it went.

@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 # Gathers in .whl what the GPU tests and benchmarks need on a machine that reaches no package index: wheels for its Python
-# of all that .venv has for the extra `test`, but what the machine has of its own. Run `make test` first, which fills .venv.
+# of all that .venv has for the group `test`, but what the machine has of its own. Run `make test` first, which fills .venv.
 #
 #     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
 #     VENV=.venv-frameworks WANTED="lightning accelerate torch-geometric" scripts/wheels.sh    # for benchmarks/frameworks.py
 #
-# WANTED: the packages, with all that they need; VENV: the environment that has them.
+# WANTED: the packages, with all that they need, and @GROUP for a dependency group; VENV: the environment that has them.
 # HAVE: what the machine has, with all that those need; nothing of it is gathered.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=${1:-3.12}
 HAVE=${HAVE:-torch numpy cuda-python pytest pytest-timeout hypothesis rich matplotlib psutil}
-WANTED=${WANTED:-pinstage[test]}
+WANTED=${WANTED:-@test}
 python=${VENV:-.venv}/bin/python
 platforms=(--platform manylinux2014_x86_64)
 for glibc in $(seq 17 39); do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 
 wanted=$("$python" - "$HAVE" "$WANTED" <<'PY'
-import re, sys
+import re, sys, tomllib
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.dependency_groups import resolve_dependency_groups
 from packaging.requirements import Requirement  # a part of .venv for the tests' sake
 
 
@@ -46,9 +49,13 @@ def closure(names: list[str]) -> dict[str, str]:
     return found
 
 
+groups = tomllib.loads(Path("pyproject.toml").read_text())["dependency-groups"]
+wanted = []
+for name in sys.argv[2].split():
+    wanted += map(str, resolve_dependency_groups(groups, name[1:])) if name[0] == "@" else [name]
 have = closure(sys.argv[1].split())
-for name, package_version in sorted(closure(sys.argv[2].split()).items()):
-    if name != "pinstage" and name not in have:
+for name, package_version in sorted(closure(wanted).items()):
+    if name not in have:
         print(f"{name}=={package_version}")
 PY
 )

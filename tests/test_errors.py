@@ -10,7 +10,7 @@ from doubles import ManualEvent
 
 import pinstage
 from pinstage import errors
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -175,11 +175,11 @@ def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
         lambda pool: pinstage.Stager("cpu", pool=pool),
         lambda pool: pinstage.DataLoader([1], device="cpu", pool=pool),
         lambda pool: pinstage.wrap_loader(torch.utils.data.DataLoader([1]), device="cpu", pool=pool),
-        PoolStager,
+        lambda pool: CheckpointStager(pool=pool),
         pinstage.offload.save_on_cpu,
         lambda pool: pinstage.offload.optimizer_state(torch.optim.SGD([torch.ones(1)]), pool),
     ],
-    ids=["Stager", "DataLoader", "wrap_loader", "PoolStager", "save_on_cpu", "optimizer_state"],
+    ids=["Stager", "DataLoader", "wrap_loader", "CheckpointStager", "save_on_cpu", "optimizer_state"],
 )
 def test_a_size_in_the_place_of_a_pool_is_refused_with_the_line_to_write(make):
     with pytest.raises(TypeError, match=r"pool must be a SlabPool: '1GiB'; pass SlabPool\(max_bytes='1GiB'\)"):

@@ -20,7 +20,7 @@ Stage batches of many shapes with pinstage and with every rival that is installe
 
 Packing is inside the timer for everybody, results are compared bit for bit outside of it, and each way has a fresh
 process. The table has medians in ms and, on a GPU, the best rival's time over each. It takes some minutes and wants an
-idle machine. Rivals that are not installed are named: pip install -e ".[bench]" brings those that pip has.
+idle machine. Rivals that are not installed are named: pip install -e . --group bench brings those that pip has.
 
     {PROGRAM} --out staging.json
     {PROGRAM} --only to,pin_to,pinstage --batches 1000x256B,300x1MiB --rounds 3
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in BROUGHT_BY_THE_EXTRA:
             raise
-        message = f'{missing} is not installed; run: pip install -e ".[bench]"'
+        message = f"{missing} is not installed; run: pip install -e . --group bench"
     sys.stderr.write(f"comparison: {message}\n")
     return 2
 

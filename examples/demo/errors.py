@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REMEDY = 'pip install -e ".[demo]"'
+REMEDY = "pip install -e . --group demo"
 
 
 class DemoError(Exception):

@@ -211,7 +211,7 @@ class Loaded:
         """Return the averages of the batches that were loaded last, which the loader itself counted."""
         assert self._loader is not None
         stats = self._loader.stats()
-        return round(stats.copies / stats.batches), round(stats.bytes / stats.batches)
+        return round(stats.copies / stats.batches), round(stats.packed_bytes / stats.batches)
 
     def memory(self) -> HostMemory:
         """Return what the loader's pool holds and its cap."""

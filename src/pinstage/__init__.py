@@ -9,8 +9,8 @@ allowed:
     for batch in loader:
         batch = stager.to_device(batch)  # asynchronous; safe on the current stream
 
-Importing the package pins nothing and does not initialise CUDA. The loader and `audit` are loaded when they are first
-asked for.
+Importing the package pins nothing and does not initialise CUDA. Submodules, the loader and `audit` are loaded when
+they are first used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._batch import Keep, Layout, register_node, register_tensor
+from ._batch import Layout, Slot, StagingNode, on_host, register_node, register_tensor
 from ._memory import (
     HostAllocMemory,
     MemoryResource,
@@ -28,25 +28,28 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
-from ._steps import profile
 
 if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import inspect as inspect
+    from . import integrations as integrations
+    from . import memory as memory
+    from . import metrics as metrics
     from . import offload as offload
     from ._loader import DataLoader, LoaderStats, wrap_loader
     from .inspect import audit
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DataLoader",
+    "Fence",
     "HostAllocMemory",
     "HostBudget",
     "HostShare",
     "HostTransfer",
-    "Keep",
     "Layout",
     "Lease",
     "LoaderStats",
@@ -57,13 +60,15 @@ __all__ = [
     "RegisteredMemory",
     "SharedMemory",
     "SlabPool",
+    "Slot",
     "Stager",
     "StagerStats",
+    "StagingNode",
     "Transfer",
     "audit",
     "wrap_loader",
     "default_memory",
-    "profile",
+    "on_host",
     "register_node",
     "register_tensor",
 ]
@@ -73,8 +78,7 @@ _LATER = {
     "LoaderStats": "._loader",
     "audit": ".inspect",
     "wrap_loader": "._loader",
-    "inspect": ".inspect",
-    "offload": ".offload",
+    **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }
 
 

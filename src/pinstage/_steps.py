@@ -1,6 +1,6 @@
-"""The steps of staging, as torch's profiler shows them and as `profile` times them.
+"""The steps of staging, as torch's profiler shows them and as `step_times` times them.
 
-A step costs next to nothing while neither looks.
+While neither looks, the overhead is negligible.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import _native
-from ._torch import is_profiling
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from ._compat.calls import is_profiling
 
 NOTHING: AbstractContextManager[Any] = _native.core.Nothing()
 """A context that does nothing, again and again."""
-_timed: dict[int, StepTimes] = {}  # by thread
+_open: dict[StepTimes, None] = {}
+"""Blocks that time steps now, in the order in which they began."""
+_lock = threading.RLock()  # a finaliser may end a step, too
 
 
-def profile() -> StepTimes:
-    """Time the steps of pinstage in this thread while a block runs.
+def step_times() -> StepTimes:
+    """Time the steps of pinstage while a block runs, in all threads of this process.
 
     ::
 
-        with ps.profile() as steps:
-            for batch in batches:
-                train_step(stager.to_device(batch))
+        with ps.inspect.step_times() as steps:
+            for batch in stager.prefetch(loader):
+                train_step(batch)
         print(steps)
 
-    torch's profiler shows the same steps as ranges, named ``pinstage.walk`` and so on.
+    Blocks may overlap; each counts all steps that end while it runs. Steps in worker processes aren't counted. torch's
+    profiler shows the same steps as ranges, named ``pinstage.walk`` and so on.
     """
     return StepTimes()
 
@@ -46,10 +46,11 @@ class StepTime:
 
     calls: int = 0
     seconds: float = 0.0
+    """Summed over threads, so it may exceed the time that the block took."""
 
 
 class StepTimes:
-    """Time spent in each step, by the clock of the host; see `profile`.
+    """Time spent in each step, by the clock of the host; see `step_times`.
 
     ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
     ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack`` moves bytes (and issues the copies of a
@@ -59,43 +60,26 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._times: dict[str, StepTime] = {}
-        self._before: StepTimes | None = None
-
-    @property
-    def times(self) -> dict[str, StepTime]:
+        self.times: dict[str, StepTime] = {}
         """Each step that ran, in the order in which they first ended."""
-        return self._times
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Return calls and seconds of each step, for programs."""
-        return {name: {"calls": found.calls, "seconds": found.seconds} for name, found in self._times.items()}
+        with _lock:
+            return {name: {"calls": found.calls, "seconds": found.seconds} for name, found in self.times.items()}
 
     def __enter__(self) -> StepTimes:
-        thread = threading.get_ident()
-        self._before = _timed.get(thread)
-        _timed[thread] = self
+        _open[self] = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        thread = threading.get_ident()
-        if self._before is None:
-            _timed.pop(thread, None)
-        else:
-            _timed[thread] = self._before
-
-    def _add(self, name: str, seconds: float) -> None:
-        found = self._times.setdefault(name, StepTime())
-        found.calls += 1
-        found.seconds += seconds
+    def __exit__(self, *raised: object) -> None:
+        _open.pop(self, None)
 
     def __str__(self) -> str:
         lines = [f"{'step':<12}{'calls':>10}{'ms':>12}{'us a call':>12}"]
-        for name, found in self._times.items():
-            each = found.seconds / found.calls * 1e6
-            lines.append(f"{name:<12}{found.calls:>10}{found.seconds * 1e3:>12.3f}{each:>12.1f}")
+        for name, found in self.to_dict().items():
+            each = found["seconds"] / found["calls"] * 1e6
+            lines.append(f"{name:<12}{found['calls']:>10}{found['seconds'] * 1e3:>12.3f}{each:>12.1f}")
         return "\n".join(lines)
 
 
@@ -115,10 +99,12 @@ class _Step:
         seconds = time.perf_counter() - self._began
         if self._range is not None:
             self._range.__exit__(*raised)
-        times = _timed.get(threading.get_ident())
-        if times is not None:
-            times._add(self._name, seconds)
+        with _lock:
+            for each in list(_open):
+                found = each.times.setdefault(self._name, StepTime())
+                found.calls += 1
+                found.seconds += seconds
 
 
-step: Callable[[str], AbstractContextManager[Any]] = _native.core.steps(_timed, is_profiling, _Step, NOTHING)
+step: Callable[[str], AbstractContextManager[Any]] = _native.core.steps(_open, is_profiling, _Step, NOTHING)
 """Returns the context of one step, by its name. Its range in a profile is ``pinstage.<name>``."""

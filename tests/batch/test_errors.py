@@ -50,7 +50,7 @@ def test_all_unknown_classes_of_a_batch_are_named_at_once_each_with_the_line_to_
     assert "batch['b'].value['deep'][0]" in lines[1]
     for cls in (one, two, inner):
         ps.register_node(cls)
-    ps.register_node(window, lambda found: (list(found), None), lambda _, children: window(children))
+    ps.register_node(window, lambda found: (list(found), None), lambda children, _: window(children))
     assert len(ps.Layout.of(batch).slots) == 4
 
 
@@ -109,13 +109,13 @@ def test_what_yields_batches_is_no_batch(stager, source):
 # -- what flatten returns ----------------------------------------------------------------------------------------------
 
 WRONG = {
-    "children alone": (lambda box: [box.value], "flatten returned a list of 1; return (children, metadata)"),
+    "children alone": (lambda box: [box.value], "flatten returned a list of 1; return (children, context)"),
     "one child": (
         lambda box: (box.value, None),
-        "flatten returned a Tensor as children; return ((child, ...), metadata)",
+        "flatten returned a Tensor as children; return ((child, ...), context)",
     ),
-    "nothing": (lambda box: None, "flatten returned a NoneType; return (children, metadata)"),
-    "four": (lambda box: ((), 1, 2, 3), "flatten returned a tuple of 4; return (children, metadata)"),
+    "nothing": (lambda box: None, "flatten returned a NoneType; return (children, context)"),
+    "four": (lambda box: ((), 1, 2, 3), "flatten returned a tuple of 4; return (children, context)"),
     "too few entries": (lambda box: ((box.value,), None, ()), "flatten returned 1 children and 0 path entries"),
 }
 
@@ -124,7 +124,7 @@ WRONG = {
 def test_a_wrong_flatten_is_an_error_with_class_and_path(kind):
     cls = fresh()
     flatten, text = WRONG[kind]
-    ps.register_node(cls, flatten, lambda metadata, children: cls(*children))
+    ps.register_node(cls, flatten, lambda children, context: cls(*children))
     for _ in range(2):
         with pytest.raises(LayoutError) as caught:
             ps.Layout.of({"a": torch.ones(1), "b": [cls(torch.ones(2))]})
@@ -136,60 +136,16 @@ def test_a_wrong_flatten_is_an_error_with_class_and_path(kind):
 
 def test_classes_behind_a_wrong_one_may_be_new():
     cls, other = fresh(), dataclasses.make_dataclass("New", ["value"])
-    ps.register_node(cls, lambda box: None, lambda metadata, children: cls(*children))
+    ps.register_node(cls, lambda box: None, lambda children, context: cls(*children))
     with pytest.raises(LayoutError, match="flatten returned a NoneType") as caught:
         ps.Layout.of([other(1), cls(torch.ones(1)), dataclasses.make_dataclass("New", ["value"])(1)])
     assert caught.value.path == "[1]"
 
 
-@pytest.mark.parametrize("metadata", [lambda box: None, lambda box: (box.note,)], ids=["none", "a tuple"])
-def test_torchs_order_of_children_and_metadata_is_an_error_that_says_so(metadata):
-    cls = fresh()
-    ps.register_node(
-        cls, lambda box: ((box.value,), metadata(box)), lambda children, context: cls(children[0], *(context or ()))
-    )
-    for _ in range(2):
-        with pytest.raises(
-            LayoutError, match=r"unflatten takes \(children, metadata\), the order of torch's"
-        ) as caught:
-            ps.Layout.of([cls(torch.ones(1), "note")])
-        assert caught.value.path == "[0]"
-
-
-def test_the_other_order_is_an_error_of_the_protocol_too():
-    class Speaking:
-        def __init__(self, value):
-            self.value = value
-
-        def tree_flatten(self):
-            return [self.value], "name"
-
-        @classmethod
-        def tree_unflatten(cls, children, metadata):
-            return cls(*children)
-
-    # "name" has four letters: as children they are too many.
-    with pytest.raises(LayoutError, match=r"Speaking: unflatten takes \(children, metadata\)"):
-        ps.Layout.of(Speaking(torch.ones(1)))
-
-
-def test_the_functions_are_tried_once_for_each_class_and_not_for_each_batch():
-    cls, calls = fresh(), []
-
-    def unflatten(metadata, children):
-        calls.append(metadata)
-        return cls(*children, metadata)
-
-    ps.register_node(cls, lambda box: ((box.value,), box.note), unflatten)
-    for count in range(1, 5):
-        ps.Layout.of([cls(torch.ones(1), count)])
-    assert calls == [1]
-
-
 def test_the_path_is_that_of_the_object_that_is_taken_apart_wrongly():
     cls = fresh()
     ps.register_node(
-        cls, lambda box: box.note or ((box.value,), None), lambda metadata, children: cls(next(iter(children)))
+        cls, lambda box: box.note or ((box.value,), None), lambda children, context: cls(next(iter(children)))
     )
     with pytest.raises(LayoutError, match="flatten returned a str") as caught:
         ps.Layout.of({"a": [cls(torch.ones(1)), cls(torch.ones(1), "wrong")]})

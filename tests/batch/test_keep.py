@@ -1,4 +1,4 @@
-"""What stays on the host: `Keep` in a batch, and ``Stager(keep_on_host=...)``."""
+"""What stays on the host: `on_host` in a batch, and ``Stager(keep_on_host=...)``."""
 
 import pytest
 import torch
@@ -38,9 +38,9 @@ def stager():
 )
 def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
     for _ in range(3):
-        staged = stager.to_device({"x": torch.ones(2), "kept": ps.Keep(thing), "in a list": [ps.Keep(thing)]})
+        staged = stager.to_device({"x": torch.ones(2), "kept": ps.on_host(thing), "in a list": [ps.on_host(thing)]})
         assert staged["kept"] is staged["in a list"][0] is thing
-        fetched = stager.to_host({"x": staged["x"], "kept": ps.Keep(thing)})
+        fetched = stager.to_host({"x": staged["x"], "kept": ps.on_host(thing)})
         assert fetched["kept"] is thing
     stats = stager.stats()
     assert (stats.packed_leaves, stats.passthrough_leaves) == (3, 0)
@@ -48,13 +48,13 @@ def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
 
 def test_kept_things_may_be_all_there_is(stager):
     thing = torch.ones(3)
-    assert stager.to_device(ps.Keep(thing)) is thing
+    assert stager.to_device(ps.on_host(thing)) is thing
     assert stager.stats().copies == 0
 
 
 def test_a_tensor_that_is_kept_in_one_place_is_staged_in_another(stager):
     lengths = torch.tensor([3, 2])
-    staged = stager.to_device({"device": lengths, "host": ps.Keep(lengths)})
+    staged = stager.to_device({"device": lengths, "host": ps.on_host(lengths)})
     assert staged["host"] is lengths
     assert staged["device"] is not lengths
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 1), staged["host"], batch_first=True)
@@ -62,13 +62,17 @@ def test_a_tensor_that_is_kept_in_one_place_is_staged_in_another(stager):
 
 
 def test_a_layout_says_nothing_of_what_is_kept():
-    one, other = ({"x": torch.ones(2), "kept": ps.Keep(thing)} for thing in (Untouchable(), "text"))
+    one, other = ({"x": torch.ones(2), "kept": ps.on_host(thing)} for thing in (Untouchable(), "text"))
     assert ps.Layout.of(one) == ps.Layout.of(other)
     assert ps.Layout.of(one).others(one) == [one["kept"].obj]
 
 
 def kept(index):
-    return {"x": torch.full((2,), index), "lengths": ps.Keep(torch.tensor([index])), "odd": ps.Keep({"s": {index}})}
+    return {
+        "x": torch.full((2,), index),
+        "lengths": ps.on_host(torch.tensor([index])),
+        "odd": ps.on_host({"s": {index}}),
+    }
 
 
 def whole(batch):

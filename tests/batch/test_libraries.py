@@ -13,8 +13,8 @@ from loader_data import Mapped
 from torch.utils._pytree import register_pytree_node
 
 import pinstage as ps
-from pinstage import _torch
 from pinstage._batch import _libraries
+from pinstage._compat import probes
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.usefixtures("both_paths")
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("both_paths")
 
 @pytest.fixture(autouse=True)
 def told_anew():
-    _torch._told.clear()
+    probes._warned.clear()
     yield
-    _torch._told.clear()
+    probes._warned.clear()
 
 
 class Box:
@@ -184,7 +184,7 @@ def library(tmp_path, monkeypatch):
                 met.append(cls)
                 if not issubclass(cls, somebatches.Base):
                     return None
-                return lambda obj: ((obj.value,), None), lambda _, children: cls(*children)
+                return lambda obj: ((obj.value,), None), lambda children, _: cls(*children)
             """
         )
     )

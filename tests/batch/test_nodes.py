@@ -404,7 +404,7 @@ def test_flatten_and_unflatten_say_how_an_object_is_staged():
     register_node(
         Ragged,
         lambda ragged: ((torch.cat(ragged.rows),), (tuple(map(len, ragged.rows)), ragged.scale)),
-        lambda metadata, children: Ragged(list(next(iter(children)).split(metadata[0])), metadata[1]),
+        lambda children, context: Ragged(list(children[0].split(context[0])), context[1]),
     )
     batch = {"ragged": Ragged([torch.randn(2), torch.randn(3)], 2.0)}
     layout = Layout.of(batch)
@@ -431,7 +431,7 @@ def test_register_node_is_a_decorator_with_and_without_a_call():
         def __init__(self):
             self.value = leaf(2)
 
-    @register_node(flatten=flatten, unflatten=lambda metadata, children: Told())
+    @register_node(flatten=flatten, unflatten=lambda children, context: Told())
     class Told:
         value = leaf(3)
 
@@ -454,13 +454,13 @@ def test_flatten_and_unflatten_go_together():
     with pytest.raises(TypeError, match=r"register_node\(Half\): flatten and unflatten go together"):
         register_node(Half, lambda half: ((), None))
     with pytest.raises(TypeError, match="go together"):
-        register_node(Half, unflatten=lambda metadata, children: Half())
+        register_node(Half, unflatten=lambda children, context: Half())
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple, collections.OrderedDict, collections.deque])
 def test_a_container_that_is_known_already_cannot_be_registered(kind):
     with pytest.raises(ValueError, match="registered"):
-        register_node(kind, lambda obj: ((), None), lambda metadata, children: kind())
+        register_node(kind, lambda obj: ((), None), lambda children, context: kind())
 
 
 def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
@@ -471,7 +471,7 @@ def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
     def flatten(once):
         return (once.value,), None
 
-    def unflatten(metadata, children):
+    def unflatten(children, context):
         return Once(*children)
 
     for _ in range(2):
@@ -492,7 +492,7 @@ def test_a_class_is_not_registered_again_in_another_way():
 
     register_node(Once)
     with pytest.raises(ValueError, match=r"Once is already registered in another way.*; register it once"):
-        register_node(Once, lambda once: ((), None), lambda metadata, children: Once())
+        register_node(Once, lambda once: ((), None), lambda children, context: Once())
 
 
 def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on():
@@ -500,7 +500,7 @@ def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on
     batch = cls(leaf())
     through_slab(batch)
     with pytest.raises(ValueError, match="already registered"):
-        register_node(cls, lambda obj: ((), None), lambda metadata, children: cls(None))
+        register_node(cls, lambda obj: ((), None), lambda children, context: cls(None))
     assert_same(batch, through_slab(batch), "cpu")
 
 
@@ -517,9 +517,7 @@ def test_a_deque_subclass_is_staged_by_functions():
     class Window(collections.deque):
         pass
 
-    register_node(
-        Window, lambda window: (list(window), window.maxlen), lambda maxlen, children: Window(children, maxlen)
-    )
+    register_node(Window, lambda window: (list(window), window.maxlen), Window)
     batch = Window([leaf(1), leaf(2)], maxlen=4)
     assert_same(batch, through_slab(batch), "cpu")
 
@@ -1089,7 +1087,7 @@ def test_a_batch_is_staged_whoever_walks_it(depth):
 
 
 def test_an_error_of_flatten_is_the_callers():
-    @register_node(flatten=lambda obj: 1 / 0, unflatten=lambda metadata, children: None)
+    @register_node(flatten=lambda obj: 1 / 0, unflatten=lambda children, context: None)
     class Broken:
         pass
 
@@ -1207,6 +1205,6 @@ def test_classes_become_known_without_a_change_of_the_processs_warnings(monkeypa
     plain = dataclasses.make_dataclass("Plain", ["x"])
     ours = attrs.make_class("Ours", ["x"])
     own = type("Own", (dict,), {})
-    registered = register_node(type("Registered", (list,), {}), lambda node: (list(node), None), lambda _, x: list(x))
+    registered = register_node(type("Registered", (list,), {}), lambda node: (list(node), None), lambda x, _: list(x))
     batch = [plain(leaf(1)), ours(leaf(2)), own(x=leaf(3)), registered([leaf(4)])]
     assert len(Layout.of(batch).slots) == 4

@@ -1,4 +1,4 @@
-"""`PoolStager`: what it stages is a copy of everything as it was, in one slab, which comes back."""
+"""`CheckpointStager`: what it stages is a copy of everything as it was, in one slab, which comes back."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import pinstage as ps
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
 
@@ -25,7 +25,7 @@ def pool():
 
 @pytest.fixture
 def stager(pool):
-    with PoolStager(pool) as stager:
+    with CheckpointStager(pool=pool) as stager:
         yield stager
 
 
@@ -222,7 +222,7 @@ def test_a_second_save_waits_until_the_first_is_written(stager, pool):
 
 
 def test_a_second_save_raises_if_that_is_wanted_and_the_first_goes_on(pool):
-    stager = PoolStager(pool, timeout=0)
+    stager = CheckpointStager(pool=pool, timeout=0)
     staged = stager.stage(adam_state()).result()
     with pytest.raises(AcquireTimeoutError, match=r"the last checkpoint is still being written.*upload_completion"):
         stager.stage(adam_state(seed=1))
@@ -233,7 +233,7 @@ def test_a_second_save_raises_if_that_is_wanted_and_the_first_goes_on(pool):
 
 def test_a_state_larger_than_the_cap_is_refused_before_anything_is_copied():
     with ps.SlabPool(max_bytes="1MiB") as pool:
-        stager = PoolStager(pool)
+        stager = CheckpointStager(pool=pool)
         state = {f"p{i}": torch.zeros(100_000) for i in range(10)}
         with pytest.raises(
             BudgetExceededError,
@@ -254,7 +254,7 @@ def written(staging, left):
 
 def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody_waits_forever():
     with ps.SlabPool(max_bytes="1MiB") as pool:
-        stager = PoolStager(pool)
+        stager = CheckpointStager(pool=pool)
         state = {"p": torch.ones(100_000)}
         left = []
         for _ in range(2):  # two have room
@@ -268,10 +268,12 @@ def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody
 
 
 def test_what_a_stager_is_made_of_is_checked():
-    with ps.SlabPool(max_bytes="1MiB") as pool, pytest.raises(ValueError, match="pass pool or max_bytes, not both"):
-        PoolStager(pool, max_bytes="1MiB")
+    with ps.SlabPool(max_bytes="1MiB") as pool:
+        for cap in ({"max_bytes": "1MiB"}, {"budget": ps.HostBudget("1MiB", name="caps")}):
+            with pytest.raises(ValueError, match=r"the pool has its own cap: max_bytes=.*Pass pool alone"):
+                CheckpointStager(pool=pool, **cap)
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
-        PoolStager(max_bytes="1MiB", timeout=-1)
+        CheckpointStager(max_bytes="1MiB", timeout=-1)
 
 
 def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
@@ -282,7 +284,7 @@ def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
 
 def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(pool):
     hooks = len(_global_optimizer_pre_hooks)
-    stager = PoolStager(pool, hold="step")
+    stager = CheckpointStager(pool=pool, hold="step")
     assert len(_global_optimizer_pre_hooks) == hooks + 1
     assert difference(stager.stage(adam_state()).result(), adam_state()) is None
     adam_state()  # takes a step
@@ -294,10 +296,10 @@ def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(po
     gc.collect()
     assert died() is None
     with pytest.raises(ValueError, match="no such hold: 'never'; pass 'stream' or 'step'"):
-        PoolStager(pool, hold="never")
+        CheckpointStager(pool=pool, hold="never")
 
 
 def test_a_pool_of_the_stagers_own_can_be_mapped_by_a_writer_and_is_closed_with_it():
-    with PoolStager(max_bytes="1MiB") as stager:
+    with CheckpointStager(max_bytes="1MiB") as stager:
         assert stager.pool.memory.is_shared
     assert stager.pool.closed

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard as ShardedAlong
 from torchrun import torchrun
 
 import pinstage as ps
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 from pinstage.errors import StagingError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +46,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def stager():
-    with PoolStager(max_bytes="1MiB") as stager:
+    with CheckpointStager(max_bytes="1MiB") as stager:
         yield stager
 
 
@@ -146,7 +146,7 @@ def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, s
 
 def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
     planner, state = DefaultSavePlanner(), adam_state()
-    with PoolStager(max_bytes="1MiB") as stager:
+    with CheckpointStager(max_bytes="1MiB") as stager:
         for step in range(4):
             save = dcp.async_save(state, checkpoint_id=tmp_path / str(step), planner=planner, async_stager=stager)
             save.upload_completion.result()
@@ -212,7 +212,10 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
     with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool:
         response = dcp.async_save(
-            adam_state(), checkpoint_id=tmp_path, async_stager=PoolStager(pool), async_checkpointer_type=IN_PROCESS
+            adam_state(),
+            checkpoint_id=tmp_path,
+            async_stager=CheckpointStager(pool=pool),
+            async_checkpointer_type=IN_PROCESS,
         )
         with pytest.raises(StagingError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
             response.upload_completion.result()

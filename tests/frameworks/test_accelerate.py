@@ -158,7 +158,7 @@ def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
                 optimizer.step()
                 optimizer.zero_grad()
             if offloaded is not None:
-                assert offloaded.away_bytes == 2 * model.weight.nbytes
+                assert offloaded.stats().host_bytes == 2 * model.weight.nbytes
                 offloaded.close()
         return model.weight
 

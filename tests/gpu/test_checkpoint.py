@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import _async_process_executor as processes
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchrun import torchrun
 
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ class Job:
         return {str(i): parameter.detach() for i, parameter in enumerate(self.parameters)}
 
 
-def copies_of(stager: PoolStager, device: torch.device) -> torch.cuda.Stream:
+def copies_of(stager: CheckpointStager, device: torch.device) -> torch.cuda.Stream:
     return stager._sources.of(device).stream  # the tests that hold it have to know it
 
 
@@ -51,7 +51,7 @@ def event_here() -> torch.cuda.Event:
 
 def test_the_call_returns_before_the_copies_and_what_follows_comes_behind_them(cuda_device, latch: Latch):
     job = Job(cuda_device)
-    with PoolStager(max_bytes="64MiB") as stager, latch:
+    with CheckpointStager(max_bytes="64MiB") as stager, latch:
         stager.stage(job.state()).result()
         before = digest(job.state())
         latch.hold(copies_of(stager, cuda_device))
@@ -68,7 +68,7 @@ def test_the_call_returns_before_the_copies_and_what_follows_comes_behind_them(c
 
 def test_with_hold_step_work_goes_on_beside_the_copies_and_the_next_step_waits(cuda_device, latch: Latch):
     job = Job(cuda_device)
-    with PoolStager(max_bytes="64MiB", hold="step") as stager, latch:
+    with CheckpointStager(max_bytes="64MiB", hold="step") as stager, latch:
         stager.stage(job.state()).result()
         before = digest(job.state())
         elsewhere = torch.ones(LARGE, device=cuda_device)
@@ -89,7 +89,7 @@ def test_with_hold_step_work_goes_on_beside_the_copies_and_the_next_step_waits(c
 
 
 def test_with_hold_step_a_temporary_is_kept_until_it_is_copied(cuda_device, latch: Latch):
-    with PoolStager(max_bytes="64MiB", hold="step") as stager, latch:
+    with CheckpointStager(max_bytes="64MiB", hold="step") as stager, latch:
         stager.stage({"t": torch.full((LARGE,), 1.0, device=cuda_device)}).result()
         cached = [torch.full((LARGE,), 0.0, device=cuda_device) for _ in range(9)]
         torch.cuda.synchronize(cuda_device)
@@ -104,7 +104,7 @@ def test_with_hold_step_a_temporary_is_kept_until_it_is_copied(cuda_device, latc
 
 def test_after_the_first_save_nothing_is_page_locked(cuda_device):
     job = Job(cuda_device)
-    with PoolStager(max_bytes="64MiB") as stager:
+    with CheckpointStager(max_bytes="64MiB") as stager:
         assert stager.pool.memory.is_pinned
         stager.stage(job.state()).result()
         stager.pool.freeze()
@@ -122,7 +122,7 @@ def test_a_state_on_a_gpu_and_the_cpu_is_staged_as_one(cuda_device):
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     before = digest(state)
-    with PoolStager(max_bytes="64MiB") as stager:
+    with CheckpointStager(max_bytes="64MiB") as stager:
         staging = stager.stage(state)
         optimizer.step()
         staged = staging.result()
@@ -137,7 +137,7 @@ def test_saves_hold_the_bytes_of_the_call_while_training_goes_on(cuda_device, tm
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with PoolStager(max_bytes="64MiB") as stager:
+        with CheckpointStager(max_bytes="64MiB") as stager:
             for number in range(3):
                 at_the_call = digest(job.state())
                 saving = dcp.async_save(

@@ -7,7 +7,7 @@ import torch
 from latch import Latch
 
 import pinstage as ps
-from pinstage import _torch
+from pinstage._compat import probes
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def stager(cuda_device):
 
 def test_what_is_kept_stays_on_the_host_and_the_rest_does_not(stager):
     lengths = torch.tensor([3, 2])
-    staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.Keep(lengths)})
+    staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.on_host(lengths)})
     assert staged["lengths"] is lengths
     packed = torch.nn.utils.rnn.pack_padded_sequence(staged["x"], staged["lengths"], batch_first=True)
     assert packed.data.device == stager.device
@@ -116,7 +116,7 @@ def test_a_class_with_pin_memory_is_told_and_packed(stager):
         def pin_memory(self):
             raise AssertionError("it was called")
 
-    _torch._told.clear()
+    probes._warned.clear()
     with pytest.warns(RuntimeWarning, match=r"pin_memory\(\) is not called"):
         staged = stager.to_device(Pinned(torch.ones(2)))
     assert staged.value.device == stager.device

@@ -136,7 +136,7 @@ def test_a_program_that_uses_the_second_device_alone_has_no_context_on_the_first
 
 
 def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_devices, tmp_path):
-    pytest.importorskip("pandas", reason="the demo's extra is not installed")
+    pytest.importorskip("pandas", reason="the group demo is not installed")
     example = HERE.parents[1] / "examples" / "ddp.py"
     reports = {}
     for loader in ("plain", "pinstage"):

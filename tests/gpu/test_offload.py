@@ -54,12 +54,12 @@ def pool(cuda_device):
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
 
 
-@pytest.mark.parametrize("device_bytes", [0, "24MiB", "1GiB"])
-def test_gradients_are_those_of_a_run_without_bit_for_bit(cuda_device, pool, device_bytes):
+@pytest.mark.parametrize("max_device_bytes", [0, "24MiB", "1GiB"])
+def test_gradients_are_those_of_a_run_without_bit_for_bit(cuda_device, pool, max_device_bytes):
     model, x = make(cuda_device)
     expected = gradients(model, x)
     assert_equal(gradients(model, x), expected)  # without either: else this says nothing
-    offload = save_on_cpu(pool, device_bytes=device_bytes)
+    offload = save_on_cpu(pool, max_device_bytes=max_device_bytes)
     for _ in range(5):
         assert_equal(gradients(model, x, offload), expected)
     stats = offload.stats()
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_a_run_without_bit_for_bit(cuda_device, pool, dev
 def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
     model, x = make(cuda_device, blocks=3)
     expected = gradients(model, x)
-    offload = save_on_cpu(pool, device_bytes="24MiB")
+    offload = save_on_cpu(pool, max_device_bytes="24MiB")
     gradients(model, x, offload)
     torch.cuda.synchronize()
     shuttle = shuttle_for(cuda_device)
@@ -86,7 +86,7 @@ def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
 def test_the_host_waits_for_no_copy_back(cuda_device, pool, latch: Latch):
     model, x = make(cuda_device, blocks=3)
     expected = gradients(model, x)
-    offload = save_on_cpu(pool, device_bytes="24MiB")
+    offload = save_on_cpu(pool, max_device_bytes="24MiB")
     gradients(model, x, offload)
     torch.cuda.synchronize()
     with latch:
@@ -103,7 +103,7 @@ def overwritten_too_early(pool, latch, device):
     x = torch.full((4 * MIB,), 2.0, device=device, requires_grad=True)
 
     def forward():
-        with save_on_cpu(pool, device_bytes=0):
+        with save_on_cpu(pool, max_device_bytes=0):
             return (x * 3).square()
 
     forward().backward(torch.ones_like(x))
@@ -154,7 +154,7 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
         return (torch.cuda.max_memory_allocated() - before) / (16 * MIB)
 
     assert peak(None) >= 30
-    offload = save_on_cpu(pool, device_bytes="32MiB")
+    offload = save_on_cpu(pool, max_device_bytes="32MiB")
     for _ in range(3):
         # Leaving and come back ahead, two of each; those that backward found still there; what is in use; gradients.
         assert peak(offload) <= 13
@@ -162,7 +162,7 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
 
 def test_nothing_is_page_locked_after_the_first_step_however_far_the_host_runs_ahead(cuda_device, pool):
     model, x = make(cuda_device)
-    offload = save_on_cpu(pool, device_bytes="24MiB")
+    offload = save_on_cpu(pool, max_device_bytes="24MiB")
     gradients(model, x, offload)
     misses = pool.stats().misses
     for _ in range(10):
@@ -173,7 +173,7 @@ def test_nothing_is_page_locked_after_the_first_step_however_far_the_host_runs_a
 
 def test_backward_finds_most_tensors_on_the_device(cuda_device, pool):
     model, x = make(cuda_device)
-    offload = save_on_cpu(pool, device_bytes="96MiB")
+    offload = save_on_cpu(pool, max_device_bytes="96MiB")
     gradients(model, x, offload)
     torch.cuda.synchronize()
     before = offload.stats()
@@ -185,7 +185,7 @@ def test_backward_finds_most_tensors_on_the_device(cuda_device, pool):
 def test_side_streams_of_the_user_are_ordered(cuda_device, pool):
     model, x = make(cuda_device)
     expected = gradients(model, x)
-    offload = save_on_cpu(pool, device_bytes="24MiB")
+    offload = save_on_cpu(pool, max_device_bytes="24MiB")
     streams = [torch.cuda.Stream(cuda_device) for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(10):
@@ -240,7 +240,7 @@ def test_compiled_blocks_give_the_gradients_of_compiled_blocks(cuda_device, pool
     model, x = make(cuda_device, blocks=2)
     compiled = torch.nn.Sequential(*(torch.compile(block) for block in model))
     expected = gradients(compiled, x)
-    offload = save_on_cpu(pool, device_bytes="48MiB")
+    offload = save_on_cpu(pool, max_device_bytes="48MiB")
     for _ in range(3):
         assert_equal(gradients(compiled, x, offload), expected)
     assert offload.stats().copies > 0
@@ -262,7 +262,7 @@ def test_a_model_on_two_devices_saves_from_both(two_devices):
 
     with ps.SlabPool(max_bytes="1GiB") as pool:
         expected = run(torch.enable_grad())
-        offload = save_on_cpu(pool, device_bytes="24MiB")
+        offload = save_on_cpu(pool, max_device_bytes="24MiB")
         for _ in range(5):
             assert_equal(run(offload), expected)
         torch.cuda.synchronize(one)
@@ -279,10 +279,10 @@ def test_weights_are_bit_equal_with_the_optimizer_s_state_on_the_host(cuda_devic
             optimizer.zero_grad()
             model(x).square().mean().backward()
             if state is not None and step % 2:
-                state.bring()
+                state.onload()
             optimizer.step()
         if state is not None:
-            assert state.away_bytes == 2 * 2 * 2 * 512 * 2048 * 4
+            assert state.stats().host_bytes == 2 * 2 * 2 * 512 * 2048 * 4
             state.close()
         return [parameter.detach().clone() for parameter in model.parameters()]
 

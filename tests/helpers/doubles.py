@@ -430,3 +430,11 @@ class QueuedShuttle:
             while len(queue) > self._lags[queue is self._back]:
                 queue.pop(0).run()
         return event
+
+
+def assert_idle(pool, shuttle=None):
+    """See that no slab is in use, once all copies of a `QueuedShuttle` have run."""
+    if shuttle is not None:
+        shuttle.run_all()
+    stats = pool.stats()
+    assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)

@@ -1,4 +1,4 @@
-"""Saves a model of FSDP2 with Adam by `PoolStager` while it trains on, and reads it back. Torchrun starts it.
+"""Saves a model of FSDP2 with Adam by `CheckpointStager` while it trains on, and reads it back. Torchrun starts it.
 
 torchrun --nproc-per-node 2 fsdp_checkpoint.py FOLDER cuda
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pinstage.checkpoint import PoolStager
+from pinstage.checkpoint import CheckpointStager
 
 WIDTH = 64
 
@@ -49,7 +49,7 @@ class Job:
 def main(folder: Path, device: torch.device) -> None:
     job = Job(device, seed=0)
     of_checkpoints = dist.new_group(backend="gloo")  # its thread must not come between training's collectives
-    with PoolStager(max_bytes="16MiB") as stager:
+    with CheckpointStager(max_bytes="16MiB") as stager:
         for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
             for number in range(3):
                 job.step()

@@ -27,7 +27,6 @@ WORKS = {
     "a functional tensor": "staged",
     "a zero tensor": "staged",
     "registered with pytree": "staged",
-    "audit": "knows what pin_memory does",
     "profile": "has steps",
     "workers": "staged",
 }
@@ -110,7 +109,6 @@ def in_core(**functions: Any) -> Callable[[], None]:
 
 
 data_utils: Any = importlib.import_module("torch.utils.data._utils")
-pin_memory: Any = importlib.import_module("torch.utils.data._utils.pin_memory")
 
 
 def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -165,11 +163,7 @@ def has_another_api() -> None:
 
 NO_MEMORY = "refused: .* has not the memory.*"
 NO_TENSORS = {"doctor": "tensors", "told": SLOW_TENSORS}
-NO_COLLATION = {
-    "doctor": "default collation",
-    "told": "workers stack batches before they pack them, which takes longer: ",
-}
-NO_PINNING = {"doctor": "pin_memory", "instead": {"audit": "does not know"}}
+NO_LOADER = {"doctor": "DataLoader", "told": "ps.DataLoader stages in the main process, which is slower: torch .*"}
 
 CASES = {
     "nothing": Case(lambda: None),
@@ -209,11 +203,9 @@ CASES = {
     # -- profiling
     "profiler_enabled": Case(gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}),
     # -- torch's loader
-    "pin_memory": Case(gone(pin_memory, "pin_memory"), **NO_PINNING),
-    "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_COLLATION),
-    "collate without a map": Case(for_us_only(data_utils, "collate", "collate", lambda batch: batch), **NO_COLLATION),
-    "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_COLLATION),
-    "default_collate_fn_map": Case(for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_COLLATION),
+    "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_LOADER),
+    "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_LOADER),
+    "default_collate_fn_map": Case(for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_LOADER),
 }
 
 
@@ -306,10 +298,6 @@ def profile(ps: Any, stager: Any) -> str:
     return "has steps" if "pinstage.pack" in {event.name for event in profiler.events()} else "has none"
 
 
-def audit(ps: Any) -> str:
-    return "knows what pin_memory does" if ps.audit({"x": torch.ones(3)}).pinning.unknown is None else "does not know"
-
-
 def workers(ps: Any) -> str:
     dataset = [{"x": torch.full((3,), float(i)), "i": i} for i in range(8)]
     loader = ps.DataLoader(dataset, batch_size=2, num_workers=1, device="cpu", multiprocessing_context="fork")
@@ -348,7 +336,6 @@ def try_all() -> dict[str, Any]:
                 ),
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
-                "audit": audit(ps),
                 "profile": profile(ps, stager),
                 "workers": workers(ps),
             }

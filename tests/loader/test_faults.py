@@ -28,8 +28,8 @@ import torch
 from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
-from pinstage import _torch
 from pinstage._batch import take_apart
+from pinstage._compat import loader as torchs_loader
 from pinstage._loader._broker import LEAKED
 from pinstage._loader._collate import SlabCollate
 from pinstage._loader._messages import BROKERS, receive
@@ -132,8 +132,10 @@ def test_a_batch_outlives_loader_and_iterator():
 
 
 def test_workers_that_are_still_starting_when_the_pass_is_left_end_without_an_error(monkeypatch):
-    monkeypatch.setattr(_torch, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
-    monkeypatch.setattr(_torch, "wait", lambda *given: time.sleep(0.2) or wait(*given))  # this thread sees that first
+    monkeypatch.setattr(torchs_loader, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
+    monkeypatch.setattr(
+        torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given)
+    )  # this thread sees that first
     before = resources()
     batches = iter(ps.DataLoader([torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"))
     del batches

@@ -344,28 +344,35 @@ def test_stats_say_who_waits(workers):
     assert loader.stats().bottleneck == "Nothing was loaded yet."
     list(loader)
     stats = loader.stats()
-    assert stats.bytes == 2_300_000
-    assert 0 < stats.wait_seconds <= stats.seconds
+    assert stats.packed_bytes == 2_300_000
+    assert 0 < stats.batch_wait_seconds <= stats.elapsed_seconds
     assert stats.num_workers == workers
     assert stats.bottleneck.endswith(".")
 
 
-STATS = {"batches": 10, "copies": 10, "bytes": 1, "fallback_batches": 0, "passthrough_leaves": 0, "wait_seconds": 5.0}
-STATS |= {"slab_wait_seconds": 0.0, "seconds": 10.0, "num_workers": 2, "pool": None}
+STATS = {
+    "batches": 10,
+    "copies": 10,
+    "packed_bytes": 1,
+    "fallback_batches": 0,
+    "passthrough_leaves": 0,
+    "batch_wait_seconds": 5.0,
+}
+STATS |= {"slab_wait_seconds": 0.0, "elapsed_seconds": 10.0, "num_workers": 2, "pool": None}
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({}, "The workers are the bottleneck"),
-        ({"wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"batch_wait_seconds": 0.5}, "The loop is the bottleneck"),
         ({"slab_wait_seconds": 9.0}, "max_bytes is the bottleneck"),
         ({"fallback_batches": 9}, "max_bytes is the bottleneck"),
         ({"num_workers": 0}, "Loading is the bottleneck"),
-        ({"num_workers": 0, "wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"num_workers": 0, "batch_wait_seconds": 0.5}, "The loop is the bottleneck"),
         ({"num_workers": 0, "fallback_batches": 9}, "max_bytes is the bottleneck"),
-        ({"fallback_batches": 9, "wait_seconds": 0.5}, "max_bytes is the bottleneck"),
-        ({"seconds": 0.0, "wait_seconds": 0.0}, "Loading was not timed"),
+        ({"fallback_batches": 9, "batch_wait_seconds": 0.5}, "max_bytes is the bottleneck"),
+        ({"elapsed_seconds": 0.0, "batch_wait_seconds": 0.0}, "Loading was not timed"),
     ],
 )
 def test_the_bottleneck_is_named(changes, sentence):

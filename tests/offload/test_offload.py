@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from doubles import CountingMemory, QueuedShuttle, wait_until
+from doubles import CountingMemory, QueuedShuttle, assert_idle, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -40,13 +40,6 @@ def pool(make_pool, shuttle):
     pool = make_pool(4 << 20)
     yield pool
     assert_idle(pool, shuttle)
-
-
-def assert_idle(pool, shuttle=None):
-    if shuttle is not None:
-        shuttle.run_all()
-    stats = pool.stats()
-    assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
 
 
 class Attention(torch.nn.Module):
@@ -137,12 +130,12 @@ def assert_equal(some, others):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device_bytes", [0, 5 * KIB, "1GiB"])
+@pytest.mark.parametrize("max_device_bytes", [0, 5 * KIB, "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_a_run_without_bit_for_bit(pool, name, device_bytes):
+def test_gradients_are_those_of_a_run_without_bit_for_bit(pool, name, max_device_bytes):
     model, x = make(name)
     expected = gradients(model, x)
-    offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=device_bytes)
+    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
     for _ in range(3):
         assert_equal(gradients(model, x, offload), expected)
     assert offload.stats().copies > 0
@@ -178,7 +171,7 @@ def test_several_forward_passes_before_the_first_backward(pool):
     model, x = make("attention")
     inputs = [x.detach().clone().requires_grad_() for _ in range(3)]
     expected = gradients(model, x)[-1]
-    offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=64 * KIB)
+    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=64 * KIB)
     for order in ((0, 1, 2), (2, 0, 1)):
         outputs = []
         for one in inputs:
@@ -263,12 +256,12 @@ def test_parameters_views_of_them_and_small_tensors_stay(pool):
 
 
 def test_keep_has_to_be_a_function(pool):
-    with pytest.raises(TypeError, match="keep must be a function: 3"):
-        save_on_cpu(pool, keep=3)
+    with pytest.raises(TypeError, match="keep_on_device must be a function: 3"):
+        save_on_cpu(pool, keep_on_device=3)
 
 
 def test_keep_says_what_else_stays(pool):
-    offload = save_on_cpu(pool, min_bytes=KIB, keep=lambda tensor: tensor.shape[0] == 50)
+    offload = save_on_cpu(pool, min_bytes=KIB, keep_on_device=lambda tensor: tensor.shape[0] == 50)
     x, y = (torch.randn(n, 40, requires_grad=True) for n in (50, 60))
     with offload:
         loss = x.exp().sum() + y.exp().sum()
@@ -454,7 +447,7 @@ def chain(x, length=10):
 
 def test_backward_finds_tensors_that_set_out_before(pool, shuttle):
     x = torch.randn(40, 40, requires_grad=True)  # 6400 bytes
-    offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=20000)  # three of them
+    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000)  # three of them
     for turn in range(1, 4):
         with offload:
             loss = chain(x)
@@ -490,7 +483,7 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
             return gradient
 
     x = torch.randn(40, 40, requires_grad=True)
-    with save_on_cpu(pool, min_bytes=KIB, device_bytes=20000):
+    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
         y = x
         for _ in range(12):
             y = Watch.apply(y.sin())
@@ -504,7 +497,7 @@ def test_no_memory_of_the_device_is_kept_beyond_what_may_be_leaving(make_pool, m
     pool = make_pool(4 << 20)
     x = torch.randn(40, 40, requires_grad=True)
     alive = []
-    with save_on_cpu(pool, min_bytes=KIB, device_bytes=20000):
+    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
         y = x.sin()
         for _ in range(12):
             alive.append(weakref.ref(y.untyped_storage()))
@@ -541,7 +534,7 @@ def test_a_host_that_runs_ahead_takes_slabs_that_are_in_flight(make_pool, monkey
     pool = make_pool(1 << 20)
     model, x = make("mlp")
     expected = gradients(model, x)
-    offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=20 * KIB)
+    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB)
     for _ in range(4):
         assert_equal(gradients(model, x, offload), expected)
     copies = offload.stats().copies
@@ -672,7 +665,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(pool, shuttle):
         raise ZeroDivisionError
 
     x = torch.randn(40, 40, requires_grad=True)
-    with save_on_cpu(pool, min_bytes=KIB, device_bytes=20000):
+    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
         h = x.exp().sin()
         h.register_hook(fail)
         y = h.exp().sin().sum()
@@ -739,7 +732,7 @@ def test_a_block_may_be_entered_inside_itself(pool):
 
 
 def test_threads_share_one_object(pool, background):
-    offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=40 * KIB)
+    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=40 * KIB)
     model, x = make("attention")
     expected = gradients(model, x)
     start = threading.Barrier(4)
@@ -762,7 +755,7 @@ def test_threads_share_one_object(pool, background):
 def test_threads_may_go_back_through_one_graph_at_once(pool, background):
     model, x = make("decoder")
     expected = gradients(model, x)
-    with save_on_cpu(pool, min_bytes=KIB, device_bytes=20 * KIB):
+    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB):
         loss = output_of(model, x).square().sum()
     start = threading.Barrier(4)
 
@@ -779,14 +772,14 @@ def test_threads_may_go_back_through_one_graph_at_once(pool, background):
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"min_bytes": -1}, {"min_bytes": "a lot"}, {"device_bytes": -1}])
+@pytest.mark.parametrize("wrong", [{"min_bytes": -1}, {"min_bytes": "a lot"}, {"max_device_bytes": -1}])
 def test_sizes_have_to_be_sizes(pool, wrong):
     with pytest.raises(ValueError, match=r"size|negative|a lot"):
         save_on_cpu(pool, **wrong)
 
 
 def test_it_is_refused_where_changes_are_not_seen(pool, monkeypatch):
-    monkeypatch.setattr("pinstage._torch.why_changes_are_not_seen", lambda: "torch is too old")
+    monkeypatch.setattr("pinstage._compat.storages.why_changes_are_not_seen", lambda: "torch is too old")
     with pytest.raises(StagingError, match="torch is too old"):
         save_on_cpu(pool)
 
@@ -810,12 +803,12 @@ STEPS = {
 @settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     program=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 99), st.integers(0, 99)), min_size=1),
-    device_bytes=st.sampled_from([0, 5000, 8000, 1 << 20]),
+    max_device_bytes=st.sampled_from([0, 5000, 8000, 1 << 20]),
     cap=st.sampled_from([5000, 30000, 1 << 20]),
     lag=st.sampled_from([None, (0, 0), (1, 2), (3, 3), (100, 0), (0, 100), (100, 100)]),
     ending=st.sampled_from(["once", "twice", "parts", "dropped", "half dropped"]),
 )
-def test_any_graph_has_its_gradients_and_leaves_the_pool_empty(program, device_bytes, cap, lag, ending, monkeypatch):
+def test_any_graph_has_its_gradients_and_empties_the_pool(program, max_device_bytes, cap, lag, ending, monkeypatch):
     def run(context):
         values = [x]
         with context:
@@ -842,7 +835,7 @@ def test_any_graph_has_its_gradients_and_leaves_the_pool_empty(program, device_b
         if late is not None:
             patch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
         expected = run(contextlib.nullcontext())
-        offload = save_on_cpu(pool, min_bytes=KIB, device_bytes=device_bytes)
+        offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
         for _ in range(2):
             found = run(offload)
             assert all(map(torch.equal, found, expected))

@@ -5,8 +5,7 @@ import gc
 
 import pytest
 import torch
-from doubles import QueuedShuttle
-from test_offload import assert_idle
+from doubles import QueuedShuttle, assert_idle
 
 from pinstage.offload import optimizer_state
 
@@ -84,10 +83,10 @@ def test_weights_are_those_of_a_run_without_bit_for_bit(pool, name):
     assert_same_weights(model, expected)
     large = 2 * 32 * 64 * 4
     if name == "lbfgs":
-        large = offloaded.away_bytes
+        large = offloaded.stats().host_bytes
     states = {"plain sgd": 0, "lbfgs": 1, "rmsprop": 3, "adam, fused": 3, "adagrad": 1}
     expected_bytes = large * states.get(name, 1 if "sgd" in name else 2)
-    assert (offloaded.away_bytes, offloaded.stayed_bytes) == (expected_bytes, 0)
+    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (expected_bytes, 0)
     offloaded.close()
 
 
@@ -107,7 +106,7 @@ def test_state_that_is_there_already_leaves_at_once(pool):
     model, optimizer = make("adam")
     train(model, optimizer, 2)
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
-    assert offloaded.away_bytes == 4 * 32 * 64 * 4
+    assert offloaded.stats().host_bytes == 4 * 32 * 64 * 4
     train(model, optimizer, 2, 2)
     expected, plain = make("adam")
     train(expected, plain, 4)
@@ -128,14 +127,45 @@ def test_a_state_dict_in_the_middle_is_exact_and_can_be_loaded(pool, name):
     for one, other in zip(found["state"].values(), saved[0]["state"].values(), strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
-    assert offloaded.away_bytes == 0
+    assert offloaded.stats().host_bytes == 0
     train(model, optimizer, 3, 3)
     assert_same_weights(model, expected)
-    assert offloaded.away_bytes > 0
+    assert offloaded.stats().host_bytes > 0
     model.load_state_dict(saved[1])
     optimizer.load_state_dict(saved[0])
-    assert offloaded.away_bytes > 0
+    assert offloaded.stats().host_bytes > 0
     train(model, optimizer, 3, 3)
+    assert_same_weights(model, expected)
+    offloaded.close()
+
+
+def test_the_state_can_be_read_inside_the_block(pool):
+    expected, plain = make("adam")
+    train(expected, plain, 4)
+    model, optimizer = make("adam")
+    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+    train(model, optimizer, 2)
+    host_bytes = offloaded.stats().host_bytes
+    with offloaded:
+        assert offloaded.stats().host_bytes == 0
+        assert optimizer.state[model[0].weight]["exp_avg"].abs().sum() > 0
+    assert offloaded.stats().host_bytes == host_bytes > 0
+    train(model, optimizer, 2, 2)
+    assert_same_weights(model, expected)
+    offloaded.close()
+
+
+def test_offload_undoes_an_onload(pool):
+    expected, plain = make("adam")
+    train(expected, plain, 4)
+    model, optimizer = make("adam")
+    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+    train(model, optimizer, 2)
+    offloaded.onload()
+    assert offloaded.stats().device_bytes == offloaded.stats().host_bytes > 0
+    offloaded.offload()
+    assert offloaded.stats().device_bytes == 0
+    train(model, optimizer, 2, 2)
     assert_same_weights(model, expected)
     offloaded.close()
 
@@ -148,7 +178,7 @@ def test_what_does_not_fit_stays_and_is_counted(make_pool, shuttle):
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 4)
     assert_same_weights(model, expected)
-    assert (offloaded.away_bytes, offloaded.stayed_bytes) == (16 * KIB, 16 * KIB)
+    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (16 * KIB, 16 * KIB)
     offloaded.close()
     assert_idle(pool, shuttle)
 
@@ -173,7 +203,7 @@ def test_after_close_the_state_stays_on_the_device(pool):
     offloaded.close()
     offloaded.close()
     train(model, optimizer, 2, 2)
-    assert offloaded.away_bytes == 0
+    assert offloaded.stats().host_bytes == 0
     expected, plain = make("adam")
     train(expected, plain, 4)
     assert_same_weights(model, expected)
@@ -188,7 +218,7 @@ def test_tensors_that_share_memory_stay(pool):
     state["exp_avg"], state["exp_avg_sq"] = together
     optimizer.state[model[2].weight]["exp_avg_sq"] = optimizer.state[model[2].weight]["exp_avg"]
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
-    assert offloaded.away_bytes == 0
+    assert offloaded.stats().host_bytes == 0
     offloaded.close()
 
 

@@ -378,14 +378,14 @@ def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys, 
 def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
     assert main(["--smoke", "--plot", str(tmp_path / "p.png")]) == 2
-    assert capsys.readouterr().err == 'comparison: matplotlib is not installed; run: pip install -e ".[bench]"\n'
+    assert capsys.readouterr().err == "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
 
 
 def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
     monkeypatch.setitem(sys.modules, "rich.console", None)  # what the import system reads as "not installed"
     assert main(["--smoke", "--only", "to"]) == 2
-    assert capsys.readouterr().err == 'comparison: rich is not installed; run: pip install -e ".[bench]"\n'
+    assert capsys.readouterr().err == "comparison: rich is not installed; run: pip install -e . --group bench\n"
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats"])

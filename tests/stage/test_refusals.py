@@ -169,7 +169,7 @@ def test_a_batch_goes_from_pageable_memory_where_nothing_can_be_had(walled):
 
 
 def test_pageable_memory_is_said_once_in_a_process(walled, monkeypatch):
-    monkeypatch.setattr("pinstage._torch._told", set())
+    monkeypatch.setattr("pinstage._compat.probes._warned", set())
     _, pool = walled(0)
     stager = Stager("cpu", pool=pool)
     with warnings.catch_warnings(record=True) as told:

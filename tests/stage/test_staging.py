@@ -28,9 +28,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
 from pinstage._batch import ALIGNMENT
+from pinstage._compat.calls import memory_of
 from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
 from pinstage._stage._run_ahead import RUN_AHEAD
-from pinstage._torch import memory_of
 from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,

@@ -54,7 +54,7 @@ def flatten(told: Told) -> tuple[list[torch.Tensor], None]:
     return told.values, None
 
 
-def unflatten(metadata: None, children: Iterable[torch.Tensor]) -> Told:
+def unflatten(children: Iterable[torch.Tensor], context: None) -> Told:
     return Told(list(children))
 
 
@@ -101,7 +101,7 @@ def rebuild(tensor: torch.Tensor, attributes: dict[str, Any]) -> Marked:
 def tensors_and_kept_things() -> None:
     assert_type(ps.register_tensor(Marked, rebuild), type[Marked])
     assert_type(Decorated(), Decorated)
-    assert_type(ps.Keep({"a"}).obj, set[str])
+    assert_type(ps.on_host({"a"}), set[str])
     ps.register_tensor(3)  # type: ignore[arg-type]
 
 

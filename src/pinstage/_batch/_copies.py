@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._attributes import attribute_steps, builtin_base, keys_of, set_attributes, stored_attributes
-from ._checks import WrongFunctionsError
-from ._handler import Handler
-from ._keep import Keep
-from ._leaves import holds_tensor
+from ._handler import Handler, WrongFunctionsError
+from ._leaves import OnHost, holds_tensor
 
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 
@@ -79,7 +77,7 @@ def unshared(cls: type, handler: Handler, is_leaf: Callable[[Any], bool]) -> Han
         values = tuple(base.values(obj) if isinstance(obj, dict) else base.__iter__(obj))
         staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
         _fill(base, made, keys, [None] * len(keys), staged, [None] * len(staged))
-        return (*values, *staged.values(), Keep(_Copy(made))), _Stored(keys, tuple(staged))
+        return (*values, *staged.values(), OnHost(_Copy(made))), _Stored(keys, tuple(staged))
 
     def unflatten(metadata: Any, children: Any) -> Any:
         if not isinstance(metadata, _Stored):

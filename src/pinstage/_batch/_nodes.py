@@ -18,15 +18,79 @@ import torch
 import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import tell_once
+from .._compat.probes import warn_once
 from ._attributes import attribute_handler, builtin_base, has_attributes_only
-from ._checks import checked
 from ._copies import unshared
-from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten
-from ._keep import Keep
-from ._leaves import ATOM_TYPES, IS_ATOM, is_atom
+from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked
+from ._leaves import ATOM_TYPES, IS_ATOM, OnHost, Whole, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
-from ._tensors import REBUILDS, Rebuild, rebuild_of, tensor_handler
+
+Rebuild = Callable[[torch.Tensor, dict[str, Any]], Any]
+
+REBUILDS: dict[type, Rebuild | None] = {}
+"""The classes that `register_tensor` was given; their subclasses follow them."""
+
+
+def rebuild_of(cls: type) -> Any:
+    """Return what `register_tensor` was given for a class or its base; False if it was given none of them."""
+    return next((REBUILDS[base] for base in cls.__mro__ if base in REBUILDS), False)
+
+
+def tensor_handler(cls: Any) -> Handler | None:
+    """Return how a tensor of a class is taken apart; None if it moves by its ``.to()``.
+
+    One with tensors inside is taken apart by the protocol that torch's compiler asks for, ``__tensor_flatten__``. Any
+    other is a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
+    once: then its parts are the same objects. Metadata are None for one that moves as a whole.
+    """
+    rebuild = rebuild_of(cls)
+    if rebuild is False:
+        return None
+    is_wrapper = hasattr(cls, "__tensor_flatten__")
+    make = partial(_in_class, cls) if rebuild is None else rebuild
+
+    def flatten(tensor: Any, met: dict[Any, Any]) -> tuple[Any, Any]:
+        if tensor.requires_grad:
+            return (_once(met, id(tensor), tensor, Whole),), None
+        if not is_wrapper:
+            return (_once(met, id(tensor), tensor, _plain), OnHost(dict(vars(tensor)))), ()
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
+        rest = {name: part for name, part in inner.items() if name not in parts}
+        kept = OnHost((names, rest, context, tensor.size(), tensor.stride()))
+        return (*parts.values(), kept), tuple(parts)
+
+    def unflatten(metadata: Any, children: Any, met: dict[Any, Any]) -> Any:
+        if metadata is None:
+            return children[0]
+        *parts, kept = children
+        if not is_wrapper:
+            return _once(met, (id(parts[0]), cls), parts[0], lambda plain: make(plain, kept))
+        names, rest, context, size, stride = kept
+        inner = dict(zip(metadata, parts, strict=True)) | rest
+        return cls.__tensor_unflatten__({name: inner[name] for name in names}, context, size, stride)
+
+    return Handler(flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True)
+
+
+def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
+    """Return what was made in this walk by that key; the tensor, whose id it may be, is kept alive meanwhile."""
+    if key not in met:
+        met[key] = make(tensor), tensor
+    return met[key][0]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor; a class can put none of its own in place of this function, see `torch.overrides`."""
+    return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
+def _in_class(cls: Any, plain: torch.Tensor, attributes: dict[str, Any]) -> Any:
+    made = plain.as_subclass(cls)
+    vars(made).update(attributes)
+    return made
+
 
 T = TypeVar("T")
 
@@ -42,7 +106,7 @@ REGISTERED: dict[type, Any] = {}
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
     if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
-        return (*obj.values(), Keep(keys)), (factory, len(keys))
+        return (*obj.values(), OnHost(keys)), (factory, len(keys))
     return obj.values(), (factory, keys)
 
 
@@ -138,15 +202,14 @@ def register_node(
     ``__init__``, in which tensors and arrays are staged and everything else is the same object. Attributes are what the
     object stores in ``__dict__`` or slots; properties are neither read nor set. Subclasses are registered too.
 
-    Registering a class again in the same way does nothing. The two functions are tried on the first object that is
-    staged. If `unflatten` takes its arguments in the other order, as torch's pytree passes them, that is a
-    `LayoutError`.
+    Registering a class again in the same way does nothing.
 
     Args:
         cls: the class.
-        flatten: returns ``(children, metadata)`` of an object; metadata must be hashable. What cannot be hashed may be
-            a child, as ``Keep(...)``. Needs `unflatten`.
-        unflatten: returns a new object from ``(metadata, children)``.
+        flatten: returns ``(children, context)`` of an object; the context must be hashable. What can't be hashed may be
+            a child, as ``on_host(...)``. Needs `unflatten`.
+        unflatten: takes ``(children, context)``, the order of torch's pytree, and returns a new object. `children` is a
+            tuple.
 
     Returns:
         `cls`, or a decorator if `cls` is None.
@@ -228,7 +291,7 @@ def _tell_of_pinning(cls: type) -> None:
     if not callable(method) or is_of_library(getattr(method, "__module__", None) or cls.__module__):
         return
     if torch.utils.data.get_worker_info() is None:  # the main process tells it
-        tell_once(
+        warn_once(
             f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
             "into page-locked memory of its own; what else the method does has to be done elsewhere"
         )
@@ -298,12 +361,12 @@ def _find(cls: Any) -> Any:
         return _BUILTIN[cls]
     how = REGISTERED.get(cls)
     if how is not None:
-        return attribute_handler(cls) if how == _BY_ATTRIBUTES else checked(cls, *how)
+        return attribute_handler(cls) if how == _BY_ATTRIBUTES else _of_functions(cls, *how)
     if is_atom(cls):
         return None
     found = library_functions(cls)
     if found is not None:
-        return None if isinstance(found, bool) else checked(cls, *found)
+        return None if isinstance(found, bool) else _of_functions(cls, *found)
     if issubclass(cls, torch.Tensor):
         return tensor_handler(cls)
     own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
@@ -317,6 +380,11 @@ def _find(cls: Any) -> Any:
     if handler is not None:
         _tell_of_pinning(cls)
     return handler
+
+
+def _of_functions(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
+    """Return how functions in the order of torch's pytree take a class apart."""
+    return checked(cls, flatten, lambda context, children: unflatten(children, context))
 
 
 def _stays_the_same(obj: Any) -> bool:

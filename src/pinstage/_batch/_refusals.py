@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._torch import check_is_plain
+from .._compat.views import check_is_plain
 from ..errors import LayoutError
 from ._attributes import has_attributes_only, stored_attributes
 from ._leaves import from_array, holds_tensor, is_atom
@@ -55,7 +55,7 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
         path, name = structure.path(index), type(leaf).__qualname__
         raise LayoutError(
             f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
-            f"known with pinstage.register_node({name}), or pass it as pinstage.Keep(...)",
+            f"known with pinstage.register_node({name}), or pass it as pinstage.on_host(...)",
             path,
         ) from error
 

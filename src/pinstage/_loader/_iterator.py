@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from .._batch import pack, take_apart
+from .._compat.loader import Workers, end_workers, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, send_packed
 from .._steps import step
-from .._torch import Workers, end_workers, next_batch
 from ..errors import BudgetExceededError, StagingError
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
@@ -80,7 +80,7 @@ class LoaderIterator:
             raise
         finally:
             now = time.perf_counter()
-            self._counters.seconds += now - (began if self._since is None else self._since)
+            self._counters.elapsed_seconds += now - (began if self._since is None else self._since)
             self._since = now
 
     def _next_batch(self) -> Any:
@@ -122,7 +122,7 @@ class LoaderIterator:
             with step("loader.wait"):
                 return next_batch(self._batches)
         finally:
-            self._counters.wait_seconds += time.perf_counter() - began
+            self._counters.batch_wait_seconds += time.perf_counter() - began
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # __init__ has not set it: no recursion

@@ -10,10 +10,11 @@ import torch
 import torch.utils.data
 
 from .._batch import OwnStorage
+from .._compat.loader import end_workers, why_loader_cannot_be_taken_over
+from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import count
-from .._torch import end_workers, tell_once, why_collation_is_unknown, why_loader_cannot_be_taken_over
 from ._broker import SlabBroker
 from ._collate import SlabCollate
 from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
@@ -132,9 +133,6 @@ class Staging:
             batches = self._torchs_iterator(collate)
             unknown = why_loader_cannot_be_taken_over(batches)
             if unknown is None:
-                reason = why_collation_is_unknown()
-                if reason is not None:
-                    tell_once(f"workers stack batches before they pack them, which takes longer: {reason}")
                 ending = Ending(batches, broker)
                 broker.start()
                 return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, loader.num_workers * limit)
@@ -148,7 +146,7 @@ class Staging:
                 there.close()
         broker.finish(leak=False)
         end_workers(batches)  # else they end when it has died
-        tell_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
+        warn_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
         for generator, state in zip(draws, drawn, strict=True):
             generator.set_state(state)  # or samples would come in another order
         return self._inline_iterator()
@@ -344,7 +342,7 @@ def wrap_loader(
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
         vars(made)["_iterator"] = InlineIterator(begun, slabs)
         if loader.persistent_workers:
-            tell_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
+            warn_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
     return made  # type: ignore[no-any-return]
 
 

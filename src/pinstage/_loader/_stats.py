@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._pool import PoolStats
 from .._sizes import count, format_bytes, table_text
-from .._stage import Transfer
+from .._stage import Transfer, packed_bytes_of
 
 _NOTICEABLE = 0.1
 """The share of the time from which on waiting is called a bottleneck."""
@@ -21,17 +21,17 @@ class LoaderStats:
     """Batches sent to the device."""
     copies: int
     """Host-to-device copies issued for them. With workers: one for each batch."""
-    bytes: int
-    """Bytes of these copies, padding included."""
+    packed_bytes: int
+    """Bytes of the tensors and arrays in these copies."""
     fallback_batches: int
     """Batches that found no slab under the cap. They left from pageable memory; with workers, through the queue."""
     passthrough_leaves: int
     """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
-    wait_seconds: float
+    batch_wait_seconds: float
     """Seconds that the main process waited for workers. Without workers: the seconds that loading took."""
     slab_wait_seconds: float
     """Seconds that workers waited for slabs, summed over the workers."""
-    seconds: float
+    elapsed_seconds: float
     """Seconds since the first batch was asked for, without those between iterators."""
     num_workers: int
     pool: PoolStats | None
@@ -42,7 +42,7 @@ class LoaderStats:
         """One sentence that says which side holds the loop up."""
         if not self.batches:
             return "Nothing was loaded yet."
-        waited, total = self.wait_seconds, self.seconds
+        waited, total = self.batch_wait_seconds, self.elapsed_seconds
         text = f"{waited:.2f} s of {total:.2f} s"
         if self.fallback_batches > _NOTICEABLE * self.batches:
             fewer = ", or use fewer workers" if self.num_workers else ""
@@ -72,21 +72,24 @@ class LoaderStats:
 
     def __str__(self) -> str:
         """Return one line for a log; ``repr`` is a table."""
-        sent = f"{format_bytes(self.bytes)} in {count(self.copies, 'copy', 'copies')}"
+        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
         pool = self.pool and f"; pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}"
         return (
-            f"{count(self.batches, 'batch', 'batches')}, {sent} in {self.seconds:.3f} s, {self.wait_seconds:.3f} s "
-            f"waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
+            f"{count(self.batches, 'batch', 'batches')}, {sent} in {self.elapsed_seconds:.3f} s, "
+            f"{self.batch_wait_seconds:.3f} s waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
         )
 
     def __repr__(self) -> str:
         text = table_text(
             "LoaderStats",
             [
-                ("batches", f"{self.batches:,}, {format_bytes(self.bytes)} in {count(self.copies, 'copy', 'copies')}"),
+                (
+                    "batches",
+                    f"{self.batches:,}, {format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}",
+                ),
                 ("fallback_batches", f"{self.fallback_batches:,}"),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
-                ("seconds", f"{self.seconds:.3f}, of which {self.wait_seconds:.3f} waiting for a batch"),
+                ("seconds", f"{self.elapsed_seconds:.3f}, of which {self.batch_wait_seconds:.3f} waiting for a batch"),
                 ("workers", f"{self.num_workers}, which waited {self.slab_wait_seconds:.3f} s for slabs"),
                 ("bottleneck", self.bottleneck),
             ],
@@ -98,8 +101,8 @@ class Counters:
     """The counters behind `LoaderStats`. Any thread may count."""
 
     def __init__(self) -> None:
-        self.batches = self.copies = self.bytes = self.fallback_batches = self.passthrough_leaves = 0
-        self.wait_seconds = self.slab_wait_seconds = self.seconds = 0.0
+        self.batches = self.copies = self.packed_bytes = self.fallback_batches = self.passthrough_leaves = 0
+        self.batch_wait_seconds = self.slab_wait_seconds = self.elapsed_seconds = 0.0
         self.largest_fallback = 0
         """Bytes of the largest batch that found no slab."""
         self.has_warned = False
@@ -110,7 +113,7 @@ class Counters:
         with self._lock:
             self.batches += 1
             self.copies += transfer.copies
-            self.bytes += transfer.nbytes
+            self.packed_bytes += packed_bytes_of(transfer)
             self.fallback_batches += fallback
             if fallback:
                 self.largest_fallback = max(self.largest_fallback, transfer.nbytes)

@@ -1,7 +1,7 @@
 /* Where the leaves of one batch live: tensors made from the offset table, and the copies into them.
  *
  * Tensors are made by torch's stable C shim, and made objects of Python's by libtorch_python's `THPVariable_Wrap`; see
- * `pinstage._torch`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
+ * `pinstage._compat`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
  * share one are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
  * what one copy of all its bytes costs (300 leaves of 1 MiB: 5.80 ms, as one of 300 MiB; a call for each 6.50). */
 #include "core.h"

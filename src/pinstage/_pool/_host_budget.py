@@ -25,10 +25,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, SupportsIndex
 
+from .._compat.calls import ownership
 from .._memory import Block, MemoryResource, as_called_here
 from .._reaper import running
 from .._sizes import format_bytes, parse_bytes
-from .._torch import ownership
 from ..errors import HostBudgetError
 from ._waiting import Line
 

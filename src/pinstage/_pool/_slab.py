@@ -18,14 +18,15 @@ from ._waiting import Line
 
 
 class Fence(Protocol):
-    """What a slab has to wait for: all that the pool needs to know of CUDA. A `torch.cuda.Event` is one, or a stream.
+    """Work that a slab has to wait for, such as a `torch.cuda.Event` or a stream."""
 
-    `query` says whether the work is done, without waiting; `synchronize` waits until it is.
-    """
+    def query(self) -> bool:
+        """Say whether the work is done. Does not block."""
+        ...
 
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Block the host until the work is done."""
+        ...
 
 
 class Slab:

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from .._compat.calls import ownership
 from .._memory import MemoryResource
 from .._reaper import reaper
-from .._torch import ownership
 from ..errors import PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Waiter

@@ -20,7 +20,7 @@ from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
 from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, fetch, landings
-from ._transfer import Transfer, copy_event_of, send_packed
+from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
 
 __all__ = [
     "Arrival",
@@ -44,6 +44,7 @@ __all__ = [
     "event_of",
     "fetch",
     "landings",
+    "packed_bytes_of",
     "send_packed",
     "shuttle_for",
     "target_for",

@@ -26,10 +26,11 @@ from .._batch import (
     make_publicly,
     pack,
 )
+from .._compat.calls import cuda_calls, ids_of
+from .._compat.views import check_is_plain, warn_of_tensors
 from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from .._torch import check_is_plain, cuda_calls, ids_of, warn_of_tensors
 from ..errors import StagingError
 
 # -- streams and events ------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class AtOnce:
         self._copies += copies
         self._bytes += nbytes
         copies, nbytes = self._copies - self._marked_copies, self._bytes - self._marked_bytes
-        if copies >= _MOST_COPIES_AT_ONCE // 8 or nbytes >= _MOST_BYTES_AT_ONCE // 8:
+        if copies >= _MOST_COPIES_AT_ONCE // 2 or nbytes >= _MOST_BYTES_AT_ONCE // 2:
             self._marked_copies, self._marked_bytes = self._copies, self._bytes
             self._marks.append((self._record(stream), copies, nbytes))
 

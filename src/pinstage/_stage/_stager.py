@@ -33,6 +33,7 @@ from .._batch import (
     walk,
     windows,
 )
+from .._compat.probes import warn_once
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
 from .._pool import (
     Fence,
@@ -51,7 +52,6 @@ from .._pool import (
 from .._reaper import reaper
 from .._sizes import count, format_bytes, table_text
 from .._steps import step
-from .._torch import tell_once
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
@@ -184,7 +184,7 @@ class Stager:
             None sets no bound.
         keep_on_host: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots`
             write them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
-            neither searched for tensors nor compared. `Keep` does the same in the batch itself.
+            neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
             even if results of `fetch` in the calling thread hold the slabs.
 
@@ -762,7 +762,7 @@ class Stager:
             self._is_pinned = False
             if self._pageable is None:
                 self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
-        tell_once(
+        warn_once(
             "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
         )
         return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)

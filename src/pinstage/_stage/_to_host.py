@@ -35,9 +35,9 @@ from .._batch import (
     gather,
     walk,
 )
+from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._steps import step
-from .._torch import check_is_plain
 from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch

@@ -16,9 +16,10 @@ from .._batch import (
     sharing_of,
     tensors_in,
 )
+from .._compat.calls import memory_of
+from .._compat.probes import warn_once
 from .._pool import Fence
 from .._steps import step
-from .._torch import memory_of, tell_once
 from ._device import Target
 from ._not_a_batch import B_co, NotABatch
 
@@ -151,6 +152,11 @@ class Transfer(NotABatch, Generic[B_co]):
         return f"<Transfer nbytes={nbytes} copies={self.copies} to {self._target.device}{done}>"
 
 
+def packed_bytes_of(transfer: Transfer[Any]) -> int:
+    """Return the bytes of the packed leaves, without padding."""
+    return transfer._table.payload_bytes
+
+
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
     return transfer._sent.event
@@ -181,7 +187,7 @@ def _move(thing: Any, device: torch.device) -> Any:
         return thing.to(device, non_blocking=device.type != "cpu")
     cls = type(thing)
     if not moves_in_silence(cls):
-        tell_once(
+        warn_once(
             f"{cls.__module__}.{cls.__qualname__} holds tensors and is no known container: it moves by its own .to(), "
             f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
         )

@@ -1,13 +1,13 @@
-"""Checkpoints: `PoolStager` stages state dicts for ``torch.distributed.checkpoint.async_save`` in slabs of a pool.
+"""`CheckpointStager` stages state dicts for ``torch.distributed.checkpoint.async_save`` in slabs of a pool.
 
 ::
 
     state_dict --take--> tensors, and a message that is all the rest (`_snapshot`)
-    tensors --to_host--> one slab, leased                            `PoolStager.stage` returns here (`_stager`)
+    tensors --to_host--> one slab, leased                            `CheckpointStager.stage` returns here (`_stager`)
     event --in a thread--> tensors over the slab, in the structure that the message says (`_staged`)
     --> the writer: a thread, or a process that maps the slab; when it has done, the slab is the pool's again
 """
 
-from ._stager import PoolStager
+from ._stager import CheckpointStager
 
-__all__ = ["PoolStager"]
+__all__ = ["CheckpointStager"]

@@ -72,7 +72,7 @@ class Slab(NamedTuple):
 
 
 class StagedState(dict[str, Any]):
-    """A state dict whose tensors are on the host; what `PoolStager.stage` promises.
+    """A state dict whose tensors are on the host; what `CheckpointStager.stage` promises.
 
     An ordinary dict, but for one thing: sent to another process by ``multiprocessing``, it is a descriptor of the slab,
     not its bytes. It is empty here afterwards, and keeps the slab until it dies.

@@ -1,4 +1,4 @@
-"""`PoolStager`: stages state dicts for asynchronous checkpoints."""
+"""`CheckpointStager`: stages state dicts for asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
 
 
-class PoolStager(AsyncStager):
+class CheckpointStager(AsyncStager):
     """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in a slab of a pool.
 
     ::
 
-        stager = PoolStager(pool)
+        stager = CheckpointStager(pool=pool)
         response = async_save(state_dict, checkpoint_id=path, async_stager=stager)
         ...  # training goes on; parameters may be changed at once
         response.upload_completion.result()
@@ -49,6 +49,7 @@ class PoolStager(AsyncStager):
         pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
             closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
+        budget: memory that the made pool shares with those of other processes.
         hold: what waits for copies from a GPU. ``"stream"``: all later work of the current stream, so the tensors may
             be changed at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so forward
             and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way, such as
@@ -59,16 +60,17 @@ class PoolStager(AsyncStager):
 
     Raises:
         TypeError: `pool` is not a `SlabPool`.
-        ValueError: both `pool` and `max_bytes`, another word for `hold`, or a negative `timeout`.
+        ValueError: `pool` beside `max_bytes` or `budget`, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
     """
 
     def __init__(
         self,
-        pool: SlabPool | None = None,
         *,
-        max_bytes: int | str | HostBudget | None = None,
+        pool: SlabPool | None = None,
+        max_bytes: int | str = "auto",
+        budget: HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
     ) -> None:
@@ -76,12 +78,15 @@ class PoolStager(AsyncStager):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if pool is not None:
             check_pool(pool)
-            if max_bytes is not None:
-                raise ValueError(f"pass pool or max_bytes, not both: max_bytes={max_bytes!r}; the pool has its own cap")
+            if max_bytes != "auto" or budget is not None:
+                raise ValueError(
+                    f"the pool has its own cap: max_bytes={max_bytes!r}, budget={budget!r}. Pass pool alone, or leave "
+                    "it out"
+                )
         if timeout is not None:
             check_timeout(timeout)
         self._owns_pool = pool is None
-        self._pool = SlabPool(SharedMemory(), max_bytes=max_bytes or "auto") if pool is None else pool
+        self._pool = SlabPool(SharedMemory(), max_bytes=budget or max_bytes) if pool is None else pool
         self._timeout = timeout
         self._sources = Sources()
         self._save: Save | None = None
@@ -153,7 +158,7 @@ class PoolStager(AsyncStager):
             raise AcquireTimeoutError(
                 f"the last checkpoint is still being written after {self._timeout} s: in flight "
                 f"{format_bytes(figures.in_flight_bytes)} of max_bytes {format_bytes(figures.max_bytes)}; wait for its "
-                "upload_completion, save less often, or pass a longer timeout to PoolStager",
+                "upload_completion, save less often, or pass a longer timeout to CheckpointStager",
                 held_bytes=figures.held_bytes,
                 leased_bytes=figures.leased_bytes,
                 in_flight_bytes=figures.in_flight_bytes,
@@ -195,14 +200,14 @@ class PoolStager(AsyncStager):
                 )
             raise
 
-    def __enter__(self) -> PoolStager:
+    def __enter__(self) -> CheckpointStager:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<PoolStager {self._pool!r}>"
+        return f"<CheckpointStager {self._pool!r}>"
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import pinstage as ps
 
+from .._compat.probes import Problem
 from .._host import threads_within
 from .._sizes import count, format_bytes
-from .._torch import Problem
 from ._bus import GIB, PAGEABLE, PINNED, Point
 from ._gpus import Driver, Gpu
 from ._report import rate, share

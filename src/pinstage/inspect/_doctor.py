@@ -17,7 +17,8 @@ import torch
 
 import pinstage as ps
 
-from .. import _host, _torch
+from .. import _host
+from .._compat.problems import problems
 from .._memory import why_unusable
 from .._sizes import count, format_bytes
 from . import _checks
@@ -81,7 +82,7 @@ def diagnose(
     ]
     for gpu in gpus:
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
-    checks += _checks.private_names(_torch.problems())
+    checks += _checks.private_names(problems())
     checks += host_checks(root, affinity)
     try:
         checks.append(_checks.host_budgets(ps.HostBudget.shares()))

@@ -16,7 +16,7 @@ def nodes(cls: Any) -> Any:
     if not issubclass(cls, BaseModel):
         return None
 
-    def unflatten(_: None, children: Any) -> Any:
+    def unflatten(children: Any, _: None) -> Any:
         fields, extra, private, fields_set = children
         made = cls.__new__(cls)
         for name, value in (("__dict__", fields), (_EXTRA, extra), (_PRIVATE, private), (_SET, set(fields_set))):
@@ -27,4 +27,4 @@ def nodes(cls: Any) -> Any:
 
 
 def _flatten(model: Any) -> tuple[Any, None]:
-    return (dict(vars(model)), getattr(model, _EXTRA), getattr(model, _PRIVATE), ps.Keep(getattr(model, _SET))), None
+    return (dict(vars(model)), getattr(model, _EXTRA), getattr(model, _PRIVATE), ps.on_host(getattr(model, _SET))), None

@@ -45,12 +45,12 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
     keys = tuple(td.keys())
     names = tuple(td.names) if any(name is not None for name in td.names) else None
     values = (td.get(key) for key in keys)
-    kept = ps.Keep((td.batch_size, td.device))  # as different from batch to batch as the shapes of tensors
+    kept = ps.on_host((td.batch_size, td.device))  # as different from batch to batch as the shapes of tensors
     return (*values, kept), (keys, names, td.is_locked), (*map(str, keys), "rest")
 
 
-def _unflatten(metadata: Any, children: Any) -> Any:
-    keys, names, is_locked = metadata
+def _unflatten(children: Any, context: Any) -> Any:
+    keys, names, is_locked = context
     *values, (batch_size, device) = children
     return TensorDict(
         dict(zip(keys, values, strict=True)),
@@ -76,13 +76,13 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _flatten_stack(stack: Any) -> tuple[Any, Any]:
-    hooks = ps.Keep((stack.hook_in, stack.hook_out))
+    hooks = ps.on_host((stack.hook_in, stack.hook_out))
     names = stack.names
     return (*stack.tensordicts, hooks), (type(stack), stack.stack_dim, names[stack.stack_dim], stack.is_locked)
 
 
-def _unflatten_stack(metadata: Any, children: Any) -> Any:
-    cls, stack_dim, name, is_locked = metadata
+def _unflatten_stack(children: Any, context: Any) -> Any:
+    cls, stack_dim, name, is_locked = context
     *tensordicts, (hook_in, hook_out) = children
     options = {} if issubclass(cls, NonTensorStack) else {"hook_in": hook_in, "hook_out": hook_out}
     made = cls(*tensordicts, stack_dim=stack_dim, stack_dim_name=name, **options)

@@ -27,7 +27,7 @@ def nodes(cls: Any) -> Any:
     if issubclass(cls, Batch) and type(cls) is not type(Batch):
         copyreg.pickle(type(cls), _reduce_batch_class)  # it was made in a function: nobody finds it by its name
 
-    def unflatten(_: None, children: Any) -> Any:
+    def unflatten(children: Any, _: None) -> Any:
         *mappings, (attributes, stores) = children
         made = cls.__new__(cls)
         vars(made).update(attributes)
@@ -63,9 +63,9 @@ def _flatten(data: Any) -> tuple[Any, None]:
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
             mappings.append(
-                {name: ps.Keep(item) if isinstance(item, np.ndarray) else item for name, item in store.items()}
+                {name: ps.on_host(item) if isinstance(item, np.ndarray) else item for name, item in store.items()}
             )
-    return (*mappings, ps.Keep((attributes, stores))), None
+    return (*mappings, ps.on_host((attributes, stores))), None
 
 
 _ITS_OWN = ("_mapping", "_parent", "_cached_attr")

@@ -33,9 +33,9 @@ def nodes(cls: Any) -> Any:
         staged = [stored.pop(name) for name in names]
         keys, indices = stored.pop("_inverse_indices", None) or (None, None)
         stored.pop("_jt_dict", None)  # made of the tensors that travel; `to_dict` makes it anew
-        return (*staged, indices, ps.Keep((stored, keys))), None, (*names, "_inverse_indices", "rest")
+        return (*staged, indices, ps.on_host((stored, keys))), None, (*names, "_inverse_indices", "rest")
 
-    def unflatten(_: None, children: Any) -> Any:
+    def unflatten(children: Any, _: None) -> Any:
         *staged, indices, (stored, keys) = children
         made = cls.__new__(cls)
         vars(made).update(stored, **dict(zip(names, staged, strict=True)))

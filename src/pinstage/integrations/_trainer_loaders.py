@@ -92,7 +92,7 @@ class TrainerLoaders:
         total = {name: sum(getattr(counters, name) for counters in self._counters) for name in _SUMS}
         total["batches"] += here.batches
         total["copies"] += here.copies
-        total["bytes"] += here.packed_bytes + here.padding_bytes
+        total["packed_bytes"] += here.packed_bytes
         total["passthrough_leaves"] += here.passthrough_leaves
         return ps.LoaderStats(**total, num_workers=self._num_workers, pool=here.pool)
 

@@ -23,7 +23,7 @@ def nodes(cls: Any) -> Any:
     if not issubclass(cls, _CACHES):
         return None
 
-    def unflatten(names: Any, children: Any) -> Any:
+    def unflatten(children: Any, names: Any) -> Any:
         *staged, rest = children
         made = cls.__new__(cls)
         vars(made).update(rest)
@@ -42,4 +42,4 @@ def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
     rest = {name: copy.copy(value) if isinstance(value, set) else value for name, value in vars(obj).items()}
     for name in staged:
         del rest[name]
-    return (*staged.values(), ps.Keep(rest)), tuple(staged)
+    return (*staged.values(), ps.on_host(rest)), tuple(staged)

@@ -1,17 +1,18 @@
-"""What else of a training job can lie on the host: activations between forward and backward.
+"""Tensors of a job that are kept on the host while they aren't in use, in slabs of a pool.
 
 ::
 
-    forward   saves a tensor --copy, on a stream of ours--> slab of the pool      its memory goes back to the allocator
-    backward  asks for it    <-copy, on another one-------- slab of the pool      those saved before it set out, too
+    forward   saves a tensor --copy, on a side stream--> slab of the pool    its device memory is free
+    backward  asks for it    <-copy, on another stream-- slab of the pool    and for those saved before it, ahead
 
-Where to look: `_saving` has the context manager, and says what stays; `_optimizer` does the same for an optimizer's
-state; `_trail` has what autograd keeps in the place of a tensor, what was saved in which order, and what comes back
-next; `_away` a piece of memory that has gone; `pinstage._stage._shuttle` the streams.
+Where to look: `_saving` has the context manager and decides what stays; `_scheduler` what autograd keeps instead of a
+tensor, in which order tensors were saved, and which is copied back next; `_block` a piece of memory on the host;
+`_optimizer` does it for an optimizer's state; `_offloaded` is the handle; `pinstage._stage._shuttle` has the streams.
 """
 
-from ._optimizer import OffloadedState, optimizer_state
+from ._offloaded import Offloaded, OffloadedStats
+from ._optimizer import optimizer_state
 from ._saving import save_on_cpu
-from ._trail import OffloadStats
+from ._scheduler import OffloadStats
 
-__all__ = ["OffloadStats", "OffloadedState", "optimizer_state", "save_on_cpu"]
+__all__ = ["OffloadStats", "Offloaded", "OffloadedStats", "optimizer_state", "save_on_cpu"]

@@ -1,96 +1,105 @@
-"""`optimizer_state`: what an optimizer remembers lies on the host between its steps."""
+"""`optimizer_state`: an optimizer's state is kept on the host between its steps."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._stage import shuttle_for
-from ._away import Away, bytes_of, keep_until, lease_now, view_of
+from ._block import OffloadedBlock, bytes_of, keep_until, lease_now, view_of
+from ._offloaded import Offloaded, OffloadedStats
 
 
-class OffloadedState:
-    """An optimizer's state on the host between steps. Made by `optimizer_state`; `close` ends it."""
+class OffloadedOptimizer(Offloaded):
+    """An optimizer's state on the host between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: SlabPool, min_bytes: int) -> None:
         self._pool = pool
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
         self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
-        self._away: dict[int, tuple[torch.Tensor, Away]] = {}  # by what stands in its place
-        self.stayed_bytes = 0
-        """Bytes that stayed on the device when state left the last time, because the pool had no room."""
+        self._blocks: dict[int, tuple[torch.Tensor, OffloadedBlock]] = {}  # by the id of the placeholder
+        self._stayed_at_cap_bytes = 0
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._arrive()),
-            optimizer.register_step_post_hook(lambda *_: self.leave()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._arrive()),
+            optimizer.register_step_pre_hook(lambda *_: self._put_in_place()),
+            optimizer.register_step_post_hook(lambda *_: self.offload()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._put_in_place()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
-        self.leave()
+        self.offload()
 
-    @property
-    def away_bytes(self) -> int:
-        """Bytes that are on the host now."""
-        return sum(away.nbytes for _, away in self._away.values())
+    def stats(self) -> OffloadedStats:
+        blocks = [block for _, block in self._blocks.values()]
+        return OffloadedStats(
+            host_bytes=sum(block.nbytes for block in blocks),
+            device_bytes=sum(block.nbytes for block in blocks if block.arrival is not None),
+            stayed_at_cap_bytes=self._stayed_at_cap_bytes,
+        )
 
-    def bring(self) -> None:
-        """Begin to bring the state back, behind what the current stream was given so far. Does not block.
+    def onload(self) -> None:
+        """Start copying the state back, behind earlier work of the current stream. Doesn't block.
 
-        A step does it by itself. Called before backward, it lets the state travel meanwhile; then the device has to
-        have room for the state and for backward.
+        A step does it by itself. Called before backward, it hides the copies; the device then needs room for the state
+        and for backward.
         """
-        for _, away in self._away.values():
-            if away.arrival is None:
-                away.fetch(shuttle_for(away.device))
+        for _, block in self._blocks.values():
+            if block.arrival is None:
+                block.fetch(shuttle_for(block.device))
 
-    def _arrive(self) -> None:
-        """Put the state where it belongs, for the current stream."""
-        self.bring()
+    def _put_in_place(self) -> None:
+        """Replace the placeholders by the state, for the current stream."""
+        self.onload()
         for state, key, value in self._values():
-            if id(value) in self._away:
-                away = self._away[id(value)][1]
-                arrival, away.arrival = away.arrival, None
+            if id(value) in self._blocks:
+                block = self._blocks[id(value)][1]
+                arrival, block.arrival = block.arrival, None
                 assert arrival is not None
-                shuttle_for(away.device).hand_over(arrival)
+                shuttle_for(block.device).hand_over(arrival)
                 state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
-        self._away.clear()
+        self._blocks.clear()
 
-    def leave(self) -> None:
-        """Send the state to the host, behind what the current stream was given so far. Does not block.
+    def offload(self) -> None:
+        """Copy the state to the host, behind earlier work of the current stream. Doesn't block.
 
-        The memory on the device is free when the copies are done. Each tensor's place is taken by one of device
-        ``"meta"``, which has a shape but no content.
+        The device memory is free when the copies are done. A tensor of device ``"meta"``, which has a shape but no
+        content, takes the place of each.
         """
-        self.stayed_bytes = 0
+        for _, block in self._blocks.values():  # since an `onload` that no step has used
+            block.drop_arrival()
+        self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
             leased = lease_now(self._pool, value.nbytes)
             if leased is None:
-                self.stayed_bytes += value.nbytes
+                self._stayed_at_cap_bytes += value.nbytes
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
-            away = Away(shuttle_for(value.device), source, 0, *leased)
+            block = OffloadedBlock(shuttle_for(value.device), source, 0, *leased)
             placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            self._away[id(placeholder)] = placeholder, away
+            self._blocks[id(placeholder)] = placeholder, block
             state[key] = placeholder
-            keep_until(away.event, source)
-            away.source = None
+            keep_until(block.event, source)
+            block.source = None
 
     def close(self) -> None:
-        """Bring the state back and leave it there. May be called again."""
-        self._arrive()
+        """Copy the state back and leave it on the device. May be called again."""
+        self._put_in_place()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
+    def __enter__(self) -> Self:
+        self._put_in_place()
+        return self
+
     def _loaded(self) -> None:
-        """Forget what is away: other state is in its place."""
-        self._away.clear()
-        self.leave()
+        """Offload loaded state; the blocks of the old one are dropped."""
+        self._blocks.clear()
+        self.offload()
 
     def _values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
         """Yield each tensor that the optimizer keeps for a parameter, with the dict and the key that it is under."""
@@ -132,9 +141,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: int | str = "1MiB"
-) -> OffloadedState:
+def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: int | str = "1MiB") -> Offloaded:
     """Keep an optimizer's state on the host between its steps, in slabs of a pool.
 
     ::
@@ -159,7 +166,8 @@ def optimizer_state(
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
 
     Returns:
-        An object that says how much is away, brings it back, and ends the offloading.
+        A handle: ``onload()`` starts the copies early, ``stats()`` says how many bytes are where, ``close()`` ends the
+        offloading.
 
     Raises:
         TypeError: `optimizer` is not one of torch's, or `pool` is not a `SlabPool`.
@@ -169,4 +177,4 @@ def optimizer_state(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"cannot offload the state of a {type(optimizer).__name__}: pass an optimizer of torch.optim")
     check_pool(pool)
-    return OffloadedState(optimizer, pool, parse_bytes(min_bytes))
+    return OffloadedOptimizer(optimizer, pool, parse_bytes(min_bytes))

@@ -1,68 +1,72 @@
-"""`save_on_cpu`: activations go to the host while forward goes on, and come back ahead of backward."""
+"""`save_on_cpu`: activations are copied to the host during forward, and back ahead of backward."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._compat.storages import base_of, check_changes_are_seen
 from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
-from .._torch import base_of, check_changes_are_seen
 from ..errors import StagingError
-from ._away import lease_now, range_of
-from ._trail import Load, OffloadStats, Saved, Stayed, Trail
+from ._block import lease_now, range_of
+from ._scheduler import Load, OffloadScheduler, OffloadStats, Saved, Stayed
 
 
 class Saving:
-    """What the hooks call. Autograd's graphs keep it alive, so it keeps none of them."""
+    """The hooks and their state. Graphs of autograd keep it alive, so it keeps no graph."""
 
     def __init__(
-        self, pool: SlabPool, min_bytes: int, device_bytes: int, keep: Callable[[torch.Tensor], bool] | None
+        self,
+        pool: SlabPool,
+        min_bytes: int,
+        max_device_bytes: int,
+        keep_on_device: Callable[[torch.Tensor], bool] | None,
     ) -> None:
-        self.counters = OffloadStats()
+        self.counters: Counter[str] = Counter()
         self._pool = pool
         self._min_bytes = min_bytes
-        self._device_bytes = device_bytes
-        self._keep = keep
+        self._max_device_bytes = max_device_bytes
+        self._keep_on_device = keep_on_device
         self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
-        self._trails: dict[torch.device, Trail] = {}
+        self._schedulers: dict[torch.device, OffloadScheduler] = {}
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
         if self._stays(tensor):
-            self.counters.stayed += 1
+            self.counters["stayed"] += 1
             return Stayed(tensor)
         with step("offload"):
-            trail = self._trail(tensor.device)
-            if trail.shuttle.is_capturing():
-                self.counters.stayed += 1
+            scheduler = self._scheduler(tensor.device)
+            if scheduler.shuttle.is_capturing():
+                self.counters["stayed"] += 1
                 return Stayed(tensor)
-            found = trail.find(tensor)
+            found = scheduler.find(tensor)
             if found is not None:
                 return found
             load = Load.of(tensor)
             nbytes = load.source.numel()
             leased = lease_now(self._pool, nbytes)
             if leased is None:
-                self.counters.stayed_at_cap += 1
-                self.counters.stayed_at_cap_bytes += nbytes
+                self.counters["stayed_at_cap"] += 1
+                self.counters["stayed_at_cap_bytes"] += nbytes
                 return Stayed(tensor)
-            return trail.send(tensor, load, *leased)
+            return scheduler.send(tensor, load, *leased)
 
     def unpack(self, packed: Saved | Stayed) -> torch.Tensor:
         with step("offload"):
             return packed.unpack()
 
     def begin_pass(self) -> None:
-        """Forget which memory was saved before: it may have other content, which no counter tells."""
-        for trail in list(self._trails.values()):
-            trail.forget_storages()
+        """Forget which memory was saved before: it may have other content, at the same version."""
+        for scheduler in list(self._schedulers.values()):
+            scheduler.forget_storages()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.device.type not in self._devices:
@@ -74,13 +78,15 @@ class Saving:
         begin, end = range_of(tensor)
         if end - begin < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
             return True
-        return self._keep is not None and bool(self._keep(tensor))
+        return self._keep_on_device is not None and bool(self._keep_on_device(tensor))
 
-    def _trail(self, device: torch.device) -> Trail:
-        trail = self._trails.get(device)
-        if trail is None:  # no lock: if two threads make one, one of them is used
-            trail = self._trails.setdefault(device, Trail(shuttle_for(device), self._device_bytes, self.counters))
-        return trail
+    def _scheduler(self, device: torch.device) -> OffloadScheduler:
+        scheduler = self._schedulers.get(device)
+        if scheduler is None:  # no lock: if two threads make one, one of them is used
+            scheduler = self._schedulers.setdefault(
+                device, OffloadScheduler(shuttle_for(device), self._max_device_bytes, self.counters)
+            )
+        return scheduler
 
 
 class save_on_cpu:  # noqa: N801 - torch's name
@@ -94,29 +100,31 @@ class save_on_cpu:  # noqa: N801 - torch's name
                 loss = model(batch)
             loss.backward()
 
-    What operations in the block save for backward leaves on a stream of its own, while forward goes on. Tensors come
-    back ahead of backward. Streams wait for events; the host waits only while the pool allocates. Gradients are
-    bit-equal to those of a run without offloading.
+    Tensors that operations in the block save for backward are copied to the host on a side stream, while forward goes
+    on, and are copied back ahead of backward. Streams wait for events; the host waits only while the pool allocates.
+    Gradients are bit-equal to those of a run without offloading.
 
-    These stay on the device: parameters and views of them, tensors of less than `min_bytes`, those that `keep` names,
-    sparse tensors and other subclasses. What the pool has no room for stays too, and is counted. Tensors that share
-    memory are copied once. If a tensor was changed in place after it had been saved, backward raises the
-    ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
+    These stay on the device: parameters and views of them, tensors of less than `min_bytes`, tensors for which
+    `keep_on_device` returns true, sparse tensors and other subclasses. A tensor for which the pool has no room stays
+    too, and is counted. Tensors that share memory are copied once. If a tensor was changed in place after it had been
+    saved, backward raises the ``RuntimeError`` that autograd raises without hooks; torch's class returns the old
+    content.
 
-    The object may be used again, in any thread, and nested. Of nested blocks of saved-tensor hooks the innermost
-    counts, as always with torch. A function that `torch.compile` made may be called in the block; a block inside such a
+    You can use the object again, in any thread, and nested. Of nested blocks of saved-tensor hooks the innermost
+    counts, as always with torch. Functions that `torch.compile` made may be called in the block; a block inside such a
     function breaks its graph.
 
     Args:
-        pool: where the slabs come from. A pool over page-locked memory takes CUDA tensors. One over pageable memory
-            also takes CPU tensors, by plain copies: for machines without a GPU.
+        pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. One over pageable memory also
+            takes CPU tensors, by plain copies: for machines without a GPU.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
-        keep: is called with each tensor, and returns true for those that stay. It must not change them.
-        device_bytes: device memory that copies may hold: that much may be leaving, after which forward's stream waits,
-            and that much may have come back before it is needed. Four times the largest tensor keeps the bus busy.
+        keep_on_device: called with each tensor; returns true for those that stay. It must not change them.
+        max_device_bytes: device memory that copies may hold: that much may be leaving, after which forward's stream
+            waits, and that much may have come back before it is needed. Four times the largest tensor keeps the bus
+            busy.
 
     Raises:
-        TypeError: `pool` is not a `SlabPool`, or `keep` not a function.
+        TypeError: `pool` is not a `SlabPool`, or `keep_on_device` not a function.
         ValueError: a negative size.
         StagingError: this torch does not report in-place changes.
     """
@@ -126,20 +134,23 @@ class save_on_cpu:  # noqa: N801 - torch's name
         pool: SlabPool,
         *,
         min_bytes: int | str = "1MiB",
-        keep: Callable[[torch.Tensor], bool] | None = None,
-        device_bytes: int | str = "1GiB",
+        keep_on_device: Callable[[torch.Tensor], bool] | None = None,
+        max_device_bytes: int | str = "1GiB",
     ) -> None:
         check_changes_are_seen()
-        if keep is not None and not callable(keep):
-            raise TypeError(f"keep must be a function: {keep!r}; it takes a tensor, and returns whether it stays")
+        if keep_on_device is not None and not callable(keep_on_device):
+            raise TypeError(
+                f"keep_on_device must be a function: {keep_on_device!r}. Pass one that takes a tensor and returns "
+                "whether it stays on the device"
+            )
         check_pool(pool)
-        self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(device_bytes), keep)
+        self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device)
         self._hooks = saved_tensors_hooks(self._saving.pack, self._saving.unpack)
         self._is_hidden = False  # from the compiler
 
     def stats(self) -> OffloadStats:
         """Return a snapshot of the counters."""
-        return replace(self._saving.counters)
+        return OffloadStats(**self._saving.counters)
 
     def __enter__(self) -> save_on_cpu:
         if torch.compiler.is_compiling():

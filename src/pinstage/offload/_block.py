@@ -17,8 +17,8 @@ OWNER = "offload"
 """Under which the pool counts the slabs."""
 
 _leases: dict[int, Lease] = {}
-"""By `Away`, as long as it is there. Not its attribute: in a cycle of garbage the collector tells the pool of a lease's
-death before `Away` could release it."""
+"""By the id of a living `OffloadedBlock`. Not its attribute: in a cycle of garbage, the collector could report the
+lease's death to the pool before the block's finaliser releases it."""
 
 
 def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
@@ -53,7 +53,7 @@ def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
         reaper.tasks.put(Kept(event, [memory]))
 
 
-class Away:
+class OffloadedBlock:
     """Bytes of one storage on the host; on the device as well, while they leave or when they have come back.
 
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
@@ -110,6 +110,12 @@ class Away:
         self.arrival = arrival = shuttle.fetch(self.here, self.event)
         self.event = arrival.event
         return arrival
+
+    def drop_arrival(self) -> None:
+        """Free the device memory of bytes that came back, when the copy is done."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            keep_until(arrival.event, arrival.there)
 
     def let_source_go(self, shuttle: Shuttle, *, at_once: bool) -> None:
         """Order the current stream behind the copy, and let go of the device's memory.

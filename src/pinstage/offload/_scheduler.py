@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Shuttle
-from .._torch import Changes, version_of
-from ._away import Away, bytes_of, keep_until, range_of, view_of
+from ._block import OffloadedBlock, bytes_of, keep_until, range_of, view_of
 
 ALIGNMENT = 512
 """What is sent begins at a multiple of it in its storage, as the storage does in CUDA's memory, so that a tensor comes
@@ -28,9 +28,9 @@ queries, keys and values, is sent without what lies between them."""
 class Saved:
     """What autograd keeps in the place of a tensor that has gone. With the last of them the bytes go."""
 
-    def __init__(self, trail: Trail, tensor: torch.Tensor, away: Away, seq: int) -> None:
-        self.trail = trail
-        self.away = away
+    def __init__(self, scheduler: OffloadScheduler, tensor: torch.Tensor, block: OffloadedBlock, seq: int) -> None:
+        self.scheduler = scheduler
+        self.block = block
         self.seq = seq
         self.asked_in = 0  # the pass
         self.changes = Changes(tensor)
@@ -40,13 +40,13 @@ class Saved:
     def unpack(self) -> torch.Tensor:
         if self.changes.are_there():
             raise changed(self.shape, self.dtype)
-        return self.trail.bring(self)
+        return self.scheduler.bring(self)
 
     def on(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
         """Return the tensor over memory in which the storage's byte `begin` comes first, or its elements alone."""
-        if self.away.packed is None:
+        if self.block.packed is None:
             return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
-        elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.away.packed)
+        elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.block.packed)
         start = self.begin % ALIGNMENT
         room = torch.empty(start + self.end - self.begin, dtype=torch.uint8, device=memory.device)
         return view_of(room.untyped_storage(), start, self.dtype, self.shape, self.stride).copy_(elements)
@@ -94,7 +94,7 @@ class Load(NamedTuple):
         return cls(bytes_of(tensor.untyped_storage(), begin, end), begin, None)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
     """What `save_on_cpu` has done so far: a snapshot, returned by its `stats()`."""
 
@@ -106,7 +106,7 @@ class OffloadStats:
     """Tensors whose bytes had gone with another that has the same memory."""
     stayed: int = 0
     """Tensors that stayed on the device because of what they are: parameters and views of them, small ones, those that
-    `keep` names, and kinds that have no plain memory (sparse, subclasses)."""
+    `keep_on_device` names, and kinds that have no plain memory (sparse, subclasses)."""
     stayed_at_cap: int = 0
     """Tensors that stayed because the pool had no room."""
     stayed_at_cap_bytes: int = 0
@@ -124,34 +124,34 @@ class Known(NamedTuple):
 
     storage: weakref.ref[Any]
     version: int
-    away: weakref.ref[Away]
+    block: weakref.ref[OffloadedBlock]
     begin: int
     end: int
     geometry: Any
     """Which elements between `begin` and `end` were saved, where there are others."""
 
 
-class Trail:
+class OffloadScheduler:
     """The saved tensors of one device, numbered as they were saved.
 
     Backward asks for them from the last to the first, most times. So with each one that is asked for, those before it
-    set out, as far as `device_bytes` allows. Any other order is as right; it is slower.
+    set out, as far as `max_device_bytes` allows. Any other order is as right; it is slower.
 
     May be used by several threads: autograd has one for each device, and the user's call it.
 
     Args:
         shuttle: of the device.
-        device_bytes: of the device that copies may hold: so much that is leaving, and as much that came back ahead.
+        max_device_bytes: of the device that copies may hold: so much that is leaving, and as much that came back ahead.
         counters: of what happens.
 
     Attributes:
-        dropped: what came back and died before all had asked: `Away.ahead_for` and bytes; filled by finalisers.
+        dropped: `OffloadedBlock.ahead_for` and bytes of arrivals that died unused; filled by finalisers.
     """
 
-    def __init__(self, shuttle: Shuttle, device_bytes: int, counters: OffloadStats) -> None:
+    def __init__(self, shuttle: Shuttle, max_device_bytes: int, counters: Counter[str]) -> None:
         self.shuttle = shuttle
         self.dropped: deque[tuple[int, int]] = deque()
-        self._device_bytes = device_bytes
+        self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
         self._known: dict[int, Known] = {}  # by address
@@ -159,22 +159,24 @@ class Trail:
         self._seqs: list[int] = []  # ascending; what has died is taken out when it is met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._streams: set[tuple[int, int, int]] = set()
-        self._leaving: deque[tuple[weakref.ref[Away], int, bool]] = deque()  # with bytes, and whether made here
+        self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = (
+            deque()
+        )  # with bytes, and whether made here
         self._leaving_bytes = 0
-        self._ahead: dict[int, weakref.ref[Away]] = {}  # came back, and nobody has asked yet
+        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # came back, and nobody has asked yet
         self._ahead_bytes = 0  # of these, and of those that are asked for again
         self._top = self._next = 0  # what was saved from `_next` to `_top` was looked at; the next lies below
         self._pass = 1
 
-    # -- away
+    # -- block
 
     def find(self, tensor: torch.Tensor) -> Saved | None:
         """Save a tensor whose bytes have gone before, as those of another of the same memory, unchanged since."""
         storage = tensor.untyped_storage()
         with self._lock:
             known = self._known.get(storage.data_ptr())
-            away = None if known is None else known.away()
-            if known is None or away is None or known.storage() is not storage or known.version != version_of(tensor):
+            block = None if known is None else known.block()
+            if known is None or block is None or known.storage() is not storage or known.version != version_of(tensor):
                 return None
             begin, end = range_of(tensor)
             if known.geometry is None:  # all between its ends was saved, else its elements alone
@@ -183,39 +185,39 @@ class Trail:
                 is_in_it = known.geometry == (begin, tensor.shape, tensor.stride())
             if not is_in_it:
                 return None
-            self._counters.shared += 1
-            return self._save(tensor, away)
+            self._counters["shared"] += 1
+            return self._save(tensor, block)
 
     def send(self, tensor: torch.Tensor, load: Load, lease: Lease, after: Fence | None) -> Saved:
         """Save a tensor by sending a load to the host."""
         storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
-            away = Away(self.shuttle, load.source, load.begin, lease, after, self.dropped)
-            away.packed = load.packed
-            self._counters.copies += 1
-            self._counters.copied_bytes += away.nbytes
+            block = OffloadedBlock(self.shuttle, load.source, load.begin, lease, after, self.dropped)
+            block.packed = load.packed
+            self._counters["copies"] += 1
+            self._counters["copied_bytes"] += block.nbytes
             begin, end = range_of(tensor)
             geometry = None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
             self._known[storage.data_ptr()] = Known(
-                weakref.ref(storage), version_of(tensor), weakref.ref(away), begin, end, geometry
+                weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
             )
-            self._streams.add(away.stream)
-            if away.source is not None:
+            self._streams.add(block.stream)
+            if block.source is not None:
                 is_made_here = tensor.grad_fn is not None or load.packed is not None
-                self._leaving.append((weakref.ref(away), away.nbytes, is_made_here))
-                self._leaving_bytes += away.nbytes
+                self._leaving.append((weakref.ref(block), block.nbytes, is_made_here))
+                self._leaving_bytes += block.nbytes
                 self._hold_back()
-            return self._save(tensor, away)
+            return self._save(tensor, block)
 
     def forget_storages(self) -> None:
         """Send what is saved from now on anew, so that nothing is taken for what it was in an earlier pass."""
         self._known.clear()
 
-    def _save(self, tensor: torch.Tensor, away: Away) -> Saved:
+    def _save(self, tensor: torch.Tensor, block: OffloadedBlock) -> Saved:
         self._count += 1
-        saved = Saved(self, tensor, away, self._count)
-        away.seqs.append(saved.seq)
+        saved = Saved(self, tensor, block, self._count)
+        block.seqs.append(saved.seq)
         while self._seqs and self._seqs[-1] not in self._alive:
             self._seqs.pop()
         self._seqs.append(saved.seq)
@@ -226,11 +228,11 @@ class Trail:
         """Let go of what has left. Not while backward runs: it begins with what was saved last."""
         self._count_dropped()
         while self._leaving:
-            away = self._leaving[0][0]()
-            if away is not None and away.source is not None:
-                if not away.event.query():  # type: ignore[union-attr]
+            block = self._leaving[0][0]()
+            if block is not None and block.source is not None:
+                if not block.event.query():  # type: ignore[union-attr]
                     break
-                away.source = None
+                block.source = None
             self._leaving_bytes -= self._leaving.popleft()[1]
 
     def _count_dropped(self) -> None:
@@ -246,59 +248,59 @@ class Trail:
         taken for this one's where an operation of autograd made the tensor, and no stream but the default one was seen;
         else it is kept until the copy is seen to be done.
         """
-        while self._leaving_bytes > self._device_bytes and self._leaving:
+        while self._leaving_bytes > self._max_device_bytes and self._leaving:
             reference, nbytes, is_made_here = self._leaving.popleft()
             self._leaving_bytes -= nbytes
-            away = reference()
-            if away is not None:
-                is_alone = len(self._streams) == 1 and self.shuttle.is_default(away.stream)
-                away.let_source_go(self.shuttle, at_once=is_made_here and is_alone)
+            block = reference()
+            if block is not None:
+                is_alone = len(self._streams) == 1 and self.shuttle.is_default(block.stream)
+                block.let_source_go(self.shuttle, at_once=is_made_here and is_alone)
 
     # -- back
 
     def bring(self, saved: Saved) -> torch.Tensor:
         """Return a saved tensor, for the current stream, and see that those before it set out."""
-        away, is_late = saved.away, False
+        block, is_late = saved.block, False
         with self._lock:
             self._count_dropped()
             if saved.asked_in == self._pass:
                 self._pass += 1  # through a graph that was retained
             saved.asked_in = self._pass
-            if away.source is not None:
-                self._counters.still_there += 1
-                tensor = saved.on(away.source, 0)
+            if block.source is not None:
+                self._counters["still_there"] += 1
+                tensor = saved.on(block.source, 0)
             else:
-                is_late = away.arrival is None
-                arrival = away.arrival or self._fetch_now(saved)
-                self._counters.late += is_late
-                self._counters.ahead += not is_late
+                is_late = block.arrival is None
+                arrival = block.arrival or self._fetch_now(saved)
+                self._counters["late"] += is_late
+                self._counters["ahead"] += not is_late
                 self.shuttle.hand_over(arrival)
-                tensor = saved.on(arrival.there, away.begin)
-                if away.ahead_for:
-                    del self._ahead[away.ahead_for]
-                    away.ahead_for = 0
+                tensor = saved.on(arrival.there, block.begin)
+                if block.ahead_for:
+                    del self._ahead[block.ahead_for]
+                    block.ahead_for = 0
                 if not self._is_asked_again(saved):
-                    away.arrival = None
-                    self._ahead_bytes -= away.nbytes
+                    block.arrival = None
+                    self._ahead_bytes -= block.nbytes
             self._fetch_ahead(saved.seq, is_late=is_late)
         return tensor
 
     def _is_asked_again(self, saved: Saved) -> bool:
         """Say whether to keep what came back: another that was saved before is in it, and there is room beside it."""
-        away = saved.away
-        return 2 * away.nbytes <= self._device_bytes and any(
-            seq < saved.seq and seq in self._alive for seq in away.seqs
+        block = saved.block
+        return 2 * block.nbytes <= self._max_device_bytes and any(
+            seq < saved.seq and seq in self._alive for seq in block.seqs
         )
 
     def _fetch_now(self, saved: Saved) -> Arrival:
         if saved.seq < self._next:
             self._give_up(list(self._ahead))  # backward has passed them
         try:
-            arrival = saved.away.fetch(self.shuttle)
+            arrival = saved.block.fetch(self.shuttle)
         except torch.OutOfMemoryError:
             self._give_up(list(self._ahead))
-            arrival = saved.away.fetch(self.shuttle)
-        self._ahead_bytes += saved.away.nbytes
+            arrival = saved.block.fetch(self.shuttle)
+        self._ahead_bytes += saved.block.nbytes
         return arrival
 
     def _fetch_ahead(self, seq: int, *, is_late: bool) -> None:
@@ -321,33 +323,33 @@ class Trail:
 
         Where backward began anew elsewhere, so that one was late, those that lie farther ahead make room.
         """
-        away = saved.away
-        if away.source is not None or away.arrival is not None:
+        block = saved.block
+        if block.source is not None or block.arrival is not None:
             return True
         if is_late:
             for seq in sorted(seq for seq in self._ahead if seq < saved.seq):
-                if self._ahead_bytes + away.nbytes <= self._device_bytes:
+                if self._ahead_bytes + block.nbytes <= self._max_device_bytes:
                     break
                 self._give_up([seq])
-        if self._ahead_bytes + away.nbytes > self._device_bytes:
+        if self._ahead_bytes + block.nbytes > self._max_device_bytes:
             return False
         try:
-            away.fetch(self.shuttle)
+            block.fetch(self.shuttle)
         except torch.OutOfMemoryError:
             return False  # when it is needed, there may be more
-        away.ahead_for = saved.seq
-        self._ahead[saved.seq] = weakref.ref(away)
-        self._ahead_bytes += away.nbytes
+        block.ahead_for = saved.seq
+        self._ahead[saved.seq] = weakref.ref(block)
+        self._ahead_bytes += block.nbytes
         return True
 
     def _give_up(self, seqs: list[int]) -> None:
         """Let go of what came back and was not asked for."""
         for seq in seqs:
-            away = self._ahead.pop(seq)()
-            if away is None or away.arrival is None:
+            block = self._ahead.pop(seq)()
+            if block is None or block.arrival is None:
                 continue  # its end stands in `dropped`
-            arrival, away.arrival, away.ahead_for = away.arrival, None, 0
-            self._ahead_bytes -= away.nbytes
+            arrival, block.arrival, block.ahead_for = block.arrival, None, 0
+            self._ahead_bytes -= block.nbytes
             if arrival.event is not None and arrival.stream == self.shuttle.stream():
                 self.shuttle.wait(arrival.event)  # behind the copy, its memory may be used again
             else:

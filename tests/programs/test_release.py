@@ -1,0 +1,99 @@
+"""A release is consistent: CI here and hosted CI do the same, and the tag script refuses what doesn't fit."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pinstage
+
+ROOT = Path(__file__).parents[2]
+HOSTED = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_hosted_ci_has_the_steps_of_ci():
+    here = re.findall(r"^(?:\w+=\w+ )?step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    matrix = re.search(r"step: \[(.*)\]", HOSTED)[1].split(", ")
+    there = [step.strip("'").split()[0] for step in matrix] + re.findall(r"run: make ([a-z-]+)", HOSTED)
+    assert sorted(here) == sorted(there)
+    assert "HYPOTHESIS_PROFILE: thorough" in HOSTED
+    assert all(f"make {step}" in (ROOT / "docs" / "contributing.md").read_text() for step in ("demo", "bench-smoke"))
+
+
+def test_hosted_ci_has_every_supported_python_and_the_oldest_torch():
+    pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+    assert re.search(r"python: \[(.*)\]", HOSTED)[1] == ", ".join(f'"{python}"' for python in pythons)
+    assert all(f"python{python}" in HOSTED for python in pythons)  # wheels
+    (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))
+    assert f'torch: "{oldest}.0"' in HOSTED
+    assert oldest in (ROOT / "docs" / "releases.md").read_text()
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with what the tag script reads, and a function that runs git in it."""
+    names = ("src/pinstage/__init__.py", "CITATION.cff", "CHANGELOG.md", "scripts/tag.sh")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    log = tmp_path / "CHANGELOG.md"
+    heading = f"## [{pinstage.__version__}], not released yet"
+    log.write_text(re.sub(rf"^## \[{pinstage.__version__}\].*$", heading, log.read_text(), flags=re.MULTILINE))
+
+    def git(*arguments):
+        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q", "-b", "main")
+    for key, value in {"user.name": "x", "user.email": "x@y", "commit.gpgsign": "false"}.items():
+        git("config", key, value)
+    git("add", ".")
+    git("commit", "-qm", "all")
+    return tmp_path, git
+
+
+def tag(folder, *arguments):
+    return subprocess.run(["scripts/tag.sh", *arguments], cwd=folder, check=False, capture_output=True, text=True)
+
+
+def test_the_tag_dates_and_quotes_the_changelog(clone):
+    folder, git = clone
+    done = tag(folder)
+    assert done.returncode == 0, done.stderr
+    version = pinstage.__version__
+    assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    message = git("tag", "-l", "--format=%(contents)", f"v{version}")
+    assert message.startswith(f"pinstage {version}\n")
+    assert "### Added" in message
+    assert git("describe", "--exact-match").strip() == f"v{version}"
+    assert tag(folder, "--check", f"v{version}").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda folder, _: (folder / "CITATION.cff").write_text("x\n"), "the working tree has changes"),
+        (lambda _, git: git("switch", "-qc", "other"), "releases are tagged on main"),
+        (lambda _, git: git("tag", f"v{pinstage.__version__}"), "exists already: raise __version__"),
+    ],
+    ids=["dirty", "branch", "twice"],
+)
+def test_a_tag_that_doesn_t_fit_is_refused(clone, prepare, words):
+    folder, git = clone
+    prepare(folder, git)
+    before = git("log", "--oneline", "--all")
+    done = tag(folder)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert git("log", "--oneline", "--all") == before
+
+
+def test_a_tag_of_another_version_fails_the_check(clone):
+    folder, _ = clone
+    done = tag(folder, "--check", "v9.9.9")
+    assert done.returncode == 1
+    assert f"the tag is v9.9.9, but src/pinstage/__init__.py has version {pinstage.__version__}" in done.stderr
