@@ -36,7 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for loader in ("plain", "pinstage"):
         out = tmp_path_factory.mktemp("ddp") / f"{loader}.json"
         options = {"--device": "cpu", "--loader": loader, "--hours": 8 * STEPS, "--epochs": 2, "--batch-size": 4}
-        options |= {"--workers": 1, "--max-bytes": "64MiB/host", "--out": out}
+        options |= {"--workers": 1, "--budget": "64MiB", "--out": out}
         torchrun(DDP, *(word for option in options.items() for word in option))
         found[loader] = json.loads(out.read_text())
     return found
@@ -58,7 +58,7 @@ def test_each_rank_has_a_pool_of_its_own(reports):
     assert first["pid"] != second["pid"]
     for report in (first, second):
         assert report["batches"] == 2 * STEPS <= report["copies"]
-        assert 0 < report["held_bytes"] <= report["max_bytes"] == 32 * MIB  # half of the host's
+        assert 0 < report["held_bytes"] <= report["max_bytes"] == 64 * MIB
 
 
 def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
