@@ -27,7 +27,7 @@ REMEDIES = {
 
 @pytest.fixture
 def stager():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         yield Stager("cpu", pool=pool)
         stats = pool.stats()
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)

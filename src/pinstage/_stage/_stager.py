@@ -50,7 +50,7 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
-from .._sizes import count, format_bytes, table_text
+from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import AT_ONCE_BYTES, Sources, target_for
@@ -166,8 +166,9 @@ class Stager:
             pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
-            it.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
+        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.set_quota`
+            can limit it.
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
@@ -191,7 +192,7 @@ class Stager:
     Raises:
         TypeError: `keep_on_host` is neither of these, or `pool`, `pack_threads`, `run_ahead` or `timeout` is of another
             type.
-        ValueError: an unsupported device, both `pool` and `max_bytes`, a negative `timeout`, a `run_ahead` or
+        ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
             `pack_threads` below 1, or another `own_storage`.
         StagingError: a CUDA device, but no CUDA.
 
@@ -208,7 +209,8 @@ class Stager:
         device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str | HostBudget | None = "auto",
+        max_bytes: Size = "auto",
+        budget: HostBudget | None = None,
         keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
         own_storage: OwnStorage = "auto",
         run_ahead: int | None = RUN_AHEAD,
@@ -219,11 +221,7 @@ class Stager:
     ) -> None:
         check_owner(owner)
         if pool is not None:
-            check_pool(pool)
-            if max_bytes not in ("auto", None):
-                raise ValueError(
-                    f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-                )
+            check_pool(pool, max_bytes, budget)
         if timeout is not None:
             check_timeout(timeout)
         self._target = target_for(device)
@@ -236,7 +234,9 @@ class Stager:
         self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
         self._keeping = None if keep_on_host is None else Keeping(keep_on_host)
         self._owns_pool = pool is None
-        self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
+        if pool is None:
+            pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
+        self._pool = pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
@@ -761,7 +761,7 @@ class Stager:
         with self._lock:
             self._is_pinned = False
             if self._pageable is None:
-                self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
+                self._pageable = SlabPool(self._pool.max_bytes, memory=PageableMemory())
         warn_once(
             "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
         )

@@ -35,6 +35,7 @@ class StageBatches(Callback):
     Args:
         max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
             it fits, training and validation get half each.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
         workers: whether workers pack. False stages all batches in the main process, in place of the hook
             `transfer_batch_to_device`.
         **options: other options of `Stager`, but not `device`, which is the trainer's. A `pool` has to be over
@@ -47,8 +48,10 @@ class StageBatches(Callback):
     were yielded.
     """
 
-    def __init__(self, *, max_bytes: int | str = "auto", workers: bool = True, **options: Any) -> None:
-        self._options = {"max_bytes": max_bytes, **options}
+    def __init__(
+        self, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, workers: bool = True, **options: Any
+    ) -> None:
+        self._options = {"max_bytes": max_bytes, "budget": budget, **options}
         self._workers = workers
         self._has_warned = False
         self._loaders: TrainerLoaders | None = None
