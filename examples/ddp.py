@@ -121,6 +121,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where rank 0 saves the report of all ranks, as JSON")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise SystemExit("ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py --hours 500")
 
     on_gpu = arguments.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
