@@ -233,7 +233,7 @@ def staged_in_time(device: torch.device) -> float:
     with ps.Stager(device, max_bytes="64MiB") as stager:
         transfer = stager.stage(frame)
         frame.fill_(2.0)  # it is yours again when stage() returns
-        return float(transfer.get()[0])
+        return float(transfer.wait()[0])
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

@@ -141,18 +141,6 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
     return map_leaves(batch, write)
 
 
-@contextmanager
-def _pinstage_ring(device: torch.device, slab_bytes: int) -> Iterator[Stage]:
-    import pinstage as ps
-
-    # Five: the check keeps three batches at once, beside the one that is staged.
-    stager = ps.Stager(device, max_bytes="8GiB", ring=5, ring_bytes=slab_bytes)
-    try:
-        yield stager.to_device
-    finally:
-        stager.close()
-
-
 VARIANTS = (
     Variant("to", _to, "`leaf.to(device, non_blocking=True)` for each leaf, in a plain recursive walk"),
     Variant("pin_to", _pin_to, "`leaf.pin_memory().to(device, non_blocking=True)` for each leaf", needs_cuda=True),
@@ -208,14 +196,6 @@ VARIANTS = (
         package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
-    ),
-    Variant(
-        "pinstage_ring",
-        _pinstage_ring,
-        "the same with `ring=5`: fixed device slabs",
-        package="pinstage",
-        ours=True,
-        sized=True,
     ),
     Variant(
         "pinstage_lease",

@@ -115,7 +115,7 @@ class Slabs:
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep=settings.keep,
+                    keep_on_host=settings.keep,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator sees to that
                 )

@@ -39,7 +39,7 @@ class StageBatches(Callback):
         workers: whether workers pack. False stages all batches in the main process, in place of the hook
             `transfer_batch_to_device`.
         **options: other options of `Stager`, but not `device`, which is the trainer's. A `pool` has to be over
-            `SharedMemory` for workers, and a `ring` needs ``workers=False``.
+            `SharedMemory` for workers.
 
     Raises:
         ValueError: a `ring` with workers.
@@ -51,8 +51,6 @@ class StageBatches(Callback):
     def __init__(
         self, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, workers: bool = True, **options: Any
     ) -> None:
-        if workers and options.get("ring") is not None:
-            raise ValueError(f"workers pack into no ring: ring={options['ring']!r}; pass workers=False, or no ring")
         self._options = {"max_bytes": max_bytes, "budget": budget, **options}
         self._workers = workers
         self._has_warned = False

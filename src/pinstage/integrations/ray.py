@@ -58,7 +58,7 @@ class StageBatches:
         """
         collate = _collate_class(collate_fn)(collate_fn, self.stager)
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
-            yield transfer.get()
+            yield transfer.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_stager": None}
