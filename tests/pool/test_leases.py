@@ -194,7 +194,8 @@ def test_a_lease_may_be_used_and_released_by_another_thread(pool, background):
 def test_a_released_lease_cannot_be_used(pool, name, use):
     lease = pool.acquire(100)
     lease.release()
-    with pytest.raises(LeaseError, match=rf"already released: {name.split()[0]}\(\) on a lease of 100 bytes; acquire a new one"):
+    verb = name.split()[0]
+    with pytest.raises(LeaseError, match=rf"already released: {verb}\(\) on a lease of 100 bytes; acquire a new one"):
         use(lease)
 
 
