@@ -28,7 +28,8 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
@@ -48,17 +49,19 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
-    "HostShare",
     "HostTransfer",
     "Layout",
     "Lease",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
+    "OwnerStats",
     "PoolStats",
+    "PoolUsage",
     "Prefetcher",
     "RegisteredMemory",
     "SharedMemory",
+    "Size",
     "SlabPool",
     "Slot",
     "Stager",

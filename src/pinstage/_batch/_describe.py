@@ -47,7 +47,9 @@ class Keeping:
             given: Any = [keep] if isinstance(keep, str) else keep
             self.paths = tuple(given) if isinstance(given, Iterable) else (given,)
             if not all(isinstance(path, str) for path in self.paths):
-                raise TypeError(f"keep takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\"")
+                raise TypeError(
+                    f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\""
+                )
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
 
     def apply(self, leaves: list[Any], structure: Structure) -> None:
@@ -64,7 +66,7 @@ class Keeping:
             if known is None and missing is not None:  # later batches may have nothing there
                 there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
                 raise LayoutError(
-                    f"keep={missing!r} leads to nothing in this batch; its leaves are at {there}", missing
+                    f"keep_on_host={missing!r} leads to nothing in this batch; its leaves are at {there}", missing
                 )
             places = [index for some in found.values() for index in some]
             self._last = structure, paths, places
