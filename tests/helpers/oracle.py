@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pinstage import _native
 from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, walk
 from pinstage._batch._describe import Described, _describe_leaf
 from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
 HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
-MAGIC = _native.core.TABLE_MAGIC
+MAGIC = 0x70696E7374616703
 
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
 """The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""

@@ -179,7 +179,7 @@ CASES = {
     "the exchange API of another version": Case(has_another_api, **NO_TENSORS),
     "the libraries": Case(instead(torch, "__file__", "/nowhere/torch/__init__.py"), **NO_TENSORS),
     "a function of the shim": Case(
-        in_core(use_torch=lambda real, exchange, functions: real(exchange, functions[1:])), **NO_TENSORS
+        in_core(use_torch=lambda real, exchange, functions, *rest: real(exchange, functions[1:], *rest)), **NO_TENSORS
     ),
     "Tensor._cdata": Case(of_tensors("_cdata", None), **NO_TENSORS),
     "Tensor._cdata is something else": Case(of_tensors("_cdata", id), **NO_TENSORS),

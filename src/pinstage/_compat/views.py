@@ -118,7 +118,8 @@ def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
     tensors = [slab, slab[64:128], slab.view(torch.float32).requires_grad_(), imaginary, imaginary.imag]
     places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
     words = ({at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata} for one in tensors)
-    core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses())
+    level, modes = (torch.autograd.forward_ad, "_current_level"), torch._C._len_torch_dispatch_stack
+    core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses(), *level, modes)
     core.use_handle(min(set.intersection(*words)))
     for tensor in tensors:
         size, offset, _, *flags = core.facts(tensor)
@@ -131,14 +132,12 @@ def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
         return in_this_torch("does not tell dtypes from one another by its C shim")
     for code, number in numbers.items():
         core.add_scalar(code, number)
-    count = torch._C._len_torch_dispatch_stack
-    if type(torch.autograd.forward_ad._current_level) is not int:  # to open one would disturb other threads
+    if type(getattr(*level)) is not int:  # to open one would disturb other threads
         return in_this_torch("does not tell whether a level of forward-mode AD is open")
-    core.watch(torch.autograd.forward_ad, "_current_level", count)
-    before = count()
+    before = modes()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
-        inside = count()
-    if (type(before), inside, count()) != (int, before + 1, before):
+        inside = modes()
+    if (type(before), inside, modes()) != (int, before + 1, before):
         return in_this_torch("does not tell whether it makes views or something else")
     return _probe_views(core, slab)
 

@@ -23,8 +23,8 @@ class Stack(NamedTuple):
     stand_in: torch.Tensor
     """What the batch has in place of the stack, of its dtype and shape ``[samples, ...]``. Nobody reads its memory."""
     samples: Any
-    found: bytes
-    """Addresses and strides of the samples."""
+    found: object
+    """Where the samples are, for ``_native.core.stack``."""
 
 
 Stacks = dict[int, Stack]

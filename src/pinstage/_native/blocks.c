@@ -71,8 +71,7 @@ static struct {
 } driver;
 
 /* find_driver(): look for the functions of CUDA's driver, which is in this process already; whether it can copy. */
-static PyObject *find_driver(PyObject *module, PyObject *nothing) {
-    (void)module, (void)nothing;
+static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
@@ -122,30 +121,22 @@ static bool send_batch(size_t count, unsigned long long *to, unsigned long long 
     return driver.batch_12(to, from, nbytes, count, &attributes, &attributes_from, 1, &failed, stream) == 0;
 }
 
-/* Copies to be sent together. */
+/* Copies to be sent together. All three arrays are in the memory of `to`. */
 typedef struct {
     unsigned long long *to, *from;
     size_t *nbytes, count;
 } Copies;
 
 static bool copies_new(Copies *copies, int64_t room) {
-    size_t size = sizeof(unsigned long long) * (size_t)(room + 1);
-    *copies = (Copies){malloc(size), malloc(size), malloc(sizeof(size_t) * (size_t)(room + 1)), 0};
-    if (copies->to != NULL && copies->from != NULL && copies->nbytes != NULL) return true;
-    PyErr_NoMemory();
-    return false;
+    unsigned long long *memory = malloc((2 * sizeof *memory + sizeof(size_t)) * (size_t)(room + 1));
+    *copies = (Copies){memory, memory + (room + 1), (size_t *)(memory + 2 * (room + 1)), 0};
+    return memory != NULL || no_memory();
 }
 
 static void copies_add(Copies *copies, const char *to, const char *from, int64_t nbytes) {
     copies->to[copies->count] = (uintptr_t)to;
     copies->from[copies->count] = (uintptr_t)from;
     copies->nbytes[copies->count++] = (size_t)nbytes;
-}
-
-static void copies_end(Copies *copies) {
-    free(copies->to);
-    free(copies->from);
-    free(copies->nbytes);
 }
 
 /* Send them; how many copies there were, or CUDA's error as a negative number. Lets go of the interpreter lock. */
@@ -182,7 +173,6 @@ static bool makes_views(void) {
 
 static void blocks_dealloc(PyObject *object) {
     Blocks *self = (Blocks *)object;
-    PyTypeObject *type = Py_TYPE(object);
     for (int64_t i = 0; self->blocks != NULL && i < self->count; i++) {
         if (self->blocks[i].storage != NULL) torch.delete_handle(self->blocks[i].storage);
         Py_XDECREF(self->blocks[i].tensor);
@@ -194,9 +184,7 @@ static void blocks_dealloc(PyObject *object) {
     Py_XDECREF(self->make);
     Py_XDECREF(self->view);
     if (self->header != NULL) PyBuffer_Release(&self->table);
-    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
-    Py_DECREF(type);
 }
 
 /* Whether a row begins a block. A table from elsewhere may have any numbers. */
@@ -235,15 +223,6 @@ static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *s
     torch.delete_handle(handle);
     if (tensor == NULL) PyErr_Clear();
     return tensor;
-}
-
-static PyObject *tuple_of(int64_t count, const int64_t *sizes) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *size = PyLong_FromLongLong(sizes[i]);
-        if (size == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, size) != 0) Py_CLEAR(tuple);
-    }
-    return tuple;
 }
 
 /* Take a tensor that torch's public functions made. */
@@ -285,17 +264,12 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     void *handle = handle_of(slab);
     DLTensor tensor;
     if (torch.export_tensor(slab, &tensor)) return false;
-    if (tensor.ndim != 1 || tensor.dtype.bits != 8 || tensor.shape[0] < nbytes || (nbytes > 1 && tensor.strides[0] != 1)) {
-        PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or its bytes are not in a row");
-        return false;
-    }
+    if (tensor.ndim != 1 || tensor.dtype.bits != 8 || tensor.shape[0] < nbytes || (nbytes > 1 && tensor.strides[0] != 1))
+        return fail(PyExc_ValueError, "the slab is smaller than the offset table says, or its bytes are not in a row");
     if (torch.storage_offset(handle, &block->skipped) ||
-        torch.reinterpret(handle, 1, &none, &one, -block->skipped, &block->storage)) {
-        PyErr_SetString(PyExc_RuntimeError, "torch could not make a view of the slab");
-        return false;
-    }
-    Py_INCREF(slab);
-    block->tensor = slab;
+        torch.reinterpret(handle, 1, &none, &one, -block->skipped, &block->storage))
+        return fail(PyExc_RuntimeError, "torch could not make a view of the slab");
+    block->tensor = held(slab);
     block->address = (char *)tensor.data + tensor.byte_offset;
     return true;
 }
@@ -303,10 +277,7 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
 /* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
 static bool find_runs(Blocks *self, const Header *host, const int64_t *order, int64_t packed) {
     Run *runs = malloc(sizeof(Run) * (size_t)(packed + 1));
-    if (runs == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
+    if (runs == NULL) return no_memory();
     int64_t count = 0;
     for (int64_t i = 0; i < packed; i++) {
         const Row *there = row_at(host, order[i]), *here = row_at(self->header, order[i]);
@@ -346,48 +317,35 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
     }
     if (slab != NULL) sharing = ONE;
-    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    Blocks *self = new_object(type);
     if (self == NULL) return NULL;
-    if (!table_of(table, &self->table, &self->header)) {
-        self->header = NULL;
-        goto failed;
-    }
     self->is_cuda = device_type == 1;
-    if (make != NULL && cut != NULL) {
-        Py_INCREF(make);
-        Py_INCREF(cut);
-        self->make = make;
-        self->view = cut;
-    }
+    self->make = held(make);
+    self->view = held(cut);
+    if (!table_of(table, &self->table, &self->header)) goto failed; /* which leaves the header at NULL */
     self->order = rows_by_offset(self->header, &self->packed);
     if (self->order == NULL) goto failed;
     self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
     self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
-    if (self->blocks == NULL || self->block_of == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
+    if ((self->blocks == NULL || self->block_of == NULL) && !no_memory()) goto failed;
     for (int64_t i = 0; i < self->packed; i++) {
         const Row *row = row_at(self->header, self->order[i]);
         if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (make == NULL && torch.scalar[row->dtype] < 0)) {
-            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+            fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
             goto failed;
         }
     }
     cut_table(self, sharing);
     for (int64_t i = 0; i < self->count; i++) {
         Block *block = &self->blocks[i];
-        if (slab != NULL && make != NULL) {
-            Py_INCREF(slab);
-            if (!use_tensor(block, slab)) goto failed;
-        } else if (slab != NULL) {
-            if (!use_slab(block, slab, self->header->nbytes)) goto failed;
-        } else if (!allocate(self, block, sharing, device_type, device_index)) {
-            if (make != NULL) goto failed;
+        bool is_made = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
+                       : make != NULL ? use_tensor(block, held(slab))
+                                      : use_slab(block, slab, self->header->nbytes);
+        if (!is_made && slab == NULL && make == NULL) {
             Py_DECREF(self);
             Py_RETURN_NONE;
         }
+        if (!is_made) goto failed;
     }
     if (!find_runs(self, self->header, self->order, self->packed)) goto failed;
     return (PyObject *)self;
@@ -422,16 +380,10 @@ static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
 /* Send bytes `start` to `end` of the host slab. */
 static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream,
                            bool is_page_locked) {
-    int64_t first = 0, last = self->run_count; /* the first run that ends behind `start` */
-    while (first < last) {
-        int64_t middle = (first + last) / 2;
-        if (self->runs[middle].end <= start) {
-            first = middle + 1;
-        } else {
-            last = middle;
-        }
-    }
-    for (last = first; last < self->run_count && self->runs[last].start < end;) last++;
+    int64_t first = 0;
+    while (first < self->run_count && self->runs[first].end <= start) first++;
+    int64_t last = first;
+    while (last < self->run_count && self->runs[last].start < end) last++;
     Copies copies;
     PyObject *result = NULL;
     if (copies_new(&copies, last - first)) {
@@ -441,7 +393,7 @@ static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, 
         }
         result = send(self, &copies, stream, is_page_locked);
     }
-    copies_end(&copies);
+    free(copies.to);
     return result;
 }
 
@@ -466,10 +418,7 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     Work work;
     if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
     char *slab = (char *)(uintptr_t)host;
-    PyThreadState *state = work.nbytes >= RELEASE_FROM_BYTES ? PyEval_SaveThread() : NULL;
-    pack_all(work.leaves, work.count, slab, work.nbytes, work.nbytes >= RELEASE_FROM_BYTES);
-    if (state != NULL) PyEval_RestoreThread(state);
-    work_end(&work);
+    work_do(&work, slab);
     return send_runs(self, slab, 0, self->header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
 }
 
@@ -489,17 +438,14 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
         is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LK", &index, &address);
         if (!is_good) break;
         const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
-        if (row == NULL || !is_packed(row)) {
-            PyErr_SetString(PyExc_ValueError, "there is no such leaf");
-            is_good = false;
-            break;
-        }
+        is_good = (row != NULL && is_packed(row)) || fail(PyExc_ValueError, "there is no such leaf");
+        if (!is_good) break;
         const Block *block = &self->blocks[self->block_of[index]];
         if (row->nbytes)
             copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
     }
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
-    copies_end(&copies);
+    free(copies.to);
     return result;
 }
 
@@ -511,9 +457,8 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
     for (int64_t i = 0; i < self->count; i++) {
-        if (self->blocks[i].end - self->blocks[i].start <= AT_ONCE_BYTES) continue;
-        PyErr_SetString(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
-        return NULL;
+        if (self->blocks[i].end - self->blocks[i].start > AT_ONCE_BYTES)
+            return PyErr_Format(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
     }
     Work work;
     if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
@@ -551,10 +496,8 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
     }
     void *base = block->storage != NULL ? block->storage : handle_of(block->tensor), *made = NULL;
     if (torch.alloc_from_pool(base, row->offset - block->start + block->skipped, torch.scalar[row->dtype], row->ndim,
-                              row->sizes, row->sizes + width, &made)) {
-        PyErr_SetString(PyExc_RuntimeError, "torch could not make a view of the slab");
-        return NULL;
-    }
+                              row->sizes, row->sizes + width, &made))
+        return PyErr_Format(PyExc_RuntimeError, "torch could not make a view of the slab");
     PyObject *object = torch.wrap(made); /* which takes the tensor out of the handle */
     torch.delete_handle(made);
     return object;
@@ -563,10 +506,7 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
 /* leaves(others): all leaves of the batch, in its order. others: what stands for the leaves that are not packed, in order. */
 static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
-    if (!PyList_Check(others)) {
-        PyErr_SetString(PyExc_TypeError, "the leaves that are not packed are a list");
-        return NULL;
-    }
+    if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
     PyObject *leaves = PyList_New((Py_ssize_t)self->header->rows);
     Py_ssize_t other = 0;
     for (int64_t i = 0; leaves != NULL && i < self->header->rows; i++) {
@@ -574,18 +514,11 @@ static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
         PyObject *leaf = NULL;
         if (is_packed(row)) {
             const Block *block = &self->blocks[self->block_of[i]];
-            if (block->is_leaf) {
-                leaf = block->tensor;
-                Py_INCREF(leaf);
-            } else {
-                leaf = view(self, block, row);
-            }
+            leaf = block->is_leaf ? held(block->tensor) : view(self, block, row);
         } else if (row->kind == ALIAS && row->offset >= 0 && row->offset < i) {
-            leaf = PyList_GetItem(leaves, (Py_ssize_t)row->offset);
-            Py_XINCREF(leaf);
+            leaf = held(PyList_GetItem(leaves, (Py_ssize_t)row->offset));
         } else if (row->kind != ALIAS && other < PyList_Size(others)) {
-            leaf = PyList_GetItem(others, other++);
-            Py_XINCREF(leaf);
+            leaf = held(PyList_GetItem(others, other++));
         } else {
             PyErr_SetString(PyExc_ValueError, "the offset table repeats a leaf that it does not have, or has more others");
         }
@@ -598,13 +531,11 @@ static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     return leaves;
 }
 
-static PyObject *blocks_tensors(PyObject *object, void *nothing) {
-    (void)nothing;
+static PyObject *blocks_tensors(PyObject *object, UNUSED void *nothing) {
     Blocks *self = (Blocks *)object;
     PyObject *tensors = PyList_New((Py_ssize_t)self->count);
     for (int64_t i = 0; tensors != NULL && i < self->count; i++) {
-        Py_INCREF(self->blocks[i].tensor);
-        PyList_SetItem(tensors, (Py_ssize_t)i, self->blocks[i].tensor);
+        PyList_SetItem(tensors, (Py_ssize_t)i, held(self->blocks[i].tensor));
     }
     return tensors;
 }
@@ -650,8 +581,7 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
  * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, their
  * bytes, and how many copies that took; or None where these are not few, small and plain, would not be read at once, or
  * there is no memory; or CUDA's error as a negative number. */
-static PyObject *move_few(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
     unsigned long long stream;
@@ -693,8 +623,7 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
         if (state != NULL) PyEval_RestoreThread(state);
         if (code == 0) result = PyList_GetSlice(leaves, 0, PyList_Size(leaves));
         for (int i = 0; result != NULL && i < count; i++) {
-            Py_INCREF(tensors[i]);
-            if (PyList_SetItem(result, indexes[i], tensors[i]) != 0) Py_CLEAR(result);
+            if (PyList_SetItem(result, indexes[i], held(tensors[i])) != 0) Py_CLEAR(result);
         }
     }
     free(memory);
@@ -728,16 +657,8 @@ static PyType_Slot blocks_slots[] = {
     {Py_sq_length, blocks_length},
     {0, NULL},
 };
-static PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
-                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
-
-int add_blocks_type(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&blocks_spec);
-    if (type == NULL) return -1;
-    int status = PyModule_AddObjectRef(module, "Blocks", type);
-    Py_DECREF(type);
-    return status;
-}
+PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
 
 PyMethodDef blocks_methods[] = {
     {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},

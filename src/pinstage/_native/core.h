@@ -11,6 +11,8 @@
 
 #include "pack.h"
 
+#define UNUSED __attribute__((unused))
+
 /* -- the offset table --------------------------------------------------------------------------------------------
  *
  * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._batch._table`, which
@@ -123,6 +125,30 @@ static inline void *handle_of(PyObject *object) { return (char *)object + torch.
 /* Whether a level of forward-mode AD is open, or it cannot be told. */
 bool may_be_dual(void);
 
+/* -- helpers -------------------------------------------------------------------------------------------------------- */
+
+/* Set an exception; false. */
+static inline bool fail(PyObject *type, const char *text) { return PyErr_Format(type, "%s", text) != NULL; }
+
+static inline bool no_memory(void) { return PyErr_NoMemory() != NULL; }
+
+static inline PyObject *held(PyObject *object) {
+    Py_XINCREF(object);
+    return object;
+}
+
+/* An object of a type, all zeros; NULL with an error. */
+void *new_object(PyObject *type);
+
+/* The end of a deallocation: free the object, and let go of its type. */
+void free_object(PyObject *object);
+
+/* Add a type to the module; -1 with an error. */
+int add_type(PyObject *module, PyType_Spec *spec);
+
+/* A tuple of numbers. */
+PyObject *tuple_of(int64_t count, const int64_t *numbers);
+
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
 /* What a leaf is, for now. */
@@ -154,9 +180,10 @@ typedef struct {
 bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 
-extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[], torch_methods[];
-int add_structure_type(PyObject *module);
-int add_job_type(PyObject *module);
-int add_blocks_type(PyObject *module);
+/* Pack all leaves into a slab, in this thread, and end the work. */
+void work_do(Work *work, char *slab);
+
+extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[];
+extern PyType_Spec structure_spec, job_spec, blocks_spec;
 
 #endif

@@ -192,7 +192,7 @@ static bool met_new(Met *met, Py_ssize_t count) {
     met->mask = size - 1;
     met->objects = calloc(size, sizeof(PyObject *));
     met->indexes = malloc(size * sizeof(int64_t));
-    return met->objects != NULL && met->indexes != NULL;
+    return (met->objects != NULL && met->indexes != NULL) || no_memory();
 }
 
 /* Return the index at which an object was met first; this one, if it is now. */
@@ -222,7 +222,7 @@ static bool widen(Growing *table, int64_t width) {
     if (rows == NULL || sources == NULL) {
         free(rows);
         free(sources);
-        return false;
+        return no_memory();
     }
     size_t kept = (size_t)table->width * sizeof(int64_t);
     for (int64_t i = 0; i < table->count; i++) {
@@ -272,8 +272,7 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
 }
 
 /* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
-static PyObject *describe(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *atoms, *plainly;
     int device_type, device_id, arrays;
     if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
@@ -289,45 +288,30 @@ static PyObject *describe(PyObject *module, PyObject *args) {
     bool has_lazy = false;
     Header header = {.magic = TABLE_MAGIC, .rows = count};
     if (kept == NULL) goto done;
-    if (!met_new(&met, count) || !widen(&table, 1)) {
-        PyErr_NoMemory();
-        goto done;
-    }
+    if (!met_new(&met, count) || !widen(&table, 1)) goto done;
     int64_t end = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *object = PyList_GetItem(leaves, i);
         if (object == NULL) goto done;
         look_ahead(leaves, count, i);
         PyTypeObject *type = Py_TYPE(object);
-        leaf.kind = OTHER;
-        leaf.ndim = 0;
-        leaf.dtype = 0;
+        leaf.kind = leaf.dtype = leaf.ndim = 0; /* OTHER */
         leaf.nbytes = 0;
         leaf.data = NULL;
-        int found = NOT_PLAIN;
-        int64_t first = i;
-        if (type == torch.tensor && are_plain) {
-            first = met_first(&met, object, i);
-            found = first != i ? 0 : find_tensor(object, device_type, device_id, &leaf);
+        bool is_data = type == torch.tensor || type == torch.array;
+        int is_atom = is_data ? 0 : PySet_Contains(atoms, (PyObject *)type), found = is_atom == 1 ? 0 : NOT_PLAIN;
+        if (is_atom < 0) goto done;
+        int64_t first = is_atom ? i : met_first(&met, object, i);
+        if (first != i) {
+            found = 0;
+        } else if (type == torch.tensor && are_plain) {
+            found = find_tensor(object, device_type, device_id, &leaf);
         } else if (type == torch.array && arrays) {
-            first = met_first(&met, object, i);
-            found = first != i ? 0 : find_array(object, &leaf);
-        } else {
-            int is_atom = PySet_Contains(atoms, (PyObject *)type);
-            if (is_atom < 0) goto done;
-            if (is_atom) {
-                found = 0;
-            } else {
-                first = met_first(&met, object, i);
-                if (first != i) found = 0;
-            }
+            found = find_array(object, &leaf);
         }
         if (found == NOT_PLAIN) found = ask(plainly, object, i, kept, &leaf);
         if (found != 0) goto done;
-        if (leaf.ndim > table.width && !widen(&table, leaf.ndim)) {
-            PyErr_NoMemory();
-            goto done;
-        }
+        if (leaf.ndim > table.width && !widen(&table, leaf.ndim)) goto done;
         Row *row = (Row *)(table.rows + row_bytes(table.width) * (size_t)i);
         int64_t *source = (int64_t *)(table.sources + source_bytes(table.width) * (size_t)i);
         table.count = i + 1;
@@ -343,15 +327,10 @@ static PyObject *describe(PyObject *module, PyObject *args) {
             continue;
         }
         row->kind = (uint8_t)leaf.kind;
-        if (leaf.kind == OTHER) {
-            header.others++;
-            continue;
-        }
         row->dtype = (uint8_t)leaf.dtype;
-        if (leaf.kind == MOVED) {
-            header.moved++;
-            continue;
-        }
+        header.others += leaf.kind == OTHER;
+        header.moved += leaf.kind == MOVED;
+        if (leaf.kind == OTHER || leaf.kind == MOVED) continue;
         row->ndim = (uint8_t)leaf.ndim;
         row->nbytes = leaf.nbytes;
         memcpy(row->sizes, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
@@ -359,10 +338,8 @@ static PyObject *describe(PyObject *module, PyObject *args) {
         source[0] = (int64_t)(uintptr_t)leaf.data;
         if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
         has_lazy = has_lazy || leaf.kind == LAZY;
-        if (leaf.nbytes > INT64_MAX / 4 || end > INT64_MAX / 4) {
-            PyErr_SetString(PyExc_OverflowError, "batch is larger than any memory");
-            goto done;
-        }
+        bool fits = leaf.nbytes <= INT64_MAX / 4 && end <= INT64_MAX / 4;
+        if (!fits && !fail(PyExc_OverflowError, "batch is larger than any memory")) goto done;
         header.packed++;
         header.dtypes |= INT64_C(1) << leaf.dtype;
         header.payload += leaf.nbytes;
@@ -370,10 +347,7 @@ static PyObject *describe(PyObject *module, PyObject *args) {
     }
     header.width = table.width;
     order = malloc(sizeof(int64_t) * (size_t)(header.packed + 1));
-    if (order == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
+    if (order == NULL && !no_memory()) goto done;
     header.nbytes = place_rows(&header, table.rows, order);
     result = described(&table, &header, kept, has_lazy);
 done:
@@ -389,94 +363,74 @@ done:
 /* -- samples of one field, to be stacked ------------------------------------------------------------------------------ */
 
 typedef struct {
-    int64_t count, nbytes, itemsize, ndim; /* nbytes: of each */
+    int64_t count, nbytes; /* nbytes: of all */
     int64_t shape[MAX_DIMS];
-} Stack; /* then for each: address, whether it is strided, stride[ndim] */
+    Leaf leaves[]; /* behind them the stride of each */
+} Stack;
+
+static const char STACK[] = "pinstage.Stack";
+
+static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
 
 /* alike(samples): what `stack` needs of tensors that are alike in dtype and shape, plain, and here; None if they are not. */
-static PyObject *alike(PyObject *module, PyObject *samples) {
-    (void)module;
+static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
-    if (may_be_dual()) Py_RETURN_NONE;
-    PyObject *result = NULL;
     Found leaf;
-    Stack stack;
-    int64_t *at = NULL;
-    int dtype = -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    Stack *stack = NULL;
+    int64_t *stride = NULL;
+    int dtype = -1, found = may_be_dual() ? NOT_PLAIN : 0;
+    for (Py_ssize_t i = 0; i < count && found == 0; i++) {
         PyObject *sample = PySequence_GetItem(samples, i);
-        if (sample == NULL) goto failed;
-        int found = Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, &leaf) : NOT_PLAIN;
-        Py_DECREF(sample); /* whoever has the samples keeps it */
-        if (found == -1) goto failed;
-        if (found != 0) goto odd;
+        found = sample == NULL ? -1 : Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, &leaf) : NOT_PLAIN;
+        Py_XDECREF(sample); /* whoever has the samples keeps it */
+        if (found != 0) break;
+        size_t sizes = sizeof(int64_t) * (size_t)leaf.ndim;
         if (i == 0) {
-            stack = (Stack){.count = count, .nbytes = leaf.nbytes, .itemsize = torch.itemsize[leaf.dtype], .ndim = leaf.ndim};
-            memcpy(stack.shape, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
+            stack = malloc(sizeof *stack + (sizeof(Leaf) + sizes) * (size_t)count);
+            if (stack == NULL) return PyErr_NoMemory();
+            stack->count = count;
+            if (__builtin_mul_overflow(leaf.nbytes, count, &stack->nbytes)) found = NOT_PLAIN;
+            memcpy(stack->shape, leaf.shape, sizes);
+            stride = (int64_t *)(stack->leaves + count);
             dtype = leaf.dtype;
-            size_t each = sizeof(int64_t) * (size_t)(2 + leaf.ndim);
-            result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof stack + each * (size_t)count));
-            if (result == NULL) return NULL;
-            memcpy(PyBytes_AsString(result), &stack, sizeof stack);
-            at = (int64_t *)(PyBytes_AsString(result) + sizeof stack);
+            stack->leaves[0].ndim = leaf.ndim;
         }
-        if (leaf.dtype != dtype || leaf.ndim != stack.ndim) goto odd;
-        if (memcmp(leaf.shape, stack.shape, sizeof(int64_t) * (size_t)leaf.ndim) != 0) goto odd;
+        if (leaf.dtype != dtype || leaf.ndim != stack->leaves[0].ndim || memcmp(leaf.shape, stack->shape, sizes)) {
+            found = NOT_PLAIN;
+        }
+        if (found != 0) break;
         /* A dense one may be permuted: in the stack it is not. */
         bool strided = leaf.kind == STRIDED || !is_contiguous(leaf.ndim, leaf.shape, leaf.stride);
-        *at++ = (int64_t)(uintptr_t)leaf.data;
-        *at++ = strided;
-        memcpy(at, leaf.kind == STRIDED ? leaf.source_stride : leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
-        at += leaf.ndim;
+        stack->leaves[i] = (Leaf){.source = leaf.data,
+                                  .offset = i * leaf.nbytes,
+                                  .nbytes = leaf.nbytes,
+                                  .ndim = leaf.ndim,
+                                  .shape = stack->shape,
+                                  .strides = strided ? stride : NULL,
+                                  .itemsize = torch.itemsize[dtype]};
+        memcpy(stride, leaf.kind == STRIDED ? leaf.source_stride : leaf.stride, sizes);
+        stride += leaf.ndim;
     }
-    if (result != NULL) return result;
-odd:
-    Py_XDECREF(result);
+    PyObject *capsule = found == 0 && stack != NULL ? PyCapsule_New(stack, STACK, stack_end) : NULL;
+    if (capsule != NULL) return capsule;
+    free(stack);
+    if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
-failed:
-    Py_XDECREF(result);
-    return NULL;
 }
 
 /* stack(found, address, nbytes): write samples one behind the other; `found` is what `alike` returned. */
-static PyObject *stack(PyObject *module, PyObject *args) {
-    (void)module;
-    const char *found;
-    Py_ssize_t length;
+static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
+    PyObject *found;
     unsigned long long address;
     long long room;
-    if (!PyArg_ParseTuple(args, "y#KL:stack", &found, &length, &address, &room)) return NULL;
-    Stack stack = {.ndim = -1};
-    int64_t rest = length - (int64_t)sizeof stack, bytes;
-    if (rest >= 0) memcpy(&stack, found, sizeof stack);
-    if (stack.ndim < 0 || stack.ndim > MAX_DIMS || stack.count < 0 || stack.nbytes < 0 ||
-        __builtin_mul_overflow(stack.count, 8 * (2 + stack.ndim), &bytes) || bytes != rest) {
-        PyErr_SetString(PyExc_ValueError, "not what alike() returned");
-        return NULL;
-    }
-    if (stack.nbytes != 0 && stack.count > room / stack.nbytes) {
-        PyErr_SetString(PyExc_ValueError, "samples need more room than there is");
-        return NULL;
-    }
-    Leaf *leaves = malloc(sizeof(Leaf) * (size_t)(stack.count + 1));
-    if (leaves == NULL) return PyErr_NoMemory();
-    const int64_t *at = (const int64_t *)(found + sizeof stack);
-    for (int64_t i = 0; i < stack.count; i++, at += 2 + stack.ndim) {
-        leaves[i] = (Leaf){
-            .source = (const char *)(uintptr_t)at[0],
-            .offset = i * stack.nbytes,
-            .nbytes = stack.nbytes,
-            .shape = stack.shape,
-            .strides = at[1] ? at + 2 : NULL,
-            .ndim = (int32_t)stack.ndim,
-            .itemsize = (int32_t)stack.itemsize,
-        };
-    }
+    if (!PyArg_ParseTuple(args, "OKL:stack", &found, &address, &room)) return NULL;
+    const Stack *stack = PyCapsule_GetPointer(found, STACK);
+    if (stack == NULL) return NULL;
+    if (stack->nbytes > room) return PyErr_Format(PyExc_ValueError, "samples need more room than there is");
     Py_BEGIN_ALLOW_THREADS
-    pack_all(leaves, stack.count, (char *)(uintptr_t)address, stack.count * stack.nbytes, true);
+    pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, true);
     Py_END_ALLOW_THREADS
-    free(leaves);
     Py_RETURN_NONE;
 }
 

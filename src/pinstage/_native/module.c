@@ -23,8 +23,7 @@ static void keep(PyObject **place, PyObject *object) {
     Py_XDECREF(before);
 }
 
-static PyObject *begin(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *begin(UNUSED PyObject *module, PyObject *args) {
     PyObject *tensor, *array;
     if (!PyArg_ParseTuple(args, "O!O!:begin", &PyType_Type, &tensor, &PyType_Type, &array)) return NULL;
     keep((PyObject **)&torch.tensor, tensor);
@@ -32,63 +31,48 @@ static PyObject *begin(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *use_torch(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *capsule, *addresses;
-    if (!PyArg_ParseTuple(args, "OO!:use_torch", &capsule, &PyTuple_Type, &addresses)) return NULL;
+static PyObject *use_torch(UNUSED PyObject *module, PyObject *args) {
+    PyObject *capsule, *addresses, *owner, *name, *modes;
+    if (!PyArg_ParseTuple(args, "OO!OUO:use_torch", &capsule, &PyTuple_Type, &addresses, &owner, &name, &modes)) return NULL;
     Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (exchange == NULL) return NULL;
     while (exchange != NULL && exchange->major != DLPACK_MAJOR) exchange = exchange->older;
     Py_ssize_t count = sizeof torch.functions / sizeof torch.functions[0];
-    if (exchange == NULL || exchange->tensor_from_object == NULL || PyTuple_Size(addresses) != count) {
-        PyErr_SetString(PyExc_ImportError, "torch exchanges tensors by another major version of DLPack than 1");
-        return NULL;
-    }
+    if (exchange == NULL || exchange->tensor_from_object == NULL || PyTuple_Size(addresses) != count)
+        return PyErr_Format(PyExc_ImportError, "torch exchanges tensors by another major version of DLPack than 1");
     torch.export_tensor = exchange->tensor_from_object;
     for (Py_ssize_t i = 0; i < count; i++) {
         torch.functions[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
         if (torch.functions[i] == NULL)
             return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
     }
+    keep(&torch.level_owner, owner);
+    keep(&torch.level_name, name);
+    keep(&torch.count_modes, modes);
     Py_RETURN_NONE;
 }
 
-static PyObject *use_handle(PyObject *module, PyObject *place) {
-    (void)module;
+static PyObject *use_handle(UNUSED PyObject *module, PyObject *place) {
     Py_ssize_t before = torch.handle_at, at = PyLong_AsSsize_t(place);
     if (PyErr_Occurred()) return NULL;
-    if (at != 0 && (at < (Py_ssize_t)sizeof(PyObject) || torch.export_tensor == NULL)) {
+    if (at != 0 && (at < (Py_ssize_t)sizeof(PyObject) || torch.export_tensor == NULL))
         return PyErr_Format(PyExc_ValueError, "no place for a C++ tensor: %zd", at);
-    }
     torch.handle_at = at;
     return PyLong_FromSsize_t(before);
 }
 
-static PyObject *add_dtype(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
     int code, itemsize;
     const char *format;
     if (!PyArg_ParseTuple(args, "iis:add_dtype", &code, &itemsize, &format)) return NULL;
-    if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT) {
-        PyErr_SetString(PyExc_ValueError, "no such dtype");
-        return NULL;
-    }
+    if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT)
+        return PyErr_Format(PyExc_ValueError, "no such dtype");
     torch.itemsize[code] = (uint8_t)itemsize;
     if (format[0] == 'Z') {
         *(format[1] == 'f' ? &torch.complex_float : &torch.complex_double) = (uint8_t)code;
     } else {
         for (; *format; format++) torch.by_format[(unsigned char)*format] = (uint8_t)code;
     }
-    Py_RETURN_NONE;
-}
-
-static PyObject *watch(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *owner, *name, *count;
-    if (!PyArg_ParseTuple(args, "OUO:watch", &owner, &name, &count)) return NULL;
-    keep(&torch.level_owner, owner);
-    keep(&torch.level_name, name);
-    keep(&torch.count_modes, count);
     Py_RETURN_NONE;
 }
 
@@ -101,44 +85,63 @@ bool may_be_dual(void) {
     return level == NULL || found >= 0;
 }
 
-static PyObject *add_scalar(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *add_scalar(UNUSED PyObject *module, PyObject *args) {
     int code, number;
     if (!PyArg_ParseTuple(args, "ii:add_scalar", &code, &number)) return NULL;
-    if (code < 0 || code >= MOST_DTYPES || number < 0 || number > 254) {
+    if (code < 0 || code >= MOST_DTYPES || number < 0 || number > 254)
         return PyErr_Format(PyExc_ValueError, "no such dtype: %d, number %d", code, number);
-    }
     torch.by_scalar[number] = (uint8_t)code;
     torch.scalar[code] = (int16_t)number;
     Py_RETURN_NONE;
 }
 
-static PyObject *facts(PyObject *module, PyObject *tensor) {
-    (void)module;
-    if (Py_TYPE(tensor) != torch.tensor || torch.handle_at == 0) {
-        PyErr_SetString(PyExc_TypeError, "not a torch.Tensor, or it isn't known where one has its C++ tensor");
-        return NULL;
-    }
+static PyObject *facts(UNUSED PyObject *module, PyObject *tensor) {
+    if (Py_TYPE(tensor) != torch.tensor || torch.handle_at == 0)
+        return PyErr_Format(PyExc_TypeError, "not a torch.Tensor, or it isn't known where one has its C++ tensor");
     void *handle = handle_of(tensor);
     int64_t size, offset;
     int32_t dtype;
-    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &dtype)) {
-        PyErr_SetString(PyExc_RuntimeError, "torch's C shim does not describe a tensor");
-        return NULL;
-    }
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &dtype))
+        return PyErr_Format(PyExc_RuntimeError, "torch's C shim does not describe a tensor");
     return Py_BuildValue("(LLiiii)", (long long)size, (long long)offset, dtype, torch.requires_grad(*(void **)handle),
                          torch.is_neg(handle), torch.is_conj(handle));
 }
 
-PyMethodDef torch_methods[] = {
+void *new_object(PyObject *type) {
+    return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+}
+
+void free_object(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+int add_type(PyObject *module, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+    Py_XDECREF(type);
+    return status;
+}
+
+PyObject *tuple_of(int64_t count, const int64_t *numbers) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromLongLong(numbers[i]);
+        if (number == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, number) != 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyMethodDef torch_methods[] = {
     {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(exchange, functions): take DLPack's capsule, and addresses of functions."},
+     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
+     "forward-mode AD as an attribute, and what counts modes."},
     {"use_handle", use_handle, METH_O,
      "use_handle(place): take where a tensor object has its at::Tensor, 0 for nowhere; the last."},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
     {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
-    {"watch", watch, METH_VARARGS, "watch(owner, name, count): take the level of forward-mode AD, and what counts modes."},
     {"facts", facts, METH_O,
      "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
     {NULL, NULL, 0, NULL},
@@ -146,13 +149,9 @@ PyMethodDef torch_methods[] = {
 
 /* -- a context that does nothing ------------------------------------------------------------------------------------ */
 
-static PyObject *nothing_enter(PyObject *self, PyObject *nothing) {
-    (void)self, (void)nothing;
-    Py_RETURN_NONE;
-}
+static PyObject *nothing_enter(UNUSED PyObject *self, UNUSED PyObject *nothing) { Py_RETURN_NONE; }
 
-static PyObject *nothing_exit(PyObject *self, PyObject *const *raised, Py_ssize_t count) {
-    (void)self, (void)raised, (void)count;
+static PyObject *nothing_exit(UNUSED PyObject *self, UNUSED PyObject *const *raised, UNUSED Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
@@ -185,12 +184,9 @@ static PyObject *step(PyObject *self, PyObject *name) {
 
 static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
 
-static PyObject *steps(PyObject *module, PyObject *args) {
-    (void)module;
-    if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0))) {
-        PyErr_SetString(PyExc_TypeError, "steps() takes a dict, two functions and a context");
-        return NULL;
-    }
+static PyObject *steps(UNUSED PyObject *module, PyObject *args) {
+    if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0)))
+        return PyErr_Format(PyExc_TypeError, "steps() takes a dict, two functions and a context");
     return PyCFunction_NewEx(&step_method, args, NULL);
 }
 
@@ -202,25 +198,15 @@ static PyMethodDef steps_methods[] = {
 
 static int fill(PyObject *module) {
     PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, blocks_methods, steps_methods};
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
-        if (PyModule_AddFunctions(module, parts[i]) != 0) return -1;
-    }
-    if (PyModule_AddObject(module, "TABLE_MAGIC", PyLong_FromLongLong(TABLE_MAGIC)) != 0) return -1;
-    PyObject *nothing = PyType_FromSpec(&nothing_spec);
-    if (nothing == NULL || PyModule_AddObjectRef(module, "Nothing", nothing) != 0) return -1;
-    Py_DECREF(nothing);
-    return add_structure_type(module) != 0 || add_job_type(module) != 0 || add_blocks_type(module) != 0 ? -1 : 0;
+    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
+    int status = PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0] && status == 0; i++) status = PyModule_AddFunctions(module, parts[i]);
+    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
+    return status;
 }
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
-                                        "_core",
-                                        "Describes, packs and cuts batches; see pinstage._native.",
-                                        -1,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core",
+                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1};
 
 /* In one phase: what is known of torch, and the threads that pack, are the process's, so subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {

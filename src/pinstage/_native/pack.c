@@ -44,17 +44,6 @@ typedef enum { CACHED, PAST_CACHES, DEMOTED } Stores;
 
 #if defined(__x86_64__)
 
-static void stream_sse2(char *to, const char *from, int64_t lines) {
-    for (; lines > 0; lines--, to += 64, from += 64) {
-        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
-        _mm_stream_si128((__m128i *)to, a);
-        _mm_stream_si128((__m128i *)(to + 16), b);
-        _mm_stream_si128((__m128i *)(to + 32), c);
-        _mm_stream_si128((__m128i *)(to + 48), d);
-    }
-}
-
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, int64_t lines) {
     for (; lines > 0; lines--, to += 64, from += 64) {
         __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
@@ -67,7 +56,7 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
     if (__builtin_cpu_supports("avx2")) {
         stream_avx2(to, from, lines);
     } else {
-        stream_sse2(to, from, lines);
+        memcpy(to, from, (size_t)lines * 64);
     }
 }
 
@@ -126,23 +115,17 @@ static void copy_bytes(char *to, const char *from, int64_t nbytes, Stores stores
     memcpy(to + done, from + done, (size_t)(nbytes - done));
 }
 
+/* Inlined, so that a size that is known is one instruction. */
+static inline void copy_each(char *to, const char *from, int64_t count, int64_t step, int64_t size) {
+    for (int64_t i = 0; i < count; i++) memcpy(to + size * i, from + size * i * step, (size_t)size);
+}
+
 static void copy_elements(char *to, const char *from, int64_t count, int64_t step, int32_t itemsize) {
-    switch (itemsize) {
-    case 1:
-        for (int64_t i = 0; i < count; i++) to[i] = from[i * step];
-        break;
-    case 2:
-        for (int64_t i = 0; i < count; i++) memcpy(to + 2 * i, from + 2 * i * step, 2);
-        break;
-    case 4:
-        for (int64_t i = 0; i < count; i++) memcpy(to + 4 * i, from + 4 * i * step, 4);
-        break;
-    case 8:
-        for (int64_t i = 0; i < count; i++) memcpy(to + 8 * i, from + 8 * i * step, 8);
-        break;
-    default:
-        for (int64_t i = 0; i < count; i++) memcpy(to + itemsize * i, from + itemsize * i * step, (size_t)itemsize);
-    }
+    itemsize == 4   ? copy_each(to, from, count, step, 4)
+    : itemsize == 2 ? copy_each(to, from, count, step, 2)
+    : itemsize == 8 ? copy_each(to, from, count, step, 8)
+    : itemsize == 1 ? copy_each(to, from, count, step, 1)
+                    : copy_each(to, from, count, step, itemsize);
 }
 
 /* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape, one behind the other. */

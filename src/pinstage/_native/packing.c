@@ -26,16 +26,13 @@ bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, co
     work->nbytes = header->nbytes;
     if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows ||
         (skip != NULL && skips != header->rows)) {
-        PyErr_SetString(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
+        fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
         goto failed;
     }
     order = rows_by_offset(header, &packed);
     if (order == NULL) goto failed;
     work->leaves = malloc(sizeof(Leaf) * (size_t)(packed + 1));
-    if (work->leaves == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
+    if (work->leaves == NULL && !no_memory()) goto failed;
     for (; work->count < packed; work->count++) {
         int64_t index = order[work->count];
         const Row *row = row_at(header, index);
@@ -64,8 +61,15 @@ failed:
     return false;
 }
 
-static PyObject *pack(PyObject *module, PyObject *args) {
-    (void)module;
+void work_do(Work *work, char *slab) {
+    bool is_large = work->nbytes >= RELEASE_FROM_BYTES;
+    PyThreadState *state = is_large ? PyEval_SaveThread() : NULL;
+    pack_all(work->leaves, work->count, slab, work->nbytes, is_large);
+    if (is_large) PyEval_RestoreThread(state);
+    work_end(work);
+}
+
+static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *sources;
     unsigned long long address;
     long long room;
@@ -74,27 +78,13 @@ static PyObject *pack(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOKL|z#:pack", &table, &sources, &address, &room, &skip, &skips)) return NULL;
     Work work;
     if (!work_begin(&work, table, sources, room, skip, skips)) return NULL;
-    char *slab = (char *)(uintptr_t)address;
-    if (work.nbytes < RELEASE_FROM_BYTES) {
-        pack_all(work.leaves, work.count, slab, work.nbytes, false);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        pack_all(work.leaves, work.count, slab, work.nbytes, true);
-        Py_END_ALLOW_THREADS
-    }
-    work_end(&work);
+    work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
-}
-
-static PyObject *threads(PyObject *module, PyObject *nothing) {
-    (void)module, (void)nothing;
-    return PyLong_FromLong(pack_threads());
 }
 
 PyMethodDef pack_methods[] = {
     {"pack", pack, METH_VARARGS,
      "pack(table, sources, address, nbytes[, skip]): write leaves to their places; skip: a byte a row, 1 for not."},
-    {"threads", threads, METH_NOARGS, "threads(): how many threads for packing there are."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -125,18 +115,13 @@ static void job_close(JobObject *self, int milliseconds) {
     Py_CLEAR(self->owner);
 }
 
-static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *job_make(PyTypeObject *type, PyObject *args, UNUSED PyObject *kwargs) {
     PyObject *table, *sources, *owner;
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
-    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
-        PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
-        return NULL;
-    }
     if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    JobObject *self = (JobObject *)alloc(type, 0); /* all zeros */
+    JobObject *self = new_object((PyObject *)type);
     if (self == NULL) return NULL;
     if (!work_begin(&self->work, table, sources, room, NULL, 0)) {
         Py_DECREF(self);
@@ -149,21 +134,16 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    Py_INCREF(owner);
-    self->owner = owner;
+    self->owner = held(owner);
     return (PyObject *)self;
 }
 
 static void job_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     job_close((JobObject *)object, END_MS);
-    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
-    Py_DECREF(type);
 }
 
-static PyObject *job_ends(PyObject *object, void *nothing) {
-    (void)nothing;
+static PyObject *job_ends(PyObject *object, UNUSED void *nothing) {
     Job *job = ((JobObject *)object)->job;
     if (job == NULL) return PyTuple_New(0);
     PyObject *ends = PyTuple_New((Py_ssize_t)job_chunks(job));
@@ -222,18 +202,13 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
 }
 
 /* The end of a `with` block: return when no thread touches slab or leaves any more. What nobody has begun is left out. */
-static PyObject *job_exit(PyObject *object, PyObject *raised) {
-    (void)raised;
-    if (((JobObject *)object)->waiting > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "this job is being waited for");
-        return NULL;
-    }
+static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
+    if (((JobObject *)object)->waiting > 0) return PyErr_Format(PyExc_RuntimeError, "this job is being waited for");
     job_close((JobObject *)object, -1);
     Py_RETURN_NONE;
 }
 
-static PyObject *job_enter(PyObject *object, PyObject *nothing) {
-    (void)nothing;
+static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
     static bool has_warned;
     Job *job = ((JobObject *)object)->job;
     int code = job == NULL ? 0 : job_begin(job);
@@ -246,8 +221,7 @@ static PyObject *job_enter(PyObject *object, PyObject *nothing) {
                 pack_threads() + 1, code) != 0)
             return NULL;
     }
-    Py_INCREF(object);
-    return object;
+    return held(object);
 }
 
 static PyMethodDef job_methods[] = {
@@ -269,14 +243,4 @@ static PyType_Slot job_slots[] = {
     {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
     {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},
 };
-static PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
-
-/* The type, and `demotes`: whether a job may reuse places with a gain. */
-int add_job_type(PyObject *module) {
-    if (PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False) != 0) return -1;
-    PyObject *type = PyType_FromSpec(&job_spec);
-    if (type == NULL) return -1;
-    int status = PyModule_AddObjectRef(module, "Job", type);
-    Py_DECREF(type);
-    return status;
-}
+PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};

@@ -30,8 +30,7 @@ typedef struct {
 } Structure;
 
 static Structure *structure_new(PyObject *type) {
-    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-    Structure *self = (Structure *)alloc((PyTypeObject *)type, 0); /* filled with zeros */
+    Structure *self = new_object(type);
     if (self != NULL) self->is_native = true;
     return self;
 }
@@ -66,17 +65,9 @@ static int structure_clear(PyObject *object) {
 }
 
 static void structure_dealloc(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     structure_clear(object);
-    freefunc free_object = (freefunc)PyType_GetSlot(type, Py_tp_free);
     free_object(object);
-    Py_DECREF(type);
-}
-
-static PyObject *held(PyObject *object) {
-    Py_XINCREF(object);
-    return object;
 }
 
 static int compare_keys(const void *one, const void *other, void *keys) {
@@ -93,10 +84,7 @@ static bool sort_keys(Node *node) {
     }
     if (sorted) return true;
     node->order = malloc(sizeof(int32_t) * (size_t)node->number);
-    if (node->order == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
+    if (node->order == NULL) return no_memory();
     for (int32_t i = 0; i < node->number; i++) node->order[i] = i;
     qsort_r(node->order, (size_t)node->number, sizeof(int32_t), compare_keys, node->keys);
     return true;
@@ -412,10 +400,8 @@ static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves
 /* rebuild(leaves): a batch of this structure. */
 static PyObject *structure_rebuild(PyObject *object, PyObject *leaves) {
     Structure *self = (Structure *)object;
-    if (!PyList_Check(leaves) || PyList_Size(leaves) != self->leaves) {
-        PyErr_SetString(PyExc_ValueError, "a structure is rebuilt from a list of all its leaves");
-        return NULL;
-    }
+    if (!PyList_Check(leaves) || PyList_Size(leaves) != self->leaves)
+        return PyErr_Format(PyExc_ValueError, "a structure is rebuilt from a list of all its leaves");
     Py_ssize_t next = 0;
     PyObject *met = NULL, *result = build(self, &next, leaves, &met);
     Py_XDECREF(met);
@@ -463,8 +449,7 @@ static Py_hash_t structure_hash(PyObject *object) { /* few structures are compar
 /* -- taken apart itself --------------------------------------------------------------------------------------------------- */
 
 /* nodes(): what the structure is made of: (operation, number, type, keys) of each node. */
-static PyObject *structure_nodes(PyObject *object, PyObject *nothing) {
-    (void)nothing;
+static PyObject *structure_nodes(PyObject *object, UNUSED PyObject *nothing) {
     Structure *self = (Structure *)object;
     PyObject *nodes = PyList_New(self->count);
     for (Py_ssize_t i = 0; nodes != NULL && i < self->count; i++) {
@@ -531,14 +516,6 @@ static PyType_Slot structure_slots[] = {
     {Py_tp_members, structure_members},     {Py_tp_hash, structure_hash},
     {Py_tp_richcompare, structure_compare}, {0, NULL},
 };
-static PyType_Spec structure_spec = {"pinstage._native._core.Structure", sizeof(Structure), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE |
-                                         Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                     structure_slots};
-
-int add_structure_type(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&structure_spec);
-    int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Structure", type);
-    Py_XDECREF(type);
-    return status;
-}
+PyType_Spec structure_spec = {"pinstage._native._core.Structure", sizeof(Structure), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                              structure_slots};

@@ -121,8 +121,7 @@ int64_t *rows_by_offset(const Header *table, int64_t *packed) {
     return order;
 }
 
-static PyObject *figures(PyObject *module, PyObject *object) {
-    (void)module;
+static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
     Py_buffer buffer;
     const Header *header;
     if (!table_of(object, &buffer, &header)) return NULL;
