@@ -123,10 +123,11 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "device",
         "pool",
         "max_bytes",
-        "owner",
+        "budget",
         "depth",
-        "keep",
+        "keep_on_host",
         "own_storage",
+        "owner",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [
