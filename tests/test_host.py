@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pinstage import _host
-from pinstage._batch import _packing
+from pinstage._batch import _pack as _packing
 from pinstage.inspect._doctor import host_checks
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -15,7 +15,7 @@ from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
 from pinstage import Layout, SlabPool, Stager
-from pinstage._batch import _borrowing
+from pinstage._batch import _pack as _borrowing
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
 from pinstage.errors import LeaseError, RingError

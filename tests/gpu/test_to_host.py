@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from latch import Latch
 
 import pinstage as ps
-from pinstage._batch import DIRECT_BYTES
+from pinstage._batch._gather import DIRECT_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from pinstage import _native
-from pinstage._batch import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table, walk
+from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, walk
 from pinstage._batch._describe import Described, _describe_leaf
-from pinstage._batch._table import MOST_DIMS, row_type
+from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
 HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
 MAGIC = _native.core.TABLE_MAGIC

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._batch import _borrowing
+from pinstage._batch import _pack as _borrowing
 from pinstage._stage import _background
 from pinstage.errors import PoolClosedError, StagingError
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage import Stager
-from pinstage._batch import DIRECT_BYTES
+from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._stage import _device
 from pinstage._stage._device import CpuSource, Events
 from pinstage.errors import AcquireTimeoutError, LayoutError, PoolClosedError, PoolFrozenError

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._attributes import attribute_steps, builtin_base, keys_of, set_attributes, stored_attributes
-from ._checks import WrongFunctionsError
-from ._handler import Handler
-from ._leaves import holds_tensor
-from ._on_host import OnHost
+from ._handler import Handler, WrongFunctionsError
+from ._leaves import OnHost, holds_tensor
 
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 

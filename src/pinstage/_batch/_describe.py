@@ -7,6 +7,7 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,14 +17,72 @@ import torch
 from .. import _native
 from .._compat.views import has_no_memory, is_dual, may_be_dual
 from .._steps import step
-from ._dtypes import CODES
-from ._keeping import Keeping
-from ._leaves import ATOM_TYPES, is_atom
+from ..errors import LayoutError
+from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
 from ._nodes import is_container, moves_as_a_whole
-from ._on_host import WRAPPERS, Whole
 from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
 from ._structure import Structure, walk
-from ._table import MOST_DIMS, RowKind, Table
+from ._table import CODES, MOST_DIMS, RowKind, Table
+
+
+class Keeping:
+    """Which leaves of a stager's batches stay on the host.
+
+    Args:
+        keep: their paths, or those of containers of them, as errors and `Slot` name them; or a function of path and
+            leaf.
+
+    Attributes:
+        says: the function; None for paths.
+        paths: the paths; none for a function.
+
+    Raises:
+        TypeError: `keep` is neither.
+    """
+
+    def __init__(self, keep: Iterable[str] | Callable[[str, Any], object]) -> None:
+        self.says: Callable[[str, Any], object] | None = keep if callable(keep) else None
+        self.paths: tuple[str, ...] = ()
+        if not callable(keep):
+            given: Any = [keep] if isinstance(keep, str) else keep
+            self.paths = tuple(given) if isinstance(given, Iterable) else (given,)
+            if not all(isinstance(path, str) for path in self.paths):
+                raise TypeError(f"keep takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\"")
+        self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
+        self._is_checked = False
+
+    def apply(self, leaves: list[Any], structure: Structure) -> None:
+        """Wrap those leaves of a batch that stay.
+
+        Raises:
+            LayoutError: there is nothing at one of the paths in the first batch.
+        """
+        known, paths, places = self._last
+        if known is not structure:
+            paths = structure.paths()
+            places = [index for index, path in enumerate(paths) if any(_is_in(path, kept) for kept in self.paths)]
+            self._check(paths)
+            self._last = structure, paths, places
+        if self.says is not None:
+            places = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
+        for index in places:
+            if type(leaves[index]) is not OnHost:
+                leaves[index] = OnHost(leaves[index])
+
+    def _check(self, paths: list[str]) -> None:
+        """Look once whether each path leads somewhere: later batches may have nothing there."""
+        if self._is_checked:
+            return
+        for kept in self.paths:
+            if not any(_is_in(path, kept) for path in paths):
+                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise LayoutError(f"keep={kept!r} leads to nothing in this batch; its leaves are at {there}", kept)
+        self._is_checked = True
+
+
+def _is_in(path: str, container: str) -> bool:
+    return path.startswith(container) and path[len(container) :][:1] in ("", "[", ".")
+
 
 _DLPACK = {"cpu": 1, "cuda": 2}
 """Kinds of devices by DLPack's numbers, as the extension knows them."""

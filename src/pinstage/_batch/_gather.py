@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._blocks import view_of
 from ._describe import contiguous_stride
-from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
-from ._table import RowKind, Table
-from ._views import view_of
+from ._table import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table
 
 DIRECT_BYTES = 1024 * 1024
 """From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from ..errors import LayoutError
+from ._blocks import cut
 from ._describe import Parts, contiguous_stride, take_apart
-from ._dtypes import ALIGNMENT, DTYPES, name_of
 from ._pack import pack
 from ._structure import Structure
-from ._table import PACKED, RowKind, Table
-from ._views import cut
+from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table, name_of
 
 
 class Slot(NamedTuple):
