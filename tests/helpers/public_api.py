@@ -1,4 +1,7 @@
-"""The public surface as text, read from the source: names, arguments, types. ``python tests/helpers/public_api.py``."""
+"""The public surface as text, read from the source: names, arguments, types.
+
+As a program it writes ``tests/public_api.txt``: ``python tests/helpers/public_api.py``.
+"""
 
 import ast
 import functools
@@ -12,6 +15,7 @@ from typing import Any
 import pinstage
 
 PACKAGE = Path(pinstage.__file__).parent
+PAGE = Path(__file__).parents[1] / "public_api.txt"
 MODULES = [
     "pinstage",
     *(f"pinstage.{name}" for name in ("checkpoint", "errors", "inspect", "memory", "metrics", "offload")),
@@ -26,7 +30,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def surface() -> Iterator[str]:
-    """Yield the lines of ``tests/public_api.txt``."""
+    """Yield the lines of `PAGE`."""
     for module, name, thing in public_things():
         yield ""
         yield from described(f"{module}.{name}", thing.__module__, definitions_of(thing))
@@ -140,21 +144,16 @@ def hidden_types() -> list[str]:
 
 def annotations_of(node: Definition) -> Iterator[ast.expr]:
     """Yield the annotations of what is public in a class or function."""
-    parts = [node] if isinstance(node, ast.FunctionDef) else [*node.body]
-    for part in parts:
+    is_made = node.name not in MADE_BY_CALLS
+    for part in [node] if isinstance(node, ast.FunctionDef) else node.body:
         if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
             yield part.annotation
-        if isinstance(part, ast.FunctionDef) and (not part.name.startswith("_") or part.name == "__init__"):
-            arguments = (
-                *part.args.posonlyargs,
-                *part.args.args,
-                *part.args.kwonlyargs,
-                part.args.vararg,
-                part.args.kwarg,
-            )
-            kinds = (*(argument.annotation for argument in arguments if argument is not None), part.returns)
-            yield from (kind for kind in kinds if kind is not None)
+        if isinstance(part, ast.FunctionDef) and (
+            not part.name.startswith("_") or (part.name == "__init__" and is_made)
+        ):
+            kinds = [word.annotation for word in ast.walk(part.args) if isinstance(word, ast.arg)]
+            yield from (kind for kind in (*kinds, part.returns) if kind is not None)
 
 
 if __name__ == "__main__":
-    print(*surface(), sep="\n")
+    PAGE.write_text("".join(f"{line}\n" for line in surface()))

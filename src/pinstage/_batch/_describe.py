@@ -47,7 +47,9 @@ class Keeping:
             given: Any = [keep] if isinstance(keep, str) else keep
             self.paths = tuple(given) if isinstance(given, Iterable) else (given,)
             if not all(isinstance(path, str) for path in self.paths):
-                raise TypeError(f"keep takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\"")
+                raise TypeError(
+                    f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\""
+                )
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
         self._is_checked = False
 
@@ -76,7 +78,9 @@ class Keeping:
         for kept in self.paths:
             if not any(_is_in(path, kept) for path in paths):
                 there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-                raise LayoutError(f"keep={kept!r} leads to nothing in this batch; its leaves are at {there}", kept)
+                raise LayoutError(
+                    f"keep_on_host={kept!r} leads to nothing in this batch; its leaves are at {there}", kept
+                )
         self._is_checked = True
 
 

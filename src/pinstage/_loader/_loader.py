@@ -324,13 +324,8 @@ def wrap_loader(
         ValueError, StagingError: as `DataLoader`.
     """
     given: Any = loader
-    inner = getattr(given, "base_dataloader", None)
-    is_prepared = isinstance(inner, torch.utils.data.DataLoader) and not issubclass(
-        type(given), torch.utils.data.DataLoader
-    )
-    if not is_prepared:
-        inner = given
-    elif device is None:
+    inner = given if issubclass(type(given), torch.utils.data.DataLoader) else getattr(given, "base_dataloader", given)
+    if inner is not given and device is None:
         device = getattr(given, "device", None)
     if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
         raise TypeError(
@@ -338,7 +333,7 @@ def wrap_loader(
             "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
     wrapped = _wrap(inner, checked(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner))
-    if not is_prepared:
+    if inner is given:
         return wrapped
     given.base_dataloader = wrapped
     return given  # type: ignore[no-any-return]

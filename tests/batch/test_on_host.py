@@ -115,7 +115,7 @@ def test_leaves_stay_by_a_function_of_path_and_leaf():
 
 
 def test_one_path_may_be_given_alone():
-    says = r"keep=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
+    says = r"keep_on_host=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
     with ps.Stager("cpu", max_bytes="1MiB", keep="['a'].b") as stager, pytest.raises(LayoutError, match=says) as caught:
         stager.to_device({"a": torch.ones(1)})
     assert caught.value.path == "['a'].b"
