@@ -130,7 +130,7 @@ def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
 
 @pytest.mark.parametrize("keep", [3, [3]])
 def test_what_is_neither_a_path_nor_a_function_is_refused(keep):
-    with pytest.raises(TypeError, match=r"keep takes paths or a function of path and leaf: .*; a path is"):
+    with pytest.raises(TypeError, match=r"keep_on_host takes paths or a function of path and leaf: .*; a path is"):
         ps.Stager("cpu", keep=keep)
 
 
