@@ -59,7 +59,7 @@ def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
     wall = WalledMemory(ps.default_memory(device), int(share * AHEAD * nbytes * 1.125))
-    with ps.SlabPool(wall, max_bytes=2 * AHEAD * nbytes) as pool:
+    with ps.SlabPool(2 * AHEAD * nbytes, memory=wall) as pool:
         yield ps.Stager(device, pool=pool)
 
 

@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--batches", type=int, default=50)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("cuda_graph.py needs a CUDA GPU: torch sees none, and a graph can't be captured without one")
     device = torch.device(args.device)
     (expected, one), (losses, other) = (train(device, args.batches, 3) for train in (eager, replayed))
     equal = all(map(torch.equal, expected, losses)) and all(map(torch.equal, one.parameters(), other.parameters()))

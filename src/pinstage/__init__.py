@@ -28,7 +28,8 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import metrics as metrics
     from . import offload as offload
-    from ._loader import DataLoader, LoaderStats, wrap_loader
+    from ._loader import DataLoader, LoaderStats, WrappedLoader, wrap_loader
     from .inspect import audit
 
 __version__ = "0.3.0"
@@ -48,17 +49,19 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
-    "HostShare",
     "HostTransfer",
     "Layout",
     "Lease",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
+    "OwnerStats",
     "PoolStats",
+    "PoolUsage",
     "Prefetcher",
     "RegisteredMemory",
     "SharedMemory",
+    "Size",
     "SlabPool",
     "Slot",
     "Stager",
@@ -66,6 +69,7 @@ __all__ = [
     "StagingNode",
     "Transfer",
     "audit",
+    "WrappedLoader",
     "wrap_loader",
     "default_memory",
     "on_host",
@@ -77,6 +81,7 @@ _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
+    "WrappedLoader": "._loader",
     "wrap_loader": "._loader",
     **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }

@@ -67,7 +67,7 @@ def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
 def test_a_batch_that_is_page_locked_altogether_needs_no_slab(page_locked):
     batch = {"x": large(1), "y": [large(2)]}
     page_locked.update((batch["x"].data_ptr(), batch["y"][0].data_ptr()))
-    with Stager("cpu", pool=SlabPool(CountingMemory(), max_bytes=4096), borrow_pinned=True) as stager:
+    with Stager("cpu", pool=SlabPool(4096, memory=CountingMemory()), borrow_pinned=True) as stager:
         transfer = stager.stage(batch)
         assert transfer.copies == 2
         assert_same(batch, transfer.get(), "cpu")

@@ -477,7 +477,7 @@ def test_numpy_scalars_are_left_as_they_are():
 
 def test_a_batch_is_packed_into_a_lease_and_read_back(batch):
     layout = Layout.of(batch)
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, pool.acquire(layout.nbytes) as lease:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool, pool.acquire(layout.nbytes) as lease:
         layout.pack(batch, lease.tensor())
         assert_same(batch, layout.unpack(lease.tensor(), layout.others(batch)), "cpu")
 

@@ -27,7 +27,7 @@ REMEDIES = {
 
 @pytest.fixture(params=[None, 2], ids=["fresh", "ring"])
 def stager(request):
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         yield Stager("cpu", pool=pool, ring=request.param)
         stats = pool.stats()
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)

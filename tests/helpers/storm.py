@@ -185,7 +185,7 @@ def left_in(pool):
 
 
 def over_pool(storm):
-    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+    pool = ps.SlabPool("1MiB", memory=ps.PageableMemory())
     storm.prepare(pool)
     numbers = iter(range(10**9))
 

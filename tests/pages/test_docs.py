@@ -157,7 +157,7 @@ BESIDE = {
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
-    "HostShare",
+    "PoolUsage",
     "HostTransfer",
     "Lease",
     "LoaderStats",
@@ -168,7 +168,7 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "Slot", "StagingNode"}
+IN_SIGNATURES = {"Fence", "OwnerStats", "Size", "Slot", "StagingNode", "WrappedLoader"}
 """Types that are described on the page of the call that takes or returns them."""
 
 

@@ -342,7 +342,7 @@ def test_a_closing_pool_waits_for_guards(make_pool, background):
 
 
 def test_a_dropped_pool_frees_no_guarded_slab(memory):
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     lease.guard(event := ManualEvent())
     lease.release()
     del lease
@@ -567,7 +567,7 @@ def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
 
 
 def test_a_lease_keeps_its_pool_alive(memory):
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     lease.tensor().fill_(1)
     assert memory.live_bytes == 104
     lease.release()
@@ -577,7 +577,7 @@ def test_a_lease_keeps_its_pool_alive(memory):
 
 def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
     memory = PageableMemory()
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     view = lease.tensor()
     view.fill_(42)
     lease.release()
@@ -587,7 +587,7 @@ def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
 
 
 def test_views_of_an_odd_sized_slab_end_at_its_end():
-    with SlabPool(PageableMemory(), max_bytes=4097) as pool, pool.acquire(4097) as lease:
+    with SlabPool(4097, memory=PageableMemory()) as pool, pool.acquire(4097) as lease:
         lease.tensor().fill_(255)
         assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
         assert lease.as_tensor(math.prod((64, 16)), torch.float32).nbytes == 4096

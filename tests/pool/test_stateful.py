@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.granularity = granularity
         self.max_bytes = max_bytes
         self.memory = CountingMemory(granularity)
-        self.pool = SlabPool(self.memory, max_bytes=max_bytes)
+        self.pool = SlabPool(max_bytes, memory=self.memory)
 
     # -- the model
 

@@ -426,7 +426,7 @@ def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
         source.go_on()
         wait_until(lambda: pool.stats().waits == 2 - is_first)
 
-    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool, ps.Stager("cpu", pool=pool) as stager:
+    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
         wait_until(lambda: not _background._threads)
@@ -664,7 +664,7 @@ class Slow(ps.PageableMemory):
         staging.set()
         return super().allocate(nbytes)
 
-stager = ps.Stager("cpu", pool=ps.SlabPool(Slow(), max_bytes="64MiB"))
+stager = ps.Stager("cpu", pool=ps.SlabPool("64MiB", memory=Slow()))
 batches = iter(stager.prefetch((torch.ones(50_000 * (1 + n)) for n in range(3)), background=True))
 next(batches)
 time.sleep(0.2)

@@ -242,7 +242,7 @@ def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cu
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
     noise = torch.randint(256, (200_000,), dtype=torch.uint8)
     refusals = 0
-    with SlabPool(kind(0), max_bytes="64MiB") as pool, Stager("cpu", pool=pool, threads=1) as stager:
+    with SlabPool("64MiB", memory=kind(0)) as pool, Stager("cpu", pool=pool, threads=1) as stager:
         while refusals < REFUSALS:
             start = chance.randrange(150_000)
             batch = noise[start : start + chance.choice([1000, 20_000, 50_000])]
@@ -258,6 +258,6 @@ def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cu
 
 
 def test_pageable_memory_is_refused_by_nobody(cuda):
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         pool.acquire(1000).release()
     assert cuda.calls == []

@@ -706,7 +706,7 @@ def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(prefetch):
 
 
 def test_a_stager_has_a_device_and_a_pool():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool, Stager("cpu", pool=pool) as stager:
         assert stager.device == torch.device("cpu")
         assert stager.pool is pool
 
@@ -720,7 +720,7 @@ def test_the_pool_that_is_made_has_the_cap_that_was_given_and_plain_memory_on_th
 
 def test_a_cap_beside_a_pool_is_refused():
     with (
-        SlabPool(PageableMemory(), max_bytes="1MiB") as pool,
+        SlabPool("1MiB", memory=PageableMemory()) as pool,
         pytest.raises(ValueError, match="exclude each other: max_bytes='2MiB'; give"),
     ):
         Stager("cpu", pool=pool, max_bytes="2MiB")
@@ -766,7 +766,7 @@ def test_after_close_nothing_is_staged_and_what_was_staged_stays():
 
 @pytest.mark.usefixtures("slabs_for_all")
 def test_close_leaves_a_shared_pool_open():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
             assert_same(some_batch(1), one.to_device(some_batch(1)), "cpu")
             assert_same(some_batch(2), other.to_device(some_batch(2)), "cpu")

@@ -50,7 +50,7 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
-from .._sizes import count, format_bytes, parse_bytes, table_text
+from .._sizes import Size, count, format_bytes, parse_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, StagingError
 from ._device import AT_ONCE_BYTES, Sources, target_for
@@ -167,8 +167,9 @@ class Stager:
             pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
-            it.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
+        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.set_quota`
+            can limit it.
         ring: number of fixed device slabs to use in turn, instead of fresh memory for each batch. A layout that comes
             back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
             more and the work issued on it is done, or after `Transfer.release`. None: fresh memory.
@@ -196,7 +197,7 @@ class Stager:
     Raises:
         TypeError: `keep` is neither of these, or `pool`, `ring`, `threads`, `run_ahead` or `timeout` is of another
             type.
-        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, a negative `timeout`, a
+        ValueError: an unsupported device, both `pool` and a cap, a ring without slabs, a negative `timeout`, a
             `run_ahead` below 1, or another `own_storage`.
         StagingError: a CUDA device, but no CUDA.
 
@@ -213,7 +214,8 @@ class Stager:
         device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str | HostBudget | None = "auto",
+        max_bytes: Size = "auto",
+        budget: HostBudget | None = None,
         owner: str = "stager",
         ring: int | None = None,
         ring_bytes: int | str | None = None,
@@ -226,11 +228,7 @@ class Stager:
     ) -> None:
         check_owner(owner)
         if pool is not None:
-            check_pool(pool)
-            if max_bytes not in ("auto", None):
-                raise ValueError(
-                    f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-                )
+            check_pool(pool, max_bytes, budget)
         if ring is None and ring_bytes is not None:
             raise ValueError(f"ring_bytes={ring_bytes!r} needs a ring: pass ring=")
         if timeout is not None:
@@ -247,7 +245,9 @@ class Stager:
         self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
         self._keeping = None if keep is None else Keeping(keep)
         self._owns_pool = pool is None
-        self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
+        if pool is None:
+            pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
+        self._pool = pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
@@ -780,7 +780,7 @@ class Stager:
         with self._lock:
             self._is_pinned = False
             if self._pageable is None:
-                self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
+                self._pageable = SlabPool(self._pool.max_bytes, memory=PageableMemory())
         warn_once(
             "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
         )

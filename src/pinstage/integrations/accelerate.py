@@ -15,7 +15,7 @@ def prepare(
     accelerator: accelerate.Accelerator,
     loader: Any,
     *,
-    max_bytes: int | str = "auto",
+    max_bytes: ps.Size = "auto",
     budget: ps.HostBudget | None = None,
     pool: ps.SlabPool | None = None,
     depth: int = 2,

@@ -54,7 +54,7 @@ class StageBatches(Callback):
     def __init__(
         self,
         *,
-        max_bytes: int | str = "auto",
+        max_bytes: ps.Size = "auto",
         budget: ps.HostBudget | None = None,
         pool: ps.SlabPool | None = None,
         depth: int = 2,

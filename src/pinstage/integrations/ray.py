@@ -31,14 +31,14 @@ class StageBatches:
         self,
         device: torch.device | str | int | None = None,
         *,
-        max_bytes: int | str = "auto",
+        max_bytes: ps.Size = "auto",
         budget: ps.HostBudget | None = None,
         pool: ps.SlabPool | None = None,
         depth: int = 2,
         keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
-            "device": device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "keep_on_host": keep_on_host
+            "device": device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "keep": keep_on_host
         }  # fmt: skip
         self._depth = depth
         self._stager: ps.Stager | None = None

@@ -32,7 +32,7 @@ class StageInputs(_Trainer):
     Set the attributes below in the class, or on the trainer before the first batch.
     """
 
-    max_bytes: int | str = "auto"
+    max_bytes: ps.Size = "auto"
     """Cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer evaluates while it trains,
     training and evaluation get half each."""
 
@@ -57,16 +57,8 @@ class StageInputs(_Trainer):
         return self._made(self.args.device, in_workers=self.workers)
 
     def _made(self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None) -> TrainerLoaders:
-        return TrainerLoaders(
-            device,
-            in_workers=in_workers,
-            stager=stager,
-            max_bytes=self.max_bytes,
-            budget=self.budget,
-            pool=self.pool,
-            depth=self.depth,
-            keep_on_host=self.keep_on_host,
-        )
+        options = {name: getattr(self, name) for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")}
+        return TrainerLoaders(device, in_workers=in_workers, stager=stager, **options)
 
     @property
     def stager(self) -> ps.Stager:
