@@ -20,7 +20,6 @@ from pinstage.errors import (
     LeaseError,
     PoolClosedError,
     PoolFrozenError,
-    RingError,
     StagingError,
     UnreleasedLeaseWarning,
 )
@@ -33,14 +32,13 @@ BUILT_IN = {
     ForkedPoolError: RuntimeError,
     HostBudgetError: RuntimeError,
     LeaseError: RuntimeError,
-    RingError: RuntimeError,
     LayoutError: TypeError,
 }
 NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
 EXAMPLES = [
     *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
     *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError)),
-    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError, RingError)),
+    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError)),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)

@@ -23,12 +23,6 @@ def test_a_device_that_is_none_is_refused_in_our_words(device):
         ps.Stager(device)
 
 
-@pytest.mark.parametrize("ring", ["1", 1.0, True, [2]])
-def test_a_ring_that_is_no_number_is_refused_in_our_words(ring):
-    with pytest.raises(TypeError, match=r"ring is a number of device slabs: .*; pass an int, such as ring=3"):
-        ps.Stager("cpu", ring=ring)
-
-
 def test_sizes_are_read_in_any_case():
     for size in ("4mib", "4MIB", 4.0 * MIB, 4 * MIB):
         with ps.SlabPool(size, memory=ps.PageableMemory()) as pool:
@@ -68,42 +62,28 @@ def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
         assert torch.equal(larger.to_device(batch), batch)
 
 
-def test_the_remedies_of_a_ring_can_be_pasted_and_the_usual_one_comes_first():
-    with ps.Stager("cpu", ring=1) as stager:
-        kept = stager.to_device(torch.ones(1000))
-        with pytest.raises(ps.errors.RingError, match=r"; pass ring=2; or drop") as caught:
-            stager.to_device(kept.clone())
-        assert str(caught.value).count("; pass") == 1
-        del caught, kept
-        with pytest.raises(ps.errors.RingError) as caught:
-            stager.to_device(torch.ones(100_000))
-    (size,) = re.findall(r'pass ring_bytes="(.*?)"', str(caught.value))
-    with ps.Stager("cpu", ring=1, ring_bytes=size) as larger:
-        assert len(larger.to_device(torch.ones(100_000))) == 100_000
-
-
-@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.to_host(x)])
-def test_a_transfer_that_is_used_as_a_batch_says_get(stager, make):
+@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)])
+def test_a_transfer_that_is_used_as_a_batch_says_wait(stager, make):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
-        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call get\(\)|mapping"):
+        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call wait\(\)|mapping"):
             use()
-    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call get\(\)"):
+    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"):
         transfer.items()
     assert not hasattr(transfer, "shape")
     assert transfer  # it is no empty container
-    assert transfer.get()["x"].tolist() == [1, 1, 1]
+    assert transfer.wait()["x"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
 def test_a_lease_takes_numpy_s_dtypes(dtype):
     with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, pool.acquire(64) as lease:
-        tensor = lease.as_tensor((2, 3), dtype)
+        tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
         del tensor
         with pytest.raises(TypeError):
-            lease.as_tensor(1, "datetime64[s]")
+            lease.tensor(1, "datetime64[s]")
 
 
 def test_objects_print_as_what_they_are(stager):
@@ -159,7 +139,7 @@ def test_the_loader_s_typed_arguments_are_torch_s():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"threads": "2"}, TypeError, "threads is a number of CPU threads: '2'; pass an int, or None"),
+        ({"pack_threads": "2"}, TypeError, "pack_threads is a number of CPU threads: '2'; pass an int, or 'auto'"),
         ({"timeout": "1"}, TypeError, "timeout is a number of seconds: '1'; pass such a number, or None"),
         ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
         ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass SlabPool"),
@@ -196,7 +176,7 @@ def test_a_lease_takes_no_dtype_for_none():
         pool.acquire(64) as lease,
         pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
     ):
-        lease.as_tensor(2, None)
+        lease.tensor(2, None)
 
 
 def test_a_masked_array_has_one_remedy(stager):

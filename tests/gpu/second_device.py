@@ -51,10 +51,10 @@ def stages(stager: ps.Stager) -> None:
 
 def fetches(stager: ps.Stager) -> None:
     there = {"x": torch.ones(1000, device=DEVICE), "y": torch.ones(1 << 20, device=DEVICE)}
-    transfer = stager.to_host(there)
+    transfer = stager.fetch(there)
     in_a_fresh_thread(transfer.query)
     in_a_fresh_thread(transfer.synchronize)
-    assert all(bool((tensor == 1).all()) for tensor in transfer.get().values())
+    assert all(bool((tensor == 1).all()) for tensor in transfer.wait().values())
 
 
 def asked_by_other_threads(stager: ps.Stager) -> None:
@@ -83,13 +83,6 @@ def leases_by_hand() -> None:
         assert bool((there == 7).all())
 
 
-def ring() -> None:
-    with ps.Stager(DEVICE, max_bytes="16MiB", ring=2) as stager:
-        for step in range(6):
-            assert int(stager.to_device({"x": torch.full((100,), step)})["x"][0]) == step
-            in_a_fresh_thread(stager.stats)
-
-
 def loads(workers: int) -> None:
     loader = ps.DataLoader(torch.arange(64.0), batch_size=4, num_workers=workers, device=DEVICE, max_bytes="16MiB")
     assert torch.equal(torch.cat([batch.cpu() for batch in loader]), torch.arange(64.0))
@@ -114,10 +107,8 @@ def main() -> None:
         asked_by_other_threads(stager)
         note("other threads")
         fetches(stager)
-        note("to_host")
+        note("fetch")
     note("close")
-    ring()
-    note("ring")
     leases_by_hand()
     note("leases by hand")
     pool_of_nobodys_device()

@@ -83,7 +83,7 @@ def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
                 pool.acquire(MIB, timeout=0.2)
             latch.open()
             overwriting = one.to_device({"x": torch.zeros_like(original)})
-        assert torch.equal(transfer.get()["x"].cpu(), original)
+        assert torch.equal(transfer.wait()["x"].cpu(), original)
         assert not overwriting["x"].any()
         one.close()
         other.close()
@@ -119,7 +119,7 @@ def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
                 for device in two_devices
             ]
             expected = [{name: tensor.cpu() for name, tensor in part.items()} for part in there]
-            for found, part in zip(stager.to_host(there).get(), expected, strict=True):
+            for found, part in zip(stager.to_host(there), expected, strict=True):
                 assert all(torch.equal(found[name], part[name]) for name in part)
             del found, part
 

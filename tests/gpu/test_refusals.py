@@ -37,7 +37,7 @@ def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
             for seed in range(50):
                 batch = torch.randint(1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed))
                 assert torch.equal(stager.to_device(batch).cpu(), batch)
-        assert stager.stats().refused_batches == 50
+        assert stager.stats().fallback_batches == 50
 
 
 def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():

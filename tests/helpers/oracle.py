@@ -36,7 +36,7 @@ def take_apart(batch):
     """Describe the leaves of a batch and place them in a slab."""
     leaves, structure = walk(batch)
     device = torch.device("cpu")
-    described = [_describe_leaf(structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
+    described = [_describe_leaf(leaves, structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
     rows, first, dtypes = [], {}, 0
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)

@@ -21,7 +21,7 @@ VERBS = {
     "end of a block": lambda pool, lease: lease.__exit__(None, None, None),
     "tensor": lambda pool, lease: lease.tensor(),
     "numpy": lambda pool, lease: lease.numpy(),
-    "memoryview": lambda pool, lease: lease.memoryview(),
+    "memoryview": lambda pool, lease: lease.__buffer__(0),
 }
 
 

@@ -458,7 +458,7 @@ def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
 
 
 def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
-    stager = make_stager(ring=4)
+    stager = make_stager()
     batches = iter(stager.prefetch(numbered(10), background=True))
     next(batches)
     wait_until(lambda: stager.stats().batches == 3)

@@ -14,7 +14,7 @@ def by_hand(event: torch.cuda.Event) -> None:
         with pool.acquire(4096, timeout=1.0) as lease:
             assert_type(lease, ps.Lease)
             assert_type(lease.tensor(), torch.Tensor)
-            assert_type(lease.as_tensor((2, 3), torch.float32), torch.Tensor)
+            assert_type(lease.tensor((2, 3), torch.float32), torch.Tensor)
             assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
@@ -101,7 +101,7 @@ def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     pool.stats().held_bytes = 0  # type: ignore[misc]
     lease.release(Done())  # type: ignore[call-arg]
     lease.release(after=3)  # type: ignore[arg-type]
-    lease.as_tensor((2, 3))  # type: ignore[call-arg]
+    lease.tensor((2, 3), torch.float32, 4)  # type: ignore[call-arg]
     lease.nbytes = 3  # type: ignore[misc]
     _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
     ps.PageableMemory(4096)  # type: ignore[call-arg]

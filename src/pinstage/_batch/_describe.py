@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +51,6 @@ class Keeping:
                     f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\""
                 )
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
-        self._is_checked = False
 
     def apply(self, leaves: list[Any], structure: Structure) -> None:
         """Wrap those leaves of a batch that stay.
@@ -62,26 +61,20 @@ class Keeping:
         known, paths, places = self._last
         if known is not structure:
             paths = structure.paths()
-            places = [index for index, path in enumerate(paths) if any(_is_in(path, kept) for kept in self.paths)]
-            self._check(paths)
+            found = {kept: [at for at, path in enumerate(paths) if _is_in(path, kept)] for kept in self.paths}
+            missing = next((kept for kept in found if not found[kept]), None)
+            if known is None and missing is not None:  # later batches may have nothing there
+                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise LayoutError(
+                    f"keep_on_host={missing!r} leads to nothing in this batch; its leaves are at {there}", missing
+                )
+            places = [index for some in found.values() for index in some]
             self._last = structure, paths, places
         if self.says is not None:
             places = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
         for index in places:
             if type(leaves[index]) is not OnHost:
                 leaves[index] = OnHost(leaves[index])
-
-    def _check(self, paths: list[str]) -> None:
-        """Look once whether each path leads somewhere: later batches may have nothing there."""
-        if self._is_checked:
-            return
-        for kept in self.paths:
-            if not any(_is_in(path, kept) for path in paths):
-                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-                raise LayoutError(
-                    f"keep_on_host={kept!r} leads to nothing in this batch; its leaves are at {there}", kept
-                )
-        self._is_checked = True
 
 
 def _is_in(path: str, container: str) -> bool:
@@ -187,29 +180,22 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         IsContainer: a leaf is none; walk again.
         LayoutError: as `take_apart`.
     """
-    plainly, place = partial(_describe_leaf, structure, device, arrays), _dlpack_device(device)
-    try:
-        figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
-    except IsUnknown as unknown:
-        raise unknown_classes(leaves, structure, unknown.args[0]) from None
+    plainly, place = (
+        partial(_describe_leaf, leaves, structure, device, arrays),
+        (_DLPACK[device.type], device.index or 0),
+    )
+    figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
-
-
-@lru_cache
-def _dlpack_device(device: torch.device) -> tuple[int, int]:
-    return _DLPACK[device.type], device.index or 0
 
 
 class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
     """A leaf is of a class that has become a container."""
 
 
-class IsUnknown(Exception):  # noqa: N818 - as well
-    """A leaf, of this index, holds tensors, and nobody knows its class."""
-
-
-def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
+def _describe_leaf(
+    leaves: list[Any], structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int
+) -> Described:
     """Say what a leaf is.
 
     The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
@@ -234,7 +220,7 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
             raise IsContainer
         if moves_as_a_whole(cls):
             return Described(RowKind.MOVED)
-        raise IsUnknown(index)
+        raise unknown_classes(leaves, structure, index)
     return Described(RowKind.OTHER)
 
 

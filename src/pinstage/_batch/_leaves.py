@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import datetime as dt
 import enum
 import gc
@@ -158,12 +157,9 @@ def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the same memory as a writable array: torch warns of read-only ones, and staging only reads."""
-    if array.size == 0:
-        return np.empty_like(array)
-    reach = sum((size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    buffer = (ctypes.c_char * reach).from_address(array.__array_interface__["data"][0])
-    buffer.owner = array
-    return np.ndarray(array.shape, array.dtype, buffer, strides=array.strides)
+    interface = array.__array_interface__
+    owner = types.SimpleNamespace(array=array, __array_interface__=interface | {"data": (interface["data"][0], False)})
+    return np.asarray(owner)
 
 
 def holds_tensor(leaf: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from .._host import usable_cpus
 from ._blocks import view_of
 from ._describe import Parts
 from ._leaves import from_array
-from ._table import ALIGNMENT, PACKED, RowKind
+from ._table import PACKED, RowKind, lay_out
 
 
 class HostSlab(Protocol):
@@ -67,22 +67,24 @@ REUSE_FROM_BYTES = 32 * 1024 * 1024
 """A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer."""
 
 
-def most_threads(threads: int | None) -> int:
+def most_threads(threads: int | Literal["auto"]) -> int:
     """Return how many threads may pack a batch, the calling one included.
 
     Args:
-        threads: as many as the user says; None takes the usable CPUs, at most `MOST_THREADS`.
+        threads: as many as the user says; "auto" takes the usable CPUs, at most `MOST_THREADS`.
 
     Raises:
-        TypeError: `threads` is no int.
-        ValueError: `threads` is less than 1.
+        TypeError: `threads` is neither an int nor "auto".
+        ValueError: it is less than 1.
     """
-    if threads is None:
+    if threads == "auto":
         return min(usable_cpus(), MOST_THREADS)
     if isinstance(threads, bool) or not isinstance(threads, int):
-        raise TypeError(f"threads is a number of CPU threads: {threads!r}; pass an int, or None for the usable CPUs")
+        raise TypeError(
+            f"pack_threads is a number of CPU threads: {threads!r}; pass an int, or 'auto' for the usable CPUs"
+        )
     if threads < 1:
-        raise ValueError(f"threads must be at least 1: {threads}; 1 packs in the calling thread")
+        raise ValueError(f"pack_threads must be at least 1: {threads}; 1 packs in the calling thread")
     return threads
 
 
@@ -157,12 +159,5 @@ def borrow(parts: Parts) -> Borrowed | None:
             rows["kind"][index] = RowKind.MOVED
     if not leaves:
         return None
-    end = 0
-    for index in parts.table.by_offset(*PACKED):
-        if rows["kind"][index] != RowKind.MOVED:
-            rows["offset"][index] = end
-            end += -(-int(rows["nbytes"][index]) // ALIGNMENT) * ALIGNMENT
-    rest = Parts(
-        parts.structure, parts.leaves, parts.table.moved_to(rows, end), parts.sources, parts.kept, parts.has_lazy
-    )
-    return Borrowed(leaves, lenders, rest)
+    end = lay_out(rows, (i for i in parts.table.by_offset(*PACKED) if rows["kind"][i] != RowKind.MOVED))
+    return Borrowed(leaves, lenders, parts._replace(table=parts.table.moved_to(rows, end)))

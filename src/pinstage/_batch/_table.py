@@ -7,7 +7,8 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 
 from .. import _native
 from .._compat.views import learn_tensors
+from .._sizes import round_up
 from ..errors import LayoutError
 
 _NAMES = (
@@ -51,15 +53,10 @@ _FORMATS = {
 
 def _tell_the_extension() -> None:
     samples = {}
-    for name, dtype in zip(_NAMES, DTYPES, strict=True):
-        if dtype is not None:
-            try:
-                sample = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
-            except (RuntimeError, TypeError, NotImplementedError):
-                sample = None  # it travels, but is described in Python
-            _native.core.add_dtype(CODES[dtype], dtype.itemsize, _FORMATS.get(name, ""))
-            if sample is not None:
-                samples[CODES[dtype]] = sample
+    for dtype, code in CODES.items():
+        _native.core.add_dtype(code, dtype.itemsize, _FORMATS.get(_NAMES[code], ""))
+        with suppress(RuntimeError, TypeError, NotImplementedError):  # such tensors are described in Python
+            samples[code] = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
     learn_tensors(samples)
 
 
@@ -162,7 +159,8 @@ class Table(NamedTuple):
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
-        return _entries(self.rows)
+        rows = self.rows
+        return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return which leaves are of some kinds."""
@@ -190,5 +188,9 @@ class Table(NamedTuple):
         return Table.of_bytes, (self.data,)
 
 
-def _entries(rows: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
+def lay_out(rows: np.ndarray[Any, np.dtype[np.void]], order: Iterable[int], start: int = 0) -> int:
+    """Give rows of a table places in the slab, one behind the other; return the end of the last one."""
+    for index in order:
+        rows["offset"][index] = start
+        start += round_up(int(rows["nbytes"][index]), ALIGNMENT)
+    return start

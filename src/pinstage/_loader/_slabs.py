@@ -116,7 +116,7 @@ class Slabs:
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep=settings.keep_on_host,
+                    keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator sees to that
                 )

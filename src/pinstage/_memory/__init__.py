@@ -26,7 +26,7 @@ from ._limits import cap_bytes, remedy
 from ._pageable import PageableMemory
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
-from ._shared import SharedMapping, SharedMemory
+from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, on_device, record_current_streams
 
 REFUSALS = (MemoryError, OSError, CudaError)
@@ -43,6 +43,7 @@ __all__ = [
     "SharedMapping",
     "SharedMemory",
     "as_called_here",
+    "attach",
     "cap_bytes",
     "default_memory",
     "copy_error",

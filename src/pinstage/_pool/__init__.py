@@ -31,7 +31,7 @@ current streams when the block of a lease is left. So all of it is tested withou
 from ._accounts import check_owner
 from ._classes import size_class
 from ._host_budget import HostBudget, PoolUsage, usage_of_host
-from ._lease import Lease, guard_until_release
+from ._lease import Lease, descriptor_of, guard_until_release
 from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in_flight, state_of
 from ._slab import Fence
 from ._stats import OwnerStats, PoolStats
@@ -51,6 +51,7 @@ __all__ = [
     "check_pool",
     "check_timeout",
     "close_for",
+    "descriptor_of",
     "give_up_waiting_if",
     "guard_until_release",
     "lease_in_flight",

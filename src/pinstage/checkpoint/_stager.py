@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
-from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
+from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout, descriptor_of
 from .._sizes import Size, format_bytes
-from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
+from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, fetch, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
@@ -167,11 +167,11 @@ class CheckpointStager(AsyncStager):
         def acquire(nbytes: int) -> Lease:
             nonlocal slab
             lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
-            slab = Slab(lease.numpy(), lease.fd)
+            slab = Slab(lease.numpy(), descriptor_of(lease))
             return lease
 
         try:
-            transfer = to_host(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
+            transfer = fetch(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
             duplicate_rest(transfer, snapshot.tensors)
             return transfer, slab
         except BaseException as error:

@@ -51,7 +51,7 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
     if quota is not None and quota < usable:
         found += f"; torch starts threads for {usable}, which then wait for each other"
         n = threads_within(usable, quota)
-        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(threads={n}); or more quota"
+        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n}); or more quota"
         return Check("CPUs", "warning", found, remedy)
     if real < FEW_CPUS:
         return Check("CPUs", "warning", found, f"give this process {FEW_CPUS} or more for loading and packing")

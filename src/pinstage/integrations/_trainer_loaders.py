@@ -46,7 +46,7 @@ class TrainerLoaders:
             pool = ps.SlabPool(max_bytes, budget=budget, memory=memory)
             max_bytes, budget = "auto", None
         caps: dict[str, Any] = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
-        self.stager = ps.Stager(device, **caps, keep=keep_on_host) if stager is None else stager
+        self.stager = ps.Stager(device, **caps, keep_on_host=keep_on_host) if stager is None else stager
         self._wrapping = {**caps, "depth": depth, "keep_on_host": keep_on_host}
         self._counters: list[Any] = []
         """Of all loaders that were wrapped, freed ones included."""

@@ -38,7 +38,7 @@ class StageBatches:
         keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
-            "device": device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "keep": keep_on_host
+            "device": device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "keep_on_host": keep_on_host
         }  # fmt: skip
         self._depth = depth
         self._stager: ps.Stager | None = None
@@ -72,7 +72,7 @@ class StageBatches:
         collate = _collate_class(collate_fn)(collate_fn, self.stager)
         options = {"prefetch_batches": self._depth, **options}
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
-            yield transfer.get()
+            yield transfer.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_stager": None}
