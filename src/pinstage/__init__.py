@@ -29,6 +29,7 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._region import HostRegion, RegionHandle
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
+    "HostRegion",
     "HostShare",
     "HostTransfer",
     "Layout",
@@ -57,6 +59,7 @@ __all__ = [
     "PageableMemory",
     "PoolStats",
     "Prefetcher",
+    "RegionHandle",
     "RegisteredMemory",
     "SharedMemory",
     "SlabPool",

@@ -83,8 +83,13 @@ class Blocks(Protocol):
         """Pack all leaves into a host slab at address `host` and send them; the result is that of `copy`."""
         ...
 
-    def copy_leaves(self, leaves: list[tuple[int, int]], stream: int) -> int:
-        """Send whole leaves, by row and address, from page-locked memory of their own; the result is that of `copy`."""
+    def copy_leaves(self, leaves: list[tuple[int, int, int, int]], stream: int) -> int:
+        """Send ranges of leaves from page-locked memory of their own; the result is that of `copy`.
+
+        Args:
+            leaves: the row, where the range begins and ends in the leaf, and the address of its first byte.
+            stream: that copies.
+        """
         ...
 
     def fill(self, sources: bytes, stream: int) -> int:
