@@ -220,6 +220,7 @@ class HostRegion:
             ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
             PinningError: the region is closed, or this is a forked child that hasn't the memory.
         """
+        self._check(inherits=True)
         size = dtype.itemsize
         if shape is None:
             shape = max(self._plan.nbytes - offset, 0) // size
