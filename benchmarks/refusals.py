@@ -59,7 +59,7 @@ def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
     wall = WalledMemory(ps.default_memory(device), int(share * AHEAD * nbytes * 1.125))
-    with ps.SlabPool(wall, max_bytes=2 * AHEAD * nbytes) as pool:
+    with ps.SlabPool(2 * AHEAD * nbytes, memory=wall) as pool:
         yield ps.Stager(device, pool=pool)
 
 
@@ -89,7 +89,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
                 if repeat:  # the first one makes slabs, or is refused them
                     total.append((time.perf_counter() - start) / AHEAD)
             right = all(torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True))
-            refused = stager.stats().refused_batches
+            refused = stager.stats().fallback_batches
     status = "ok" if right else "incorrect"
     return {"status": status, "detail": f"{refused} batches were refused a slab of their size", "total": total}
 

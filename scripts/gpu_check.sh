@@ -185,7 +185,7 @@ series() {
   rival
   # shellcheck disable=SC2086
   comparison series 580 --series all --rounds 1 --repeats 20 --seconds 0.1 --timeout 120 --only \
-    to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier_openmp,pinstage,pinstage_ring \
+    to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier_openmp,pinstage \
     ${BENCH_ARGS:-}
   step bench draw 60 "$PYTHON" benchmarks/comparison --from "$RESULTS/series.json" --plot "$RESULTS/scaling.png"
 }

@@ -28,8 +28,9 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
 from ._region import HostRegion, RegionHandle
+from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
@@ -50,18 +51,20 @@ __all__ = [
     "HostAllocMemory",
     "HostBudget",
     "HostRegion",
-    "HostShare",
     "HostTransfer",
     "Layout",
     "Lease",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
+    "OwnerStats",
     "PoolStats",
+    "PoolUsage",
     "Prefetcher",
     "RegionHandle",
     "RegisteredMemory",
     "SharedMemory",
+    "Size",
     "SlabPool",
     "Slot",
     "Stager",

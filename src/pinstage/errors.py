@@ -76,13 +76,6 @@ class LeaseError(StagingError, RuntimeError):
     """
 
 
-class RingError(StagingError, RuntimeError):
-    """A batch finds no place in a stager's ring of device slabs, or `get` was called after `release`.
-
-    A `RuntimeError`.
-    """
-
-
 class LayoutError(StagingError, TypeError):
     """A leaf or object that cannot be staged, or a batch that does not match a layout. A `TypeError`.
 

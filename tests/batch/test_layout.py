@@ -102,23 +102,6 @@ def test_repr_says_how_large_it_is(batch):
     assert "nbytes=80 slots=3" in repr(Layout.of(batch))
 
 
-def test_the_offset_table_is_given_as_a_structured_array(batch):
-    layout = Layout.of(batch)
-    table = layout.to_numpy()
-    assert table.dtype.names == ("path", "offset", "nbytes", "dtype", "ndim", "shape", "stride")
-    assert table["path"].tolist() == [slot.path for slot in layout.slots]
-    assert table["offset"].tolist() == [slot.offset for slot in layout.slots]
-    assert table["nbytes"].tolist() == [slot.nbytes for slot in layout.slots]
-    assert table["dtype"].tolist() == ["uint8", "float64", "int64"]
-    assert table["ndim"].tolist() == [3, 1, 0]
-    assert table["shape"].tolist() == [[2, 3, 4], [3, -1, -1], [-1, -1, -1]]
-    assert table["stride"].tolist() == [[12, 4, 1], [1, -1, -1], [-1, -1, -1]]
-
-
-def test_the_structured_array_of_no_tensors_has_no_rows():
-    assert len(Layout.of({"a": "text"}).to_numpy()) == 0
-
-
 # -- leaves that are tensors -------------------------------------------------------------------------------------------
 
 
@@ -477,7 +460,7 @@ def test_numpy_scalars_are_left_as_they_are():
 
 def test_a_batch_is_packed_into_a_lease_and_read_back(batch):
     layout = Layout.of(batch)
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, pool.acquire(layout.nbytes) as lease:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool, pool.acquire(layout.nbytes) as lease:
         layout.pack(batch, lease.tensor())
         assert_same(batch, layout.unpack(lease.tensor(), layout.others(batch)), "cpu")
 

@@ -50,7 +50,7 @@ def test_what_torchs_pytree_knows_is_staged_in_its_order(stager):
     for note in ("one", ["two"], {"three"}):
         staged = stager.to_device([Known({"x": torch.ones(3)}, note)])[0]
         assert (type(staged), staged.note, staged.value["x"].tolist()) == (Known, note, [1, 1, 1])
-        assert stager.to_host(staged).get().value["x"].tolist() == [1, 1, 1]
+        assert stager.to_host(staged).value["x"].tolist() == [1, 1, 1]
     assert (stager.stats().packed_leaves, stager.stats().passthrough_leaves) == (3, 0)
 
 
@@ -96,7 +96,7 @@ def test_a_class_with_a_to_of_its_own_moves_by_it_and_is_named_once(stager):
     assert stager.stats().passthrough_leaves == 3
     assert len(told) == 1
     assert "pinstage.register_node(Movable)" in str(told[0].message)
-    assert stager.to_host([staged[0]]).get()[0].note == "moved"
+    assert stager.to_host([staged[0]])[0].note == "moved"
 
 
 def test_a_to_that_returns_nothing_has_changed_its_object(stager):

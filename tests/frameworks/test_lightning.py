@@ -183,12 +183,6 @@ def test_validation_within_an_epoch_finds_slabs_though_the_workers_of_training_h
     assert len(model.samples) == 2 * 5 * 8
 
 
-def test_a_ring_is_refused_with_workers():
-    with pytest.raises(ValueError, match="workers pack into no ring: ring=4; pass workers=False"):
-        StageBatches(ring=4)
-    StageBatches(ring=4, workers=False)
-
-
 def test_a_loader_that_stages_already_is_left_alone():
     stage, model = StageBatches(), module()
     data = ps.DataLoader(Visits(32), 4, collate_fn=collate, device="cpu", num_workers=1)

@@ -22,6 +22,7 @@ from pinstage._memory import (
     SharedMemory,
     _cuda,
     _resource,
+    attach,
     default_memory,
 )
 from pinstage._memory import _pages as pages
@@ -228,7 +229,7 @@ def test_giving_back_what_is_not_registered_leaks_it_and_leaves_no_error_behind(
 def test_a_write_through_a_second_mapping_reaches_the_device(cuda_device):
     memory = SharedMemory(cuda_device)
     block = memory.allocate(4 * MIB)
-    with SharedMemory.attach(block.fd, block.nbytes) as mapping:
+    with attach(block.fd, block.nbytes) as mapping:
         assert mapping.ptr != block.ptr
         ctypes.memset(mapping.ptr, 5, mapping.nbytes)
     assert bool((as_tensor(block.ptr, block.nbytes).to(cuda_device, non_blocking=True) == 5).all())

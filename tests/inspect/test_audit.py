@@ -295,7 +295,7 @@ def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
     for batch in (few, many, [torch.zeros(5 << 20), *many], [*many, torch.zeros(1, dtype=torch.int8)], [torch.ones(3)]):
         slab = ps.audit(batch, bus=BUS).slab
         with ps.Stager("cpu", max_bytes="64MiB") as stager:
-            staged = [leaf for leaf in stager.stage(batch).get() if leaf.nbytes]
+            staged = [leaf for leaf in stager.stage(batch).wait() if leaf.nbytes]
         smallest = min(staged, key=lambda leaf: leaf.nbytes)
         assert (slab.smallest_bytes, slab.kept_bytes) == (smallest.nbytes, smallest.untyped_storage().nbytes())
     assert "keeping the smallest leaf (12 B) keeps 12 B on the device" in str(ps.audit([torch.ones(3)], bus=BUS))

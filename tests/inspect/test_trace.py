@@ -430,7 +430,7 @@ def test_downloads_get_a_verdict_of_their_own(report):
     found = report(downloading_loop(100))
     assert found.analysis.middle("download_seconds") == approx(2e-3)
     assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, hold" in found.verdict
-    assert "Stager.to_host fetches them together" in found.verdict
+    assert "Stager.fetch copies them together" in found.verdict
 
 
 def test_a_download_that_waits_for_kernels_says_so(report):

@@ -1012,7 +1012,7 @@ def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
 
 
 def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
-    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
         iterator = iter(loader)
         next(iterator)

@@ -70,12 +70,14 @@ def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
     loader = ps.DataLoader(
         Mapped(sample_of_which_some_stays), 5, num_workers=workers, device="cpu", max_bytes="8MiB", keep="['length']"
     )
-    with pytest.raises(LayoutError, match=r"keep=\"\['length'\]\" leads to nothing in this batch; its leaves are at"):
+    with pytest.raises(
+        LayoutError, match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at"
+    ):
         next(iter(loader))
 
 
 def test_what_is_neither_a_path_nor_a_function_is_refused():
-    with pytest.raises(TypeError, match="keep takes paths or a function of path and leaf: 3"):
+    with pytest.raises(TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"):
         ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep=3)
 
 

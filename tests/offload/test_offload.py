@@ -831,7 +831,7 @@ def test_any_graph_has_its_gradients_and_empties_the_pool(program, max_device_by
     torch.manual_seed(0)
     x = torch.randn(30, 30, requires_grad=True)
     late = None if lag is None else QueuedShuttle(*lag)
-    with SlabPool(CountingMemory(), max_bytes=cap) as pool, monkeypatch.context() as patch:
+    with SlabPool(cap, memory=CountingMemory()) as pool, monkeypatch.context() as patch:
         if late is not None:
             patch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
         expected = run(contextlib.nullcontext())

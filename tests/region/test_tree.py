@@ -15,7 +15,7 @@ from pinstage._region._places import arrange, ends_of_chunks
 from pinstage.errors import LayoutError
 
 KIB = 1024
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - its class is what comes back
+Pair = namedtuple("Pair", "first second")
 
 
 def make(tree, **options):
@@ -147,5 +147,5 @@ def test_a_tree_without_elements_is_refused():
 
 
 def test_a_region_of_a_size_has_no_tree():
-    with ps.HostRegion(100, device="cpu") as region, pytest.raises(ValueError, match="use HostRegion.empty_like"):
+    with ps.HostRegion(100, device="cpu") as region, pytest.raises(ValueError, match="the region has no tree"):
         region.tree()

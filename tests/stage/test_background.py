@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._batch import _borrowing
+from pinstage._batch import _pack as _borrowing
 from pinstage._stage import _background
 from pinstage.errors import PoolClosedError, StagingError
 
@@ -426,7 +426,7 @@ def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
         source.go_on()
         wait_until(lambda: pool.stats().waits == 2 - is_first)
 
-    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool, ps.Stager("cpu", pool=pool) as stager:
+    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
         wait_until(lambda: not _background._threads)
@@ -458,7 +458,7 @@ def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
 
 
 def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
-    stager = make_stager(ring=4)
+    stager = make_stager()
     batches = iter(stager.prefetch(numbered(10), background=True))
     next(batches)
     wait_until(lambda: stager.stats().batches == 3)
@@ -664,7 +664,7 @@ class Slow(ps.PageableMemory):
         staging.set()
         return super().allocate(nbytes)
 
-stager = ps.Stager("cpu", pool=ps.SlabPool(Slow(), max_bytes="64MiB"))
+stager = ps.Stager("cpu", pool=ps.SlabPool("64MiB", memory=Slow()))
 batches = iter(stager.prefetch((torch.ones(50_000 * (1 + n)) for n in range(3)), background=True))
 next(batches)
 time.sleep(0.2)

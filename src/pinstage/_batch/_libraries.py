@@ -17,7 +17,7 @@ from typing import Any
 from .._compat.calls import pytree_functions
 from .._compat.probes import warn_once
 from ._handler import Flatten, Handler, Unflatten
-from ._on_host import OnHost
+from ._leaves import OnHost
 
 GROUP = "pinstage.nodes"
 """The group of entry points of others; the name of each is the package whose classes it knows."""

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-from .._pool import Fence, Lease, size_class
+from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
@@ -310,7 +310,7 @@ class SlabBroker:
             else:
                 self._loans[loan.number] = loan
                 granted = _encoded("granted", loan.number, loan.lease.nbytes)
-                self._send(self._channels[worker], granted, loan.lease.fd)
+                self._send(self._channels[worker], granted, descriptor_of(loan.lease))
             self._leased.popleft()  # last: the second thread finds it here or there
 
     def _warn(self, nbytes: int, why: str) -> None:

@@ -150,7 +150,7 @@ class InlineIterator(LoaderIterator):
             )
             fallback = True
         self._counters.count(transfer, fallback=fallback)
-        return transfer.get()
+        return transfer.wait()
 
     def _close(self) -> None:
         self.closed = True
@@ -261,7 +261,7 @@ class WorkersIterator(LoaderIterator):
             batches = self._batches
             if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
                 self._ending.reap()
-            return transfer.get()
+            return transfer.wait()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
 

@@ -14,7 +14,7 @@ from .._compat.loader import end_workers, why_loader_cannot_be_taken_over
 from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
-from .._sizes import count
+from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
 from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
@@ -182,8 +182,9 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             makes a pool of its own, with the same cap.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached. A batch for which there can be no slab travels through the worker queue, which is slower.
-        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a share of the pool
-            binds; see `SlabPool.share`.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
+        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and whose quota
+            they have; see `SlabPool.set_quota`.
         depth: how many batches are sent ahead of the one that is yielded, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
         keep: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
@@ -195,7 +196,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     Raises:
         TypeError: `depth` is not an int, `keep` is neither paths nor a function, or `pool` is not a `SlabPool`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
-            over shared memory; both `pool` and `max_bytes` are given; or `own_storage` is another value.
+            over shared memory; both `pool` and a cap are given; or `own_storage` is another value.
         StagingError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
@@ -210,7 +211,8 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     # Attributes have the names of the arguments: Lightning makes loaders anew from them.
     device: torch.device
     pool: SlabPool | None
-    max_bytes: int | str | HostBudget | None
+    max_bytes: Size
+    budget: HostBudget | None
     depth: int
     owner: str
     keep: tuple[str, ...] | Callable[[str, Any], object] | None
@@ -240,7 +242,8 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             in_order: bool = True,
             device: torch.device | str | int | None = None,
             pool: SlabPool | None = None,
-            max_bytes: int | str | HostBudget | None = "auto",
+            max_bytes: Size = "auto",
+            budget: HostBudget | None = None,
             owner: str = "loader",
             depth: int = 2,
             keep: Iterable[str] | Callable[[str, Any], object] | None = None,
@@ -255,7 +258,8 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             *args: Any,
             device: torch.device | str | int | None = None,
             pool: SlabPool | None = None,
-            max_bytes: int | str | HostBudget | None = "auto",
+            max_bytes: Size = "auto",
+            budget: HostBudget | None = None,
             owner: str = "loader",
             depth: int = 2,
             keep: Iterable[str] | Callable[[str, Any], object] | None = None,
@@ -263,7 +267,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = checked(device, pool, max_bytes, depth, owner, keep, own_storage)
+            settings = checked(device, pool, max_bytes, budget, depth, owner, keep, own_storage)
             for name, value in zip(Settings._fields, settings, strict=True):
                 setattr(self, name, value)
             self._slabs  # noqa: B018 - made now, where the device may be touched
@@ -281,7 +285,8 @@ def wrap_loader(
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
-    max_bytes: int | str | HostBudget | None = "auto",
+    max_bytes: Size = "auto",
+    budget: HostBudget | None = None,
     owner: str = "loader",
     depth: int = 2,
     keep: Iterable[str] | Callable[[str, Any], object] | None = None,
@@ -304,6 +309,7 @@ def wrap_loader(
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
+        budget: as for `DataLoader`.
         owner: as for `DataLoader`.
         depth: as for `DataLoader`.
         keep: as for `DataLoader`.
@@ -322,6 +328,7 @@ def wrap_loader(
             device=device,
             pool=pool,
             max_bytes=max_bytes,
+            budget=budget,
             owner=owner,
             depth=depth,
             keep=keep,
@@ -336,7 +343,7 @@ def wrap_loader(
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
-    settings = checked(device, pool, max_bytes, depth, owner, keep, own_storage)
+    settings = checked(device, pool, max_bytes, budget, depth, owner, keep, own_storage)
     made = _wrapped(type(given), settings, vars(given) | {"_iterator": None})
     slabs: Slabs = made._slabs  # made now, where the device may be touched
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already

@@ -28,7 +28,7 @@ from ._pageable import PageableMemory
 from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
-from ._shared import SharedMapping, SharedMemory
+from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, on_device, record_current_streams
 
 REFUSALS = (MemoryError, OSError, CudaError)
@@ -48,6 +48,7 @@ __all__ = [
     "SharedMapping",
     "SharedMemory",
     "as_called_here",
+    "attach",
     "cap_bytes",
     "default_memory",
     "copy_error",

@@ -63,26 +63,6 @@ class SharedMemory(Resource):
         """Whether another process can map the same bytes: yes."""
         return True
 
-    @staticmethod
-    def attach(fd: int, nbytes: int) -> SharedMapping:
-        """Map a block's bytes into this process, which touches no CUDA.
-
-        Args:
-            fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
-            nbytes: the block's ``nbytes``, or fewer.
-
-        Returns:
-            A mapping that the caller closes.
-
-        Raises:
-            ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
-            OSError: ``fd`` is not an open file, or the kernel refused.
-        """
-        size = os.fstat(fd).st_size
-        if not 0 < nbytes <= size:
-            raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
-        return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)
-
     def _take(self, nbytes: int) -> Block:
         device = _cuda.device_index(self._device) if self._pinned else -1
         with ExitStack() as undo:
@@ -104,3 +84,23 @@ class SharedMemory(Resource):
             _cuda.unregister(block.ptr, block._device)
         _pages.unmap(block.ptr, block.nbytes)
         os.close(block.fd)
+
+
+def attach(fd: int, nbytes: int) -> SharedMapping:
+    """Map the bytes of a `SharedMemory` block into this process, which touches no CUDA.
+
+    Args:
+        fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
+        nbytes: the block's ``nbytes``, or fewer.
+
+    Returns:
+        A mapping that the caller closes.
+
+    Raises:
+        ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
+        OSError: ``fd`` is not an open file, or the kernel refused.
+    """
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:
+        raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
+    return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)

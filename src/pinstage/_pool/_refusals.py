@@ -26,7 +26,7 @@ class Figures(NamedTuple):
     max_bytes: int
     reason: str
     others: int | None
-    """What other pools hold of a `HostBudget`; None if the cap is the pool's own."""
+    """What other pools hold of the `HostBudget`; None if the pool's own cap is lower than that leaves."""
 
     def __str__(self) -> str:
         return (
@@ -38,7 +38,7 @@ class Figures(NamedTuple):
         """Return how to write a cap under which this pool may hold so many bytes."""
         if self.others is None:
             return f'max_bytes="{size_to_paste(nbytes)}"'
-        return f'HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
+        return f'budget=HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
 
     def numbers(self, nbytes: int) -> dict[str, int]:
         return {
@@ -58,12 +58,12 @@ def closed(figures: Figures, user: str | None) -> PoolClosedError:
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
     if account is not None:
-        shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
-        remedy = "raise max_bytes, change share(), or ask for less"
+        quotas = f"quotas leave {account.name!r} at most {format_bytes(account.largest)}, "
+        remedy = "raise max_bytes, change set_quota(), or ask for less"
     else:
-        shares, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
+        quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
+        f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{figures}; {remedy}",
         **figures.numbers(nbytes),
     )
 

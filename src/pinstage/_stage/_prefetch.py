@@ -56,7 +56,7 @@ class _Place:
         self.said = said
         self.consumer = consumer
         """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another one of theirs,
-        and use them on this one: a ring has to know both."""
+        and use them on this one: both have to wait for the copy."""
 
 
 class Prefetcher(Generic[T]):
@@ -168,9 +168,9 @@ class Prefetcher(Generic[T]):
         return None
 
     def _hand_out(self, place: _Place, background: Background | None, transfer: Transfer, said: _Said) -> T:
-        batch: T = transfer.get()
+        batch: T = transfer.wait()
         if self._target.consumer(None) != place.consumer:
-            transfer.get(place.consumer)
+            transfer.wait(place.consumer)
         for name, value in said.flags.items():
             setattr(self._source, name, value)
         place.said = said

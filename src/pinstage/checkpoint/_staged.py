@@ -100,7 +100,7 @@ def _reduce(staged: StagedState) -> tuple[Any, ...]:
     if slab.fd is None:
         raise StagingError(
             f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
-            "SlabPool(SharedMemory()), or save in a thread"
+            "SlabPool(memory=SharedMemory()), or save in a thread"
         )
     return _arrive, (content, DupFd(slab.fd), slab.memory.nbytes)
 

@@ -34,11 +34,12 @@ class TrainerLoaders:
         self._owns_pool = in_workers and options.get("pool") is None
         if self._owns_pool:
             memory = ps.SharedMemory(device) if device.type == "cuda" else ps.SharedMemory(register=False)
-            options = options | {"pool": ps.SlabPool(memory, max_bytes=options["max_bytes"]), "max_bytes": None}
+            pool = ps.SlabPool(options["max_bytes"], budget=options.get("budget"), memory=memory)
+            options = options | {"pool": pool, "max_bytes": "auto", "budget": None}
         self.stager = ps.Stager(device, **options) if stager is None else stager
         self._owner = options.get("owner", "stager")
-        pool = ("pool",) if in_workers else ("max_bytes",)
-        self._wrapping = {name: options[name] for name in ("keep", "own_storage", *pool) if name in options}
+        cap = ("pool",) if in_workers else ("max_bytes", "budget")
+        self._wrapping = {name: options[name] for name in ("keep", "own_storage", *cap) if name in options}
         self._counters: list[Any] = []
         """Of all loaders that were wrapped, freed ones included."""
         self._num_workers = 0
@@ -52,7 +53,7 @@ class TrainerLoaders:
         if self._owns_pool:
             half = pool.max_bytes // 2 // pool.memory.granularity * pool.memory.granularity
             for owner in ("training", self._owner):
-                pool.share(owner, at_least=half if does else 0)
+                pool.set_quota(owner, min_bytes=half if does else 0)
 
     def wrap(self, loader: Any, *, is_training: bool, always: bool = False) -> Any:
         """Return a loader with the same batches on the device.

@@ -16,7 +16,8 @@ def prepare(
     loader: Any,
     *,
     pool: ps.SlabPool | None = None,
-    max_bytes: int | str = "auto",
+    max_bytes: ps.Size = "auto",
+    budget: ps.HostBudget | None = None,
     depth: int = 2,
     keep: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> Any:
@@ -33,6 +34,7 @@ def prepare(
             stateful, its first pass is packed in the main process: its workers run already.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
+        budget: as for `DataLoader`.
         depth: as for `DataLoader`.
         keep: as for `DataLoader`.
 
@@ -42,7 +44,8 @@ def prepare(
     Raises:
         TypeError, ValueError, StagingError: as `wrap_loader`.
     """
-    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth, "keep": keep}
+    cap = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
+    options = {"device": accelerator.device, **cap, "depth": depth, "keep": keep}
     with _stateful_loaders_staged(accelerator, options) as staged:
         prepared = accelerator.prepare_data_loader(loader)
     if not staged:

@@ -35,10 +35,11 @@ class StageBatches(Callback):
     Args:
         max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
             it fits, training and validation get half each.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
         workers: whether workers pack. False stages all batches in the main process, in place of the hook
             `transfer_batch_to_device`.
         **options: other options of `Stager`, but not `device`, which is the trainer's. A `pool` has to be over
-            `SharedMemory` for workers, and a `ring` needs ``workers=False``.
+            `SharedMemory` for workers.
 
     Raises:
         ValueError: a `ring` with workers.
@@ -47,10 +48,10 @@ class StageBatches(Callback):
     were yielded.
     """
 
-    def __init__(self, *, max_bytes: int | str = "auto", workers: bool = True, **options: Any) -> None:
-        if workers and options.get("ring") is not None:
-            raise ValueError(f"workers pack into no ring: ring={options['ring']!r}; pass workers=False, or no ring")
-        self._options = {"max_bytes": max_bytes, **options}
+    def __init__(
+        self, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, workers: bool = True, **options: Any
+    ) -> None:
+        self._options = {"max_bytes": max_bytes, "budget": budget, **options}
         self._workers = workers
         self._has_warned = False
         self._loaders: TrainerLoaders | None = None

@@ -20,11 +20,14 @@ class StageBatches:
     Args:
         device: as for `Stager`; None is the current CUDA device of the thread that iterates, else the CPU.
         max_bytes: cap on the page-locked memory of each process; see `SlabPool`.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
         **options: other options of `Stager`.
     """
 
-    def __init__(self, device: Any = None, *, max_bytes: int | str = "auto", **options: Any) -> None:
-        self._options = {"device": device, "max_bytes": max_bytes, **options}
+    def __init__(
+        self, device: Any = None, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, **options: Any
+    ) -> None:
+        self._options = {"device": device, "max_bytes": max_bytes, "budget": budget, **options}
         self._stager: ps.Stager | None = None
 
     @property
@@ -55,7 +58,7 @@ class StageBatches:
         """
         collate = _collate_class(collate_fn)(collate_fn, self.stager)
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
-            yield transfer.get()
+            yield transfer.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_stager": None}

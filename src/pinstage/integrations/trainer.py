@@ -27,9 +27,12 @@ class StageInputs(_Trainer):
     process's loader, and the other processes get their parts from it.
     """
 
-    max_bytes: int | str = "auto"
+    max_bytes: ps.Size = "auto"
     """Cap on the page-locked memory of all loaders together; see `SlabPool`. Set it in the class or before the first
     batch. If the trainer evaluates while it trains, training and evaluation get half each."""
+
+    budget: ps.HostBudget | None = None
+    """A second cap, which pools of several processes share."""
 
     workers: bool = True
     """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
@@ -38,7 +41,9 @@ class StageInputs(_Trainer):
 
     @cached_property
     def _loaders(self) -> TrainerLoaders:
-        return TrainerLoaders(self.args.device, {"max_bytes": self.max_bytes}, in_workers=self.workers)
+        return TrainerLoaders(
+            self.args.device, {"max_bytes": self.max_bytes, "budget": self.budget}, in_workers=self.workers
+        )
 
     @property
     def stager(self) -> ps.Stager:
@@ -50,7 +55,9 @@ class StageInputs(_Trainer):
 
     @stager.setter
     def stager(self, stager: ps.Stager) -> None:
-        self._loaders = TrainerLoaders(stager.device, {"max_bytes": self.max_bytes}, in_workers=False, stager=stager)
+        self._loaders = TrainerLoaders(
+            stager.device, {"max_bytes": self.max_bytes, "budget": self.budget}, in_workers=False, stager=stager
+        )
 
     def staging_stats(self) -> ps.LoaderStats:
         """Return the counters of all loaders in this process, however they are staged."""
