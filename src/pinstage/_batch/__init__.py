@@ -27,6 +27,7 @@ __all__ = [
     "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS",
     "arrange", "borrow", "check_content", "check_own_storage", "content_of", "contiguous_stride", "cut",
     "dense_stride", "describe", "duplicate", "flat", "from_array", "gather", "is_atom", "make_blocks",
-    "make_publicly", "most_threads", "moves_in_silence", "on_host", "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing",
-    "stored_attributes", "take_apart", "tensors_in", "walk", "windows",
+    "make_publicly", "most_threads", "moves_in_silence", "on_host", "pack", "register_node", "register_tensor",
+    "reuses_places", "sharing_of", "start_packing", "stored_attributes", "take_apart", "tensors_in", "walk",
+    "windows",
 ]  # fmt: skip
