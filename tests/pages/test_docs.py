@@ -218,6 +218,10 @@ def test_every_table_is_what_the_result_files_say(markdown):
     assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
 
 
+def test_the_picture_of_the_loops_is_what_the_result_file_says(markdown):
+    assert markdown.LOOPS.read_text() == markdown.loops_picture()
+
+
 def git(*arguments):
     done = subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
