@@ -18,6 +18,7 @@ from pinstage.errors import (
     HostBudgetError,
     LayoutError,
     LeaseError,
+    PinningError,
     PoolClosedError,
     PoolFrozenError,
     StagingError,
@@ -32,13 +33,14 @@ BUILT_IN = {
     ForkedPoolError: RuntimeError,
     HostBudgetError: RuntimeError,
     LeaseError: RuntimeError,
+    PinningError: RuntimeError,
     LayoutError: TypeError,
 }
 NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
 EXAMPLES = [
     *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
     *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError)),
-    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError)),
+    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError, PinningError)),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)

@@ -29,6 +29,7 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._region import HostRegion, RegionHandle
 from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
@@ -49,6 +50,7 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
+    "HostRegion",
     "HostTransfer",
     "Layout",
     "Lease",
@@ -59,6 +61,7 @@ __all__ = [
     "PoolStats",
     "PoolUsage",
     "Prefetcher",
+    "RegionHandle",
     "RegisteredMemory",
     "SharedMemory",
     "Size",

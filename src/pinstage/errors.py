@@ -65,6 +65,10 @@ class HostBudgetError(StagingError, RuntimeError):
     """The folder of a `HostBudget` cannot be used, or isn't the user's alone. A `RuntimeError`."""
 
 
+class PinningError(StagingError, RuntimeError):
+    """Memory of a `HostRegion` couldn't be page-locked, or it is closed, or another process's. A `RuntimeError`."""
+
+
 class LeaseError(StagingError, RuntimeError):
     """A lease was used after its release, released twice, or its block left while a graph is captured.
 

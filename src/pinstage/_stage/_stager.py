@@ -50,6 +50,7 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
+from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, StagingError
@@ -600,7 +601,7 @@ class Stager:
             sharing = sharing_of(self._own_storage, table.packed)
             if is_small:
                 return self._send_small(parts, sharing, stream, is_watched)
-            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
+            borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)
