@@ -242,7 +242,7 @@ static PyObject *job_enter(PyObject *object, PyObject *nothing) {
         if (PyErr_WarnFormat(
                 PyExc_RuntimeWarning, 1,
                 "packing goes on with %d threads: no other could be started (error %d); raise the limit of threads "
-                "(ulimit -u, pids.max of the cgroup), or pass Stager(threads=...)",
+                "(ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)",
                 pack_threads() + 1, code) != 0)
             return NULL;
     }
