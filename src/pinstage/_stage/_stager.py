@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Leaf: TypeAlias = torch.Tensor | Array
+Leaf: TypeAlias = "torch.Tensor | Array"
 Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
