@@ -167,7 +167,7 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode"}
+IN_SIGNATURES = {"Fence", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
 """Types that are described on the page of the call that takes or returns them."""
 
 
