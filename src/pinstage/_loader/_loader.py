@@ -197,7 +197,7 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         TypeError: `depth` is not an int, `keep` is neither paths nor a function, or `pool` is not a `SlabPool`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
             over shared memory; both `pool` and a cap are given; or `own_storage` is another value.
-        StagingError: `device` is a CUDA device, and CUDA is not available.
+        CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
     The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
@@ -317,7 +317,7 @@ def wrap_loader(
 
     Raises:
         TypeError: `loader` is of another class, is wrapped already, or has workers already.
-        ValueError, StagingError: as `DataLoader`.
+        ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
     inside = getattr(given, "base_dataloader", None)
