@@ -125,10 +125,10 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "pool",
         "max_bytes",
         "budget",
-        "owner",
         "depth",
-        "keep",
+        "keep_on_host",
         "own_storage",
+        "owner",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [

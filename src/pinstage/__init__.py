@@ -29,6 +29,7 @@ from ._memory import (
     default_memory,
 )
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._region import HostRegion, RegionHandle
 from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import metrics as metrics
     from . import offload as offload
-    from ._loader import DataLoader, LoaderStats, wrap_loader
+    from ._loader import DataLoader, LoaderStats, WrappedLoader, wrap_loader
     from .inspect import audit
 
 __version__ = "0.3.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
+    "HostRegion",
     "HostTransfer",
     "Layout",
     "Lease",
@@ -59,6 +61,7 @@ __all__ = [
     "PoolStats",
     "PoolUsage",
     "Prefetcher",
+    "RegionHandle",
     "RegisteredMemory",
     "SharedMemory",
     "Size",
@@ -69,6 +72,7 @@ __all__ = [
     "StagingNode",
     "Transfer",
     "audit",
+    "WrappedLoader",
     "wrap_loader",
     "default_memory",
     "on_host",
@@ -80,6 +84,7 @@ _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
+    "WrappedLoader": "._loader",
     "wrap_loader": "._loader",
     **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }

@@ -62,9 +62,9 @@ class ForkedPoolError(PoolError, RuntimeError):
 
 
 class PinningError(PinstageError, RuntimeError):
-    """CUDA refused to page-lock or to free memory. The failed call left nothing behind. A `RuntimeError`.
+    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process's. A `RuntimeError`.
 
-    Also a `MemoryError` if there is too little memory.
+    Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
 
     Attributes:
         call: the CUDA function.

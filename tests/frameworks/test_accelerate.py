@@ -119,7 +119,9 @@ def test_workers_pack_a_stateful_loader_from_the_first_pass_on_in_accelerate_s_o
 
     packed_here = []
     _, *expected = passes(Accelerator.prepare)
-    loader, *found = passes(partial(prepare, max_bytes="8MiB", keep=lambda path, leaf: packed_here.append(path)))
+    loader, *found = passes(
+        partial(prepare, max_bytes="8MiB", keep_on_host=lambda path, leaf: packed_here.append(path))
+    )
     assert found == expected
     assert loader.stats().batches == 16
     assert packed_here == []  # the function is called where batches are packed

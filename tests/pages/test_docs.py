@@ -167,7 +167,7 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "OwnerStats", "Size", "Slot", "StagingNode"}
+IN_SIGNATURES = {"Fence", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
 """Types that are described on the page of the call that takes or returns them."""
 
 
@@ -216,6 +216,10 @@ def test_every_table_is_what_the_result_files_say(markdown):
         tables |= set(re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE))
     assert tables >= {"staging", "weather_batch", "frame_bandwidth"}
     assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
+
+
+def test_the_picture_of_the_loops_is_what_the_result_file_says(markdown):
+    assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 
 def git(*arguments):

@@ -340,7 +340,7 @@ def large(index):
     ],
 )
 def test_what_torchs_loader_page_locked_is_not_packed_again(prefetch, stager, monkeypatch, options, borrows):
-    monkeypatch.setattr(_borrowing, "is_page_locked", lambda _: True)
+    monkeypatch.setattr("pinstage._stage._stager.pieces_of", lambda tensor: [(0, tensor.nbytes)])
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
     assert same(list(prefetch(source)), batches)

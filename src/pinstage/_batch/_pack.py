@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -130,31 +131,31 @@ BORROW_FROM_BYTES = 256 * 1024
 class Borrowed(NamedTuple):
     """A batch of which some leaves are not packed."""
 
-    leaves: list[tuple[int, int]]
-    """Row and address of each of them."""
+    leaves: list[tuple[int, int, int, int]]
+    """Ranges of their bytes: row, where the range begins and ends in the leaf, and the address of its first byte."""
     lenders: list[Any]
     """Their tensors and arrays: to be kept until the copies are done."""
     rest: Parts
     """What is packed; its table says where in the host slab, which has no room for the others."""
 
 
-def is_page_locked(tensor: torch.Tensor) -> bool:
-    """Say whether CUDA can copy from a tensor's memory without the host: torch's, a lease of ours, or registered."""
-    return tensor.is_pinned()
-
-
-def borrow(parts: Parts) -> Borrowed | None:
+def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]) -> Borrowed | None:
     """Find the leaves of a batch that need no packing; None if there are none.
 
     These are dense, of `BORROW_FROM_BYTES` and more, and page-locked.
+
+    Args:
+        parts: of the batch.
+        pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't page-locked.
     """
     rows = parts.table.rows.copy()
     leaves, lenders = [], []
     for index in np.flatnonzero((rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)).tolist():
         leaf = parts.leaves[index]
         tensor = leaf if isinstance(leaf, torch.Tensor) else from_array(leaf)
-        if tensor is not None and is_page_locked(tensor):
-            leaves.append((index, tensor.data_ptr()))
+        if tensor is not None and (pieces := pieces_of(tensor)):
+            address = tensor.data_ptr()
+            leaves += [(index, start, end, address + start) for start, end in pieces]
             lenders.append(tensor)
             rows["kind"][index] = RowKind.MOVED
     if not leaves:

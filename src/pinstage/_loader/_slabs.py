@@ -26,13 +26,13 @@ class Settings(NamedTuple):
     max_bytes: Size
     budget: HostBudget | None
     depth: int
+    keep_on_host: tuple[str, ...] | Callable[[str, Any], object] | None
+    own_storage: OwnStorage
     owner: str
-    keep: tuple[str, ...] | Callable[[str, Any], object] | None = None
-    own_storage: OwnStorage = "auto"
 
     def keeping(self) -> Keeping | None:
         """Return what says which leaves stay on the host."""
-        return None if self.keep is None else Keeping(self.keep)
+        return None if self.keep_on_host is None else Keeping(self.keep_on_host)
 
 
 def checked(
@@ -41,9 +41,9 @@ def checked(
     max_bytes: Size,
     budget: HostBudget | None,
     depth: int,
-    owner: str,
-    keep: Iterable[str] | Callable[[str, Any], object] | None,
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None,
     own_storage: OwnStorage,
+    owner: str,
 ) -> Settings:
     """Return the settings, after a look at whether they can be met.
 
@@ -52,19 +52,20 @@ def checked(
     """
     check_depth(depth)
     check_owner(owner)
-    if pool is not None:
+    if pool is None:
+        cap_of(max_bytes, budget)
+    else:
         check_pool(pool, max_bytes, budget)
+        max_bytes = pool.max_bytes
         if not pool.memory.is_shared:
             raise ValueError(
                 f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
                 "SlabPool(..., memory=SharedMemory(device))"
             )
-    else:
-        cap_of(max_bytes, budget)
-    if keep is not None and not callable(keep):
-        keep = Keeping(keep).paths
-    cap = max_bytes if pool is None else pool.max_bytes
-    return Settings(target_for(device).device, pool, cap, budget, depth, owner, keep, check_own_storage(own_storage))
+    if keep_on_host is not None and not callable(keep_on_host):
+        keep_on_host = Keeping(keep_on_host).paths
+    target = target_for(device)
+    return Settings(target.device, pool, max_bytes, budget, depth, keep_on_host, check_own_storage(own_storage), owner)
 
 
 class Slabs:
@@ -115,7 +116,7 @@ class Slabs:
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep_on_host=settings.keep,
+                    keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator sees to that
                 )

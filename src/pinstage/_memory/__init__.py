@@ -15,6 +15,7 @@ from .. import _host
 from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
+    Device,
     as_called_here,
     copy_error,
     disregard_captures,
@@ -24,6 +25,7 @@ from ._cuda import (
 from ._host_alloc import HostAllocMemory
 from ._limits import cap_bytes, remedy
 from ._pageable import PageableMemory
+from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory, attach
@@ -35,8 +37,10 @@ REFUSALS = (MemoryError, OSError, PinningError)
 __all__ = [
     "REFUSALS",
     "Block",
+    "Device",
     "DeviceEvent",
     "HostAllocMemory",
+    "HostRange",
     "MemoryResource",
     "PageableMemory",
     "RegisteredMemory",

@@ -35,9 +35,7 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
         ValueError: ``LOCAL_WORLD_SIZE`` is not a positive number.
     """
     ranks = _ranks()
-    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
-    if (available := _host.meminfo("MemAvailable", root)) is not None:
-        limits.append((available, "memory available on this machine"))
+    limits = _left(root)
     if _host.is_wsl(root):
         limits.append((WSL_PINNED_BYTES, "limit of WSL2"))
     least, which = min(limits, default=(UNKNOWN_BYTES, "assumed: no limit can be read here"))
@@ -81,6 +79,28 @@ def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
     if (total := _host.meminfo("MemTotal", root)) is not None:
         limits.append((total, "memory of this machine"))
     return min(limits, default=(1 << 63, "no limit can be read here"))
+
+
+def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
+    """Ask whether so much memory is left, before it is touched: the kernel would end the process for the rest.
+
+    Raises:
+        MemoryError: it isn't, by the cgroup or by the machine.
+    """
+    left, whose = min(_left(root), default=(nbytes, ""))
+    if nbytes > left:
+        raise MemoryError(
+            f"{format_bytes(nbytes)} asked, {format_bytes(max(left, 0))} left ({whose}); ask for less, end other "
+            "programs, or raise the container's memory limit"
+        )
+
+
+def _left(root: Path) -> list[tuple[int, str]]:
+    """Return what each limit leaves for use, and whose it is."""
+    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
+    if (available := _host.meminfo("MemAvailable", root)) is not None:
+        limits.append((available, "memory available on this machine"))
+    return limits
 
 
 def remedy(nbytes: int, root: Path = Path("/")) -> str:

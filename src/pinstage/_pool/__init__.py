@@ -30,7 +30,7 @@ current streams when the block of a lease is left. So all of it is tested withou
 
 from ._accounts import check_owner
 from ._classes import size_class
-from ._host_budget import HostBudget, PoolUsage, usage_of_host
+from ._host_budget import Claim, HostBudget, PoolUsage, usage_of_host
 from ._lease import Lease, descriptor_of, guard_until_release
 from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in_flight, state_of
 from ._slab import Fence
@@ -38,6 +38,7 @@ from ._stats import OwnerStats, PoolStats
 from ._waiting import check_timeout, give_up_waiting_if
 
 __all__ = [
+    "Claim",
     "Fence",
     "HostBudget",
     "Lease",

@@ -26,10 +26,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource, as_called_here
+from .._memory import Block, MemoryResource, PageableMemory, as_called_here
 from .._reaper import running
 from .._sizes import Size, format_bytes, parse_bytes
-from ..errors import HostBudgetError
+from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 from ._waiting import Line
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
@@ -250,7 +250,7 @@ class LimitedMemory:
             if not self._held:
                 self._close()
 
-    def _serve(self, watched: weakref.ref[Any], line: Line) -> None:
+    def _serve(self, watched: weakref.ref[Any], line: Any) -> None:
         while True:
             with contextlib.suppress(Empty):
                 self._refusals.get(timeout=self._pause)
@@ -262,7 +262,7 @@ class LimitedMemory:
                 self._look(pool, line)
             del pool, running[self]
 
-    def _look(self, pool: Any, line: Line) -> None:
+    def _look(self, pool: Any, line: Any) -> None:
         """Update the file; see whether there is room; lend what others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
@@ -303,6 +303,59 @@ class LimitedMemory:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Claim(LimitedMemory):
+    """Bytes of a budget that are taken at once and held until `release`: a region's.
+
+    Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
+
+    Args:
+        budget: that they are counted in.
+        nbytes: how many.
+        inode: of memory that other processes may hold, too, and which is counted once; None for other memory.
+
+    Raises:
+        BudgetExceededError: the budget is smaller.
+        AcquireTimeoutError: the rest of the budget is in use.
+    """
+
+    closed = True  # for `_serve`, which ends when nothing is held
+
+    def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
+        self._nbytes, self._inode = nbytes, inode
+        super().__init__(PageableMemory(), budget)
+        deadline = time.monotonic() + LEND_SECONDS
+        while not self._holds():
+            never_fits = nbytes > budget.max_bytes
+            if never_fits or time.monotonic() > deadline:
+                self.end()
+                text = f"{format_bytes(nbytes)} asked of {budget!r}{self.holders()}; ask for less, or raise the budget"
+                error = BudgetExceededError if never_fits else AcquireTimeoutError
+                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+            time.sleep(_WAIT_SECONDS)
+        _thread.start_new_thread(self._serve, (weakref.ref(self), None))
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        self._give(self._nbytes)
+
+    def _holds(self) -> bool:
+        with contextlib.suppress(HostIsFull):
+            self.check_room(self._nbytes, take=True)
+        return self._held > 0
+
+    def _room(self, folder: int) -> int:
+        room = super()._room(folder)
+        return self._nbytes if any(str(self._inode) in other.shared for other in self.others) else room
+
+    def _look(self, pool: Any, line: Any) -> None:  # noqa: ARG002 - it has nothing to lend
+        with _folder(self._path) as folder:
+            self._write(folder, self._held)
+
+    def _write(self, folder: int, held: int) -> None:
+        self._told = {"leased_bytes": held, "shared": {str(self._inode): held} if held and self._inode else {}}
+        super()._write(folder, held)
 
 
 def _path() -> Path:

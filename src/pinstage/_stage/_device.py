@@ -230,8 +230,8 @@ class Target(Protocol):
         """
         ...
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:
-        """Copy leaves, by row and address, from page-locked memory of their own; otherwise as `copy`."""
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
+        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
         ...
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
@@ -379,7 +379,7 @@ class CudaTarget:
         """See `Target`."""
         return self._at_once.has_room()
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: torch.cuda.Stream) -> int:
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: torch.cuda.Stream) -> int:
         """See `Target`."""
         copies = blocks.copy_leaves(leaves, stream.cuda_stream)
         if copies < 0:
@@ -483,7 +483,7 @@ class CpuTarget:
         """See `Target`."""
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
         """See `Target`."""
         return blocks.copy_leaves(leaves, 0)
 

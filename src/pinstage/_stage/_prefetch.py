@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -63,7 +63,8 @@ class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``. Setting or deleting one does so on the source. Batches that were read ahead don't see it.
+    ``prefetcher.dataset``; type checkers want ``prefetcher.source.dataset``. Setting or deleting one does so on the
+    source. Batches that were read ahead don't see it.
 
     If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
     so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
@@ -84,6 +85,11 @@ class Prefetcher(Generic[T]):
         self._depth = depth
         self._background = background
         self._place = _Place()
+
+    @property
+    def source(self) -> Any:
+        """What `Stager.prefetch` was given."""
+        return self._source
 
     def __iter__(self) -> Iterator[T]:
         """Begin a pass. What was staged ahead is given back when the iterator dies.
@@ -187,10 +193,17 @@ class Prefetcher(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._source)
 
-    def __getattr__(self, name: str) -> Any:
-        if self._is_own(name):  # for copies, and for Python
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source, name)
+    if TYPE_CHECKING:  # with a source that has them; any other name is a mistake
+
+        def state_dict(self) -> Any: ...
+        def load_state_dict(self, state: Any) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if self._is_own(name):  # for copies, and for Python
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._source, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):

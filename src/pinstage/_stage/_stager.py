@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
@@ -50,6 +50,7 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
+from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, PoolError, StagingWarning
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Leaf: TypeAlias = "torch.Tensor | Array"
+Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
 """Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
@@ -260,11 +263,15 @@ class Stager:
     @overload
     def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(self, batch: dict[K, Array]) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(self, batch: dict[K, Array] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array]) -> Transfer[list[torch.Tensor]]: ...
+    def stage(self, batch: list[Array] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
     @overload
-    def stage(self, batch: tuple[Array, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    def stage(self, batch: Tensors) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
+    @overload
+    def stage(self, batch: tuple[Leaf, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(self, batch: Mapping[K, Leaf]) -> Transfer[Mapping[K, torch.Tensor]]: ...
     @overload
     def stage(self, batch: B) -> Transfer[B]: ...
     def stage(self, batch: Any) -> Transfer[Any]:
@@ -368,11 +375,15 @@ class Stager:
     @overload
     def to_device(self, batch: Array) -> torch.Tensor: ...
     @overload
-    def to_device(self, batch: dict[K, Array]) -> dict[K, torch.Tensor]: ...
+    def to_device(self, batch: dict[K, Array] | dict[K, Leaf]) -> dict[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: list[Array]) -> list[torch.Tensor]: ...
+    def to_device(self, batch: list[Array] | list[Leaf]) -> list[torch.Tensor]: ...
     @overload
-    def to_device(self, batch: tuple[Array, ...]) -> tuple[torch.Tensor, ...]: ...
+    def to_device(self, batch: Tensors) -> Tensors: ...  # type: ignore[overload-overlap]
+    @overload
+    def to_device(self, batch: tuple[Leaf, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(self, batch: Mapping[K, Leaf]) -> Mapping[K, torch.Tensor]: ...
     @overload
     def to_device(self, batch: B) -> B: ...
     def to_device(self, batch: Any) -> Any:
@@ -467,16 +478,24 @@ class Stager:
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
     def prefetch(
-        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[dict[K, Array] | dict[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[dict[K, torch.Tensor]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[list[Array] | list[Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[list[torch.Tensor]]: ...
     @overload
+    def prefetch(  # type: ignore[overload-overlap]
+        self, source: Iterable[Tensors], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Tensors]: ...
+    @overload
     def prefetch(
-        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[tuple[Leaf, ...]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[Mapping[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Mapping[K, torch.Tensor]]: ...
     @overload
     def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
@@ -600,7 +619,7 @@ class Stager:
             sharing = sharing_of(self._own_storage, table.packed)
             if is_small:
                 return self._send_small(parts, sharing, stream, is_watched)
-            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
+            borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)
