@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
 from ._descriptors import send_descriptor
 from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch
 from ._sending import SendingQueue
@@ -316,11 +316,11 @@ class SlabBroker:
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
+            with contextlib.suppress(StagingWarning):  # made an error: not here, the workers wait
                 warnings.warn(
                     f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
                     "`pinstage doctor`",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
 
