@@ -357,13 +357,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.plot(first, list(places), "|", color="#e07b39", ms=16, mew=3, label="first byte ready")
     left.set_yticks(list(places), [_LABELS[way] for way in ways])
     left.set_xlabel("seconds until the last byte is ready")
-    left.legend(frameon=False, loc="lower right")
+    left.legend(frameon=False, loc="upper right")
     for what, color, shift in ((NEIGHBOUR, "#3b7dd8", -0.2), (LAUNCH, "#e07b39", 0.2)):
         heights = [max(found.get((way, f"{what}, idle"), 0.0), 1e-3) for way in ways]
         right.barh([place + shift for place in places], heights, height=0.38, color=color, label=what)
     right.set_xscale("log")
     right.set_xlabel("ms, the worst call meanwhile")
-    right.legend(frameon=False, loc="lower right")
+    right.legend(frameon=False, loc="upper right")
     gib = next(row["nbytes"] for row in result["rows"] if row["case"] == f"{LAST}, idle") / GIB
     figure.suptitle(f"Page-locking {gib:g} GiB, {result['machine']['gpu'] or 'no GPU'}")
     figure.savefig(path, format="png", dpi=130)
