@@ -161,7 +161,7 @@ def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Ite
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
-        yield (transfer.get() for transfer in iter(ready.get, None))
+        yield (transfer.wait() for transfer in iter(ready.get, None))
         left.set()
         while thread.is_alive():
             with suppress(queue.Empty):

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
 BANDWIDTH = ROOT / "docs" / "bandwidth.png"
+LOOPS = ROOT / "docs" / "images" / "loops.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {
     "to": "`.to()` each",
@@ -39,7 +40,7 @@ SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()}
     "multi_tensor_copier": "C++",
     "multi_tensor_copier_openmp": "C++, OpenMP",
 }
-OURS = {"pinstage": "**pinstage**", "pinstage_ring": "**ring**"}
+OURS = {"pinstage": "**pinstage**"}
 BESIDE_KERNELS = "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
 
 
@@ -140,7 +141,7 @@ def staging_short() -> str:
         *("8x256KiB", "1x38MiB", "16x16MiB", "300x1MiB", "1x512MiB"),
     )
     names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP"}
-    lines = ["| leaves x size | `.to()` | best rival | **pinstage** | **ring** | ratio |", "|---" * 6 + "|"]
+    lines = ["| leaves x size | `.to()` | best rival | **pinstage** | ratio |", "|---" * 5 + "|"]
     for case in shown:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case and row["status"] == "ok"}
         best = best_rival(rows, NAMES)
@@ -148,9 +149,55 @@ def staging_short() -> str:
         lines.append(
             f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} | "
             f"{figure(best['median'])}, {names[best['variant']].replace(' each', '')} | **{figure(ours['median'])}** | "
-            f"**{figure(rows['pinstage_ring']['median'])}** | {ours['vs_best_rival']:.2f} |"
+            f"{ours['vs_best_rival']:.2f} |"
         )
     return "\n".join([*lines, "", source(result)])
+
+
+GAINS = {
+    "many small tensors: graphs, boxes, ragged features": (
+        lambda leaves, size: leaves >= 50 and size < 64 << 10,
+        "one call per tensor becomes a few copies per batch",
+    ),
+    "some to many tensors of 64 KiB to 1 MiB": (
+        lambda leaves, size: leaves >= 8 and 64 << 10 <= size <= 1 << 20,
+        "several threads pack, and the first part is sent while the next one is packed",
+    ),
+    "a stack of images, or another large tensor": (
+        lambda leaves, size: leaves == 1 and size >= 16 << 20,
+        "it goes through memory that is page-locked already; page-locking a copy of it each time costs more",
+    ),
+    "several tensors of 16 MiB": (
+        lambda leaves, size: leaves > 1 and size >= 16 << 20,
+        "with idle CPUs, torch's own threads reach the speed of the bus too",
+    ),
+    "a few small tensors: tokens, labels, MNIST": (
+        lambda leaves, size: leaves < 50 and leaves * size < 1 << 20,
+        "microseconds either way: a call has a fixed cost",
+    ),
+}
+"""Kinds of batches: which rows of `staging` are of that kind, by tensors and bytes per tensor, and why they gain."""
+
+
+def gains() -> str:
+    """How much batches of several kinds gain: the range over the rows of `staging` that are of that kind."""
+    result = load("staging")
+    lines = head(["your batch", "speed-up over `.to()`", "over the best other way", "why"])
+    for kind, (matches, why) in GAINS.items():
+        over = []
+        for case, rows in by_case(result).items():
+            ours = rows["pinstage"]
+            if not case.endswith("in-place") and matches(ours["leaves"], ours["nbytes"] / ours["leaves"]):
+                best = best_rival(rows, NAMES)["median"]
+                over.append((rows["to"]["median"] / ours["median"], best / ours["median"]))
+        cells = [_range([row[column] for row in over]) for column in (0, 1)]
+        lines.append(f"| {kind} | {' | '.join(cells)} | {why} |")
+    return "\n".join([*lines, "", source(result)])
+
+
+def _range(ratios: list[float]) -> str:
+    low, high = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (min(ratios), max(ratios)))
+    return f"{low}x" if low == high else f"{low}x to {high}x"
 
 
 def native_threads() -> str:
@@ -292,6 +339,57 @@ def loops(result: dict[str, Any] | None = None) -> str:
         "without `pin_memory=True`, whichever is faster."
     )
     return "\n".join([said, "", *lines, "", source(result)])
+
+
+LOOPS_PICTURE = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {height}" width="700" height="{height}" role="img"
+  aria-labelledby="t d">
+  <title id="t">Training loops with torch's DataLoader and with pinstage's</title>
+  <desc id="d">{desc}</desc>
+  <style>
+    text {{ font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24; }}
+    .case {{ font-weight: 700; }} .gain {{ font-size: 19px; font-weight: 700; fill: #1a4fa3; }}
+    .note {{ font-size: 11px; fill: #57606a; }}
+    .sheet {{ fill: #fff; }} .before {{ fill: #b9c2cd; }} .after {{ fill: #4c8bf5; }}
+    @media (prefers-color-scheme: dark) {{
+      text {{ fill: #e4e7eb; }} .gain {{ fill: #8ab4ff; }} .note {{ fill: #a8b0bb; }}
+      .sheet {{ fill: #1d2027; }} .before {{ fill: #5b6470; }} .after {{ fill: #3f78d8; }}
+    }}
+  </style>
+  <rect class="sheet" width="700" height="{height}" rx="8"/>
+{bars}
+  <text class="note" x="16" y="{foot}">{source}</text>
+</svg>
+"""
+
+
+def loops_picture() -> str:
+    """Return the loops as bars, as SVG: steps/s with torch's loader, with or without pinning, and with ours."""
+    result = load("loops")
+    bars, described, y = [], [], 16
+    for case, rows in by_case(result).items():
+        torchs = [row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"]
+        before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
+        gain = before["median"] / after["median"]
+        bars.append(f'  <text class="case" x="16" y="{y + 31}">{case}</text>')
+        for row, kind, top in ((before, "before", y), (after, "after", y + 24)):
+            width = round(400 * after["median"] / row["median"])
+            text = f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
+            at = f'x="{104 + width}" text-anchor="end"' if width > 330 else f'x="{120 + width}"'
+            bars.append(f'  <rect class="{kind}" x="112" y="{top}" width="{width}" height="20" rx="3"/>')
+            bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
+        bars.append(f'  <text class="gain" x="684" y="{y + 29}" text-anchor="end">{gain:.1f}x</text>')
+        described.append(f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s.")
+        y += 64
+    bars += [
+        f'  <rect class="before" x="112" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="130" y="{y + 11}">DataLoader of torch, with or without pin_memory</text>',
+        f'  <rect class="after" x="480" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="498" y="{y + 11}">ps.DataLoader</text>',
+    ]
+    return LOOPS_PICTURE.format(
+        height=y + 50, foot=y + 37, bars="\n".join(bars), desc=" ".join(described), source=source(result)
+    )
 
 
 def frameworks(result: dict[str, Any] | None = None, only: str | None = None) -> str:
@@ -574,6 +672,7 @@ TABLES = {
     "staging": staging,
     "staging_busy": staging_busy,
     "staging_short": staging_short,
+    "gains": gains,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
@@ -614,6 +713,7 @@ def main() -> None:
     if parser.parse_args().write:
         for page in PAGES:
             page.write_text(filled(page.read_text()))
+        LOOPS.write_text(loops_picture())
         draw_bandwidth()
     else:
         for name, table in TABLES.items():

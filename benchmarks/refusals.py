@@ -21,6 +21,7 @@ import torch
 
 from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from pinstage.errors import StagingWarning
 
 MIB = 1 << 20
 CASES = (Size("64MiB", 64 * MIB), Size("512MiB", 512 * MIB))
@@ -59,7 +60,7 @@ def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
     wall = WalledMemory(ps.default_memory(device), int(share * AHEAD * nbytes * 1.125))
-    with ps.SlabPool(wall, max_bytes=2 * AHEAD * nbytes) as pool:
+    with ps.SlabPool(2 * AHEAD * nbytes, memory=wall) as pool:
         yield ps.Stager(device, pool=pool)
 
 
@@ -78,7 +79,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
     setup: AbstractContextManager[Stage] = variant.setup(device, case.nbytes)
     total = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", StagingWarning)
         with setup as stager:
             for repeat in range(repeats + 1):
                 start = time.perf_counter()
@@ -89,7 +90,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
                 if repeat:  # the first one makes slabs, or is refused them
                     total.append((time.perf_counter() - start) / AHEAD)
             right = all(torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True))
-            refused = stager.stats().refused_batches
+            refused = stager.stats().fallback_batches
     status = "ok" if right else "incorrect"
     return {"status": status, "detail": f"{refused} batches were refused a slab of their size", "total": total}
 

@@ -81,16 +81,12 @@ def main() -> int:
             compare(sources, list(stager.prefetch(sources, depth=2)))
             if device.type == "cuda":
                 with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                    compare(sources, [stager.stage(source).get() for source in sources])
-        with ps.Stager(device, pool=stager.pool, ring=2, ring_bytes="16MiB") as ring:
-            for sources in runs():
-                for source in sources:
-                    compare([source], [ring.to_device(source)])
+                    compare(sources, [stager.stage(source).wait() for source in sources])
         for sources in runs():
             for copy in (False, True):
-                transfers = [stager.to_host(stager.to_device(source), copy=copy) for source in sources]
+                transfers = [stager.fetch(stager.to_device(source), copy=copy) for source in sources]
                 for source, transfer in zip(sources, transfers, strict=True):
-                    wrong.extend(batches.differences(source, transfer.get(), torch.device("cpu")))
+                    wrong.extend(batches.differences(source, transfer.wait(), torch.device("cpu")))
                     count += 1
         stager.close()
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")

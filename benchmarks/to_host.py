@@ -289,12 +289,12 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
                 returned: deque[Any] = deque()
                 numbers = range(BATCHES)
                 for staged in stager.prefetch((batches[number % 2] for number in numbers), depth=1):
-                    returned.append(stager.to_host([frame + 1 for frame in staged], copy=copy))
+                    returned.append(stager.fetch([frame + 1 for frame in staged], copy=copy))
                     if len(returned) == IN_FLIGHT:
-                        seen(numbers[0], returned.popleft().get())
+                        seen(numbers[0], returned.popleft().wait())
                         numbers = numbers[1:]
                 while returned:
-                    seen(numbers[0], returned.popleft().get())
+                    seen(numbers[0], returned.popleft().wait())
                     numbers = numbers[1:]
 
             yield sample
@@ -306,10 +306,10 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
                 transfers: deque[Any] = deque()
                 for tensor in tensors:
                     if len(transfers) == IN_FLIGHT:
-                        transfers.popleft().get()
-                    transfers.append(stager.to_host([tensor], copy=copy))
+                        transfers.popleft().wait()
+                    transfers.append(stager.fetch([tensor], copy=copy))
                 while transfers:
-                    transfers.popleft().get()
+                    transfers.popleft().wait()
 
             yield series
             return
@@ -317,7 +317,7 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
 
             def fetch() -> list[torch.Tensor]:
                 beside()
-                return stager.to_host(tensors, copy=copy).get()  # type: ignore[no-any-return]
+                return stager.fetch(tensors, copy=copy).wait()  # type: ignore[no-any-return]
 
             yield fetch
 
@@ -342,8 +342,8 @@ VARIANTS = (
     Variant("pinned_each", _pinned_each, "a pinned tensor for each, `copy_(non_blocking=True)`, one synchronise"),
     Variant("by_hand", _by_hand, "one `torch.cat`, buffers made once and used again with events"),
     Variant("bus", _bus, "page-locked buffers filled before, copies only"),
-    Variant("pinstage", _pinstage, "`stager.to_host(tensors).get()`", package="pinstage", ours=True),
-    Variant("pinstage_copy", partial(_pinstage, copy=True), "with `copy=True`", package="pinstage", ours=True),
+    Variant("pinstage", _pinstage, "`stager.fetch(tensors, copy=False).wait()`", package="pinstage", ours=True),
+    Variant("pinstage_copy", partial(_pinstage, copy=True), "`stager.to_host(tensors)`", package="pinstage", ours=True),
 )
 
 

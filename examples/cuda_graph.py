@@ -1,4 +1,4 @@
-"""Replay one CUDA graph with new batches: a stager with a ring of one keeps the addresses that the graph was made with.
+"""Replay one CUDA graph with new batches, which go into the tensors that the graph was captured with.
 
     python examples/cuda_graph.py
 
@@ -63,19 +63,17 @@ def replayed(device: torch.device, count: int, warm_ups: int) -> tuple[list[torc
     stream = torch.cuda.Stream(device)
     source = batches(count)
     losses = []
-    with ps.Stager(device, ring=1) as stager, torch.cuda.stream(stream):
-        with stager.stage(next(source)) as static:  # the graph reads these tensors; keep them as long as the graph
-            for _ in range(warm_ups):
-                loss = step(static)
-            losses.append(loss.clone())
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):  # records the work, does none of it
-                loss = step(static)
-        # The end of the block says: what reads this batch has been issued. Its tensors live on, and the next batch may
-        # take their place, when that work is done.
+    with ps.Stager(device) as stager, torch.cuda.stream(stream):
+        static = stager.to_device(next(source))  # the graph reads these tensors; keep them as long as the graph
+        for _ in range(warm_ups):
+            loss = step(static)
+        losses.append(loss.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # records the work, does none of it
+            loss = step(static)
         for batch in source:
-            with stager.stage(batch):
-                graph.replay()
+            torch.utils._pytree.tree_map(torch.Tensor.copy_, static, stager.to_device(batch))
+            graph.replay()
             losses.append(loss.clone())
         stream.synchronize()
     return losses, model
@@ -87,6 +85,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--batches", type=int, default=50)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("cuda_graph.py needs a CUDA GPU: torch sees none, and a graph can't be captured without one")
     device = torch.device(args.device)
     (expected, one), (losses, other) = (train(device, args.batches, 3) for train in (eager, replayed))
     equal = all(map(torch.equal, expected, losses)) and all(map(torch.equal, one.parameters(), other.parameters()))

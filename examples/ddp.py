@@ -76,8 +76,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "persistent_workers": arguments.workers > 0,
     }
     if arguments.loader == "pinstage":
-        # Each rank has a pool of its own. "8GiB/host" is a cap for the host, of which each rank takes its part.
-        loader: Any = ps.DataLoader(dataset, device=device, max_bytes=arguments.max_bytes, **options)
+        # Each rank has its own pool. The budget is one cap for all ranks of this host.
+        budget = None if arguments.budget is None else ps.HostBudget(arguments.budget, name="ddp-example")
+        loader: Any = ps.DataLoader(dataset, device=device, budget=budget, **options)
     else:
         # Its workers send each tensor in a file of its own: some thousand open files for a batch, more than `ulimit -n`
         # allows in many places, unless they are closed and kept by their names.
@@ -116,10 +117,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32, help="hours a batch, for each rank")
     parser.add_argument("--workers", type=int, default=2, help="worker processes, for each rank")
-    parser.add_argument("--max-bytes", default="auto", help="cap on page-locked memory, such as 8GiB/host")
+    parser.add_argument("--budget", help="cap on the page-locked memory of all ranks of this host, such as 8GiB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where rank 0 saves the report of all ranks, as JSON")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise SystemExit("ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py --hours 500")
 
     on_gpu = arguments.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

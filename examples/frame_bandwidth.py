@@ -161,18 +161,18 @@ def staged(device: torch.device, frames: Frames) -> Iterator[Timed]:
 @contextmanager
 def written_in_place(device: torch.device, frames: Frames) -> Iterator[Timed]:
     """The frames are made in page-locked memory, so nobody copies them into it."""
-    with ps.SlabPool(ps.default_memory(device), max_bytes="4GiB") as pool:
+    with ps.SlabPool("4GiB", memory=ps.default_memory(device)) as pool:
         leases: list[ps.Lease] = []
 
         def before() -> None:
             leases.append(lease := pool.acquire(sum(frame.nbytes for frame in frames)))
-            host = lease.as_tensor((len(frames), *frames[0].shape), torch.float32)
+            host = lease.tensor((len(frames), *frames[0].shape), torch.float32)
             for target, frame in zip(host, frames, strict=True):
                 target.copy_(frame)  # a decoder would write its pixels here
 
         def run() -> Frames:
             lease = leases.pop()
-            host = lease.as_tensor((len(frames), *frames[0].shape), torch.float32)
+            host = lease.tensor((len(frames), *frames[0].shape), torch.float32)
             there = host.to(device, non_blocking=True, copy=True)
             del host  # a living view keeps the slab out of the pool
             lease.release(after=recorded(device))
@@ -233,7 +233,7 @@ def staged_in_time(device: torch.device) -> float:
     with ps.Stager(device, max_bytes="64MiB") as stager:
         transfer = stager.stage(frame)
         frame.fill_(2.0)  # it is yours again when stage() returns
-        return float(transfer.get()[0])
+        return float(transfer.wait()[0])
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

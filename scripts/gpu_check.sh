@@ -84,7 +84,7 @@ extension() {
   elif [ -f "$folder/_core.abi3.so" ]; then
     say "extension: the one that was carried"
   fi
-  "$PYTHON" -c 'from pinstage import _torch; raise SystemExit(_torch.problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
+  "$PYTHON" -c 'from pinstage._compat.problems import problems; raise SystemExit(problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
 # step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, note how it went.
@@ -185,7 +185,7 @@ series() {
   rival
   # shellcheck disable=SC2086
   comparison series 580 --series all --rounds 1 --repeats 20 --seconds 0.1 --timeout 120 --only \
-    to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier_openmp,pinstage,pinstage_ring \
+    to,pin_to,tensordict_consolidate,spdl_transfer,multi_tensor_copier_openmp,pinstage \
     ${BENCH_ARGS:-}
   step bench draw 60 "$PYTHON" benchmarks/comparison --from "$RESULTS/series.json" --plot "$RESULTS/scaling.png"
 }

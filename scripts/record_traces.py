@@ -240,7 +240,7 @@ def stage_seconds(stager: ps.Stager, device: torch.device, leaves: int, elements
         hidden.mean().item()
         began = time.perf_counter()
         transfer = stager.stage(batch)
-        transfer.get()
+        transfer.wait()
         transfer.synchronize()
         took.append(time.perf_counter() - began)
     return statistics.median(took[BATCHES:])

@@ -63,10 +63,10 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_ledger(tmp_path_factory):
-    """Keep the ledger of a `HostBudget` out of the user's folder."""
+def own_folder(tmp_path_factory):
+    """Keep files of a `HostBudget` out of the user's folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PINSTAGE_LEDGER_DIR", str(tmp_path_factory.mktemp("host") / "ledger"))
+        patch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path_factory.mktemp("host") / "budgets"))
         yield
 
 
@@ -111,7 +111,7 @@ def make_pool(background, memory):
     pools = []
 
     def make(max_bytes=1000, *, memory=memory):
-        pools.append(SlabPool(memory, max_bytes=max_bytes))
+        pools.append(SlabPool(max_bytes, memory=memory))
         return pools[-1]
 
     yield make

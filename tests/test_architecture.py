@@ -9,31 +9,32 @@ from pathlib import Path
 import pytest
 
 import pinstage
-from pinstage import _torch
+from pinstage._compat.loader import _ITERATOR_HAS
 
 SRC = Path(__file__).parents[1] / "src" / "pinstage"
 
 # What each room may import of pinstage. PUBLIC stands for the names of `pinstage` itself.
 PUBLIC = "pinstage"
 FACTS = {"_sizes", "_host"}
-COMMON = FACTS | {"errors", "_torch", "_steps"}
+COMMON = FACTS | {"errors", "_compat", "_steps"}
 BATCHES = {"_native", "_batch"}
 MAY_SEE = {
     "_sizes": set(),
     "_host": set(),
     "errors": FACTS,
     "_native": set(),
-    "_torch": FACTS | {"errors", "_native"},
-    "_steps": FACTS | {"_torch", "_native"},
+    "_compat": FACTS | {"errors", "_native"},
+    "_steps": FACTS | {"_compat", "_native"},
     "_memory": COMMON,
     "_reaper": COMMON | {"_memory"},
     "_pool": COMMON | {"_memory", "_reaper"},
     "_batch": COMMON | {"_native"},
-    "_stage": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
+    "_region": COMMON | {"_memory", "_reaper", "_pool", "_batch"},
+    "_stage": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_region"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_stage"},
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_stage"},
     "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_stage"},
-    "inspect": FACTS | {PUBLIC, "errors", "_steps", "_torch", "_native", "_memory", "_batch"},
+    "inspect": FACTS | {PUBLIC, "errors", "_steps", "_compat", "_native", "_memory", "_pool", "_batch"},
     "integrations": {PUBLIC, "errors"},
     "memory": {"_memory"},
     "metrics": {PUBLIC, "errors"},
@@ -206,7 +207,7 @@ PRIVATE_BUT_DOCUMENTED = {
     "_current_frames",
 }  # of named tuples, os, sys
 
-OF_TORCHS_LOADER = frozenset(_torch._ITERATOR_HAS) | {"_iterator", "_get_iterator"}
+OF_TORCHS_LOADER = frozenset(_ITERATOR_HAS) | {"_iterator", "_get_iterator"}
 """Names that ours have in common with torch's."""
 
 BESIDE_TORCH = {
@@ -220,7 +221,7 @@ BESIDE_TORCH = {
     "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
     "integrations._trainer_loaders": {"_settings", "_slabs"},
 }
-"""Where such names are used beside `_torch`."""
+"""Where such names are used beside `_compat`."""
 
 
 def is_private(name: str) -> bool:
@@ -242,7 +243,7 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
 
 
 def foreign_private_names(src: Path) -> dict[str, set[str]]:
-    """Return what each module but `_torch` takes of others that is private: modules, and attributes of objects."""
+    """Return the private names of others that each module outside `_compat` uses."""
     trees = {path.relative_to(src): ast.parse(path.read_text(encoding="utf-8")) for path in src.rglob("*.py")}
     ours: dict[str, set[str]] = {}  # by room
     for path, tree in trees.items():
@@ -262,12 +263,12 @@ def foreign_private_names(src: Path) -> dict[str, set[str]]:
                 ):
                     names |= {name} - (ours[path.parts[0]] - OF_TORCHS_LOADER)
         names = {name for name in names if is_private(name)} - PRIVATE_BUT_DOCUMENTED
-        if names and path != Path("_torch.py"):
+        if names and path.parts[0] != "_compat":
             found[".".join(path.with_suffix("").parts)] = names
     return found
 
 
-def test_private_names_of_torch_and_cpython_stand_in_one_file():
+def test_private_names_of_torch_and_cpython_stand_in_one_room():
     assert foreign_private_names(SRC) == BESIDE_TORCH
 
 
@@ -291,7 +292,8 @@ def test_the_checker_finds_a_private_name_of_others(tmp_path, line, name):
 
 def test_the_checker_allows_private_names_of_our_own(tmp_path):
     (tmp_path / "_pool").mkdir()
-    (tmp_path / "_torch.py").write_text("torch._C")
+    (tmp_path / "_compat").mkdir()
+    (tmp_path / "_compat" / "views.py").write_text("torch._C")
     (tmp_path / "_pool" / "_a.py").write_text("class A:\n    __slots__ = ('_b',)\n    def _f(self): self._e = None")
     (tmp_path / "_pool" / "_c.py").write_text("from pinstage._pool._a import A\n(A()._b, A()._f(), A()._e, d.__dict__)")
     assert foreign_private_names(tmp_path) == {}
@@ -312,12 +314,12 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("errors", "import pinstage", "pinstage"),
         ("_host", "from ._memory import default_memory", "pinstage._memory.default_memory"),
         ("_sizes", "from . import _host", "pinstage._host"),
-        ("inspect/_doctor", "from pinstage._pool import SlabPool", "pinstage._pool.SlabPool"),
+        ("inspect/_doctor", "from pinstage._stage import Stager", "pinstage._stage.Stager"),
         ("integrations/lightning", "from pinstage import _pool", "pinstage._pool"),
         ("_cli", "from pinstage import _private", "pinstage._private"),
         ("integrations/lightning", "from pinstage._cli import main", "pinstage._cli.main"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
-        ("_unknown", "from pinstage.errors import StagingError", "pinstage.errors.StagingError"),
+        ("_unknown", "from pinstage.errors import PinstageError", "pinstage.errors.PinstageError"),
     ],
 )
 def test_the_checker_finds_a_wrong_arrow(tmp_path, module, line, name):
@@ -331,7 +333,7 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
     right = {
         "__init__": "from pinstage._pool import SlabPool\nfrom pinstage.inspect import audit",
         "_memory/__init__": "from ._host import HostAllocMemory",
-        "_memory/_host": "import cuda.bindings.runtime\nfrom ..errors import StagingError\nfrom . import _linux",
+        "_memory/_host": "import cuda.bindings.runtime\nfrom ..errors import PinstageError\nfrom . import _linux",
         "_memory/_linux": "import mmap, torch.cuda",
         "_pool": "from . import _memory, errors",
         "_stage": "from ._pool import SlabPool\nfrom ._batch import Layout",

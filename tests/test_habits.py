@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import pinstage as ps
 from pinstage._loader import _loader
+from pinstage.checkpoint import CheckpointStager
 
 MIB = 1 << 20
 
@@ -21,21 +23,34 @@ def test_a_device_that_is_none_is_refused_in_our_words(device):
         ps.Stager(device)
 
 
-@pytest.mark.parametrize("ring", ["1", 1.0, True, [2]])
-def test_a_ring_that_is_no_number_is_refused_in_our_words(ring):
-    with pytest.raises(TypeError, match=r"ring is a number of device slabs: .*; pass an int, such as ring=3"):
-        ps.Stager("cpu", ring=ring)
-
-
-def test_sizes_are_taken_in_any_case_as_floats_and_none_is_auto():
+def test_sizes_are_read_in_any_case():
     for size in ("4mib", "4MIB", 4.0 * MIB, 4 * MIB):
-        with ps.SlabPool(ps.PageableMemory(), max_bytes=size) as pool:
+        with ps.SlabPool(size, memory=ps.PageableMemory()) as pool:
             assert pool.max_bytes == 4 * MIB
-    with ps.Stager("cpu", max_bytes=None) as stager, ps.Stager("cpu", max_bytes="auto") as automatic:
-        assert stager.pool.stats().max_bytes_reason.partition(" of ")[0] == "25%"
-        assert automatic.pool.stats().max_bytes_reason.partition(" of ")[0] == "25%"
-    loader = ps.DataLoader([torch.ones(2)] * 2, device="cpu", max_bytes=None)
-    assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")])
+def test_no_cap_at_all_is_refused(make):
+    with pytest.raises(TypeError, match="max_bytes cannot be None: a pool always has a cap; pass 'auto'"):
+        make(max_bytes=None)
+
+
+@pytest.mark.parametrize("make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")])
+def test_a_budget_of_another_type_is_refused(make):
+    with pytest.raises(TypeError, match=r"budget must be a HostBudget: '8GiB'; pass HostBudget\("):
+        make(budget="8GiB")
+
+
+@pytest.mark.parametrize(
+    "make", [partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu"), CheckpointStager]
+)
+def test_a_pool_and_a_budget_exclude_each_other(make):
+    budget = ps.HostBudget("1MiB", name="both")
+    with (
+        ps.SlabPool("1MiB", memory=ps.SharedMemory(register=False)) as pool,
+        pytest.raises(ValueError, match="pool and budget exclude each other: budget=HostBudget"),
+    ):
+        make(pool=pool, budget=budget)
 
 
 def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
@@ -47,42 +62,28 @@ def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
         assert torch.equal(larger.to_device(batch), batch)
 
 
-def test_the_remedies_of_a_ring_can_be_pasted_and_the_usual_one_comes_first():
-    with ps.Stager("cpu", ring=1) as stager:
-        kept = stager.to_device(torch.ones(1000))
-        with pytest.raises(ps.errors.RingError, match=r"; pass ring=2; or drop") as caught:
-            stager.to_device(kept.clone())
-        assert str(caught.value).count("; pass") == 1
-        del caught, kept
-        with pytest.raises(ps.errors.RingError) as caught:
-            stager.to_device(torch.ones(100_000))
-    (size,) = re.findall(r'pass ring_bytes="(.*?)"', str(caught.value))
-    with ps.Stager("cpu", ring=1, ring_bytes=size) as larger:
-        assert len(larger.to_device(torch.ones(100_000))) == 100_000
-
-
-@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.to_host(x)])
-def test_a_transfer_that_is_used_as_a_batch_says_get(stager, make):
+@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)])
+def test_a_transfer_that_is_used_as_a_batch_says_wait(stager, make):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
-        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call get\(\)|mapping"):
+        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call wait\(\)|mapping"):
             use()
-    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call get\(\)"):
+    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"):
         transfer.items()
     assert not hasattr(transfer, "shape")
     assert transfer  # it is no empty container
-    assert transfer.get()["x"].tolist() == [1, 1, 1]
+    assert transfer.wait()["x"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
 def test_a_lease_takes_numpy_s_dtypes(dtype):
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool, pool.acquire(64) as lease:
-        tensor = lease.as_tensor((2, 3), dtype)
+    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, pool.acquire(64) as lease:
+        tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
         del tensor
         with pytest.raises(TypeError):
-            lease.as_tensor(1, "datetime64[s]")
+            lease.tensor(1, "datetime64[s]")
 
 
 def test_objects_print_as_what_they_are(stager):
@@ -123,10 +124,11 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "device",
         "pool",
         "max_bytes",
-        "owner",
+        "budget",
         "depth",
-        "keep",
+        "keep_on_host",
         "own_storage",
+        "owner",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [
@@ -137,7 +139,7 @@ def test_the_loader_s_typed_arguments_are_torch_s():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"threads": "2"}, TypeError, "threads is a number of CPU threads: '2'; pass an int, or None"),
+        ({"pack_threads": "2"}, TypeError, "pack_threads is a number of CPU threads: '2'; pass an int, or 'auto'"),
         ({"timeout": "1"}, TypeError, "timeout is a number of seconds: '1'; pass such a number, or None"),
         ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
         ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass SlabPool"),
@@ -151,7 +153,7 @@ def test_an_argument_of_another_type_is_refused_in_our_words(options, error, tex
 
 
 def test_a_pool_refuses_a_timeout_that_is_no_number():
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool:
+    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool:
         with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
             pool.acquire(1, timeout="1")
         pool.acquire(1, timeout=np.float32(1)).release()
@@ -159,22 +161,22 @@ def test_a_pool_refuses_a_timeout_that_is_no_number():
 
 @pytest.mark.parametrize(
     ("max_bytes", "reason"),
-    [("AUTO", "25%"), (" Auto ", "25%"), ("4mib/HOST", "given"), (np.float32(4 * MIB), "given")],
+    [("AUTO", "25%"), (" Auto ", "25%"), (np.float32(4 * MIB), "given")],
 )
 def test_caps_are_read_in_any_case_and_from_numpy_s_floats(max_bytes, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=max_bytes) as pool:
+    with ps.SlabPool(max_bytes, memory=ps.PageableMemory()) as pool:
         assert pool.stats().max_bytes_reason.startswith(reason)
         assert reason == "25%" or pool.max_bytes == 4 * MIB
 
 
 def test_a_lease_takes_no_dtype_for_none():
     with (
-        ps.SlabPool(ps.PageableMemory(), max_bytes=MIB) as pool,
+        ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool,
         pool.acquire(64) as lease,
         pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
     ):
-        lease.as_tensor(2, None)
+        lease.tensor(2, None)
 
 
 def test_a_masked_array_has_one_remedy(stager):

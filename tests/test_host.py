@@ -5,7 +5,7 @@ import os
 import pytest
 
 from pinstage import _host
-from pinstage._batch import _packing
+from pinstage._batch import _pack as _packing
 from pinstage.inspect._doctor import host_checks
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -87,7 +87,7 @@ def test_packer_and_doctor_see_the_quota_of_one_cpu_wherever_it_stands(tree, eig
     assert _packing.usable_cpus(root) == 1
     (check,) = (check for check in host_checks(root, _host.affinity()) if check.name == "CPUs")
     assert check.found.startswith("1 of 16 (8 by affinity, 1 by the control group's quota)")
-    assert "Stager(threads=1)" in check.remedy
+    assert "Stager(pack_threads=1)" in check.remedy
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

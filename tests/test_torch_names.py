@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch_names import CASES, WORKS
 
-import pinstage._torch as names
-from pinstage.errors import StagingError
+from pinstage._compat import calls, probes, views
+from pinstage.errors import PinstageError, StagingWarning
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +88,19 @@ def cuda(monkeypatch):
     monkeypatch.setattr("torch.cuda.set_stream", set_stream)
     private = {
         "_cuda_getDevice": lambda: 0,
-        "_cuda_getCurrentStream": lambda device: names.ids_of(current[0]),
+        "_cuda_getCurrentStream": lambda device: calls.ids_of(current[0]),
         "_cuda_setStream": lambda *ids: set_stream(Stream(None, *ids)),
     }
     for name, function in private.items():
         monkeypatch.setattr(f"torch._C.{name}", function, raising=False)
-    names.cuda_calls.cache_clear()
-    monkeypatch.setattr(names, "_told", set())
+    calls.cuda_calls.cache_clear()
+    monkeypatch.setattr(probes, "_warned", set())
     yield current
-    names.cuda_calls.cache_clear()
+    calls.cuda_calls.cache_clear()
 
 
 def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
-    assert names.cuda_calls().set_stream is torch._C._cuda_setStream
+    assert calls.cuda_calls().set_stream is torch._C._cuda_setStream
     assert cuda[0].stream_id == 0
 
 
@@ -120,13 +120,13 @@ def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda
         monkeypatch.delattr(f"torch._C.{name}")
     else:
         monkeypatch.setattr(f"torch._C.{name}", other)
-    with pytest.warns(RuntimeWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
-        calls = names.cuda_calls()
-    names.cuda_calls.cache_clear()
-    names.cuda_calls()  # does not warn again
+    with pytest.warns(StagingWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
+        found = calls.cuda_calls()
+    calls.cuda_calls.cache_clear()
+    calls.cuda_calls()  # does not warn again
     assert cuda[0].stream_id == 0
-    assert (calls.device(), calls.stream(0)) == (0, (0, 0, 1))
-    calls.set_stream(5, 0, 1)
+    assert (found.device(), found.stream(0)) == (0, (0, 0, 1))
+    found.set_stream(5, 0, 1)
     assert cuda[0].stream_id == 5
 
 
@@ -137,5 +137,5 @@ def test_a_tensor_that_a_mode_made_is_not_taken_for_memory():
     class Ours(torch.Tensor):
         pass
 
-    with pytest.raises(StagingError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
-        names.check_is_plain(torch.ones(2).as_subclass(Ours))
+    with pytest.raises(PinstageError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
+        views.check_is_plain(torch.ones(2).as_subclass(Ours))

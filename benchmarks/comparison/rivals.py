@@ -135,22 +135,10 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
     """Write each leaf into a lease of its own, which is held until the shape is done."""
 
     def write(leaf: torch.Tensor) -> torch.Tensor:
-        view = leases.enter_context(pool.acquire(leaf.nbytes)).as_tensor(leaf.shape, leaf.dtype)
+        view = leases.enter_context(pool.acquire(leaf.nbytes)).tensor(leaf.shape, leaf.dtype)
         return view.copy_(leaf)
 
     return map_leaves(batch, write)
-
-
-@contextmanager
-def _pinstage_ring(device: torch.device, slab_bytes: int) -> Iterator[Stage]:
-    import pinstage as ps
-
-    # Five: the check keeps three batches at once, beside the one that is staged.
-    stager = ps.Stager(device, max_bytes="8GiB", ring=5, ring_bytes=slab_bytes)
-    try:
-        yield stager.to_device
-    finally:
-        stager.close()
 
 
 VARIANTS = (
@@ -210,17 +198,9 @@ VARIANTS = (
         in_place=_pinstage_in_place,
     ),
     Variant(
-        "pinstage_ring",
-        _pinstage_ring,
-        "the same with `ring=5`: fixed device slabs",
-        package="pinstage",
-        ours=True,
-        sized=True,
-    ),
-    Variant(
         "pinstage_lease",
         _lease,
-        "`pool.acquire(n)`, written in place, then `lease.as_tensor(...).to(device, non_blocking=True)` and an event",
+        "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, non_blocking=True)` and an event",
         package="pinstage",
         ours=True,
         in_place=_lease,

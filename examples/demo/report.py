@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -13,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import pinstage as ps
 from demo.batch import RaggedBatch
 from demo.data import Archive
 from demo.train import Outcome
@@ -20,6 +25,9 @@ from demo.ways import HostMemory, Loaded, Staged
 
 PLAIN_WIDTH = 80
 """Columns when the output is not a terminal."""
+ROOT = Path(__file__).parents[2]
+ON_A_GPU = ROOT / "benchmarks" / "results" / "demo.txt"
+"""What the demo printed on a GPU."""
 REFRESH_EVERY = 16
 """Batches between two steps of the progress bar: drawing it must not be what is measured."""
 
@@ -45,6 +53,12 @@ class Report:
             return
         reason = "as asked" if asked else "no usable CUDA GPU"
         self.line(f'CPU: {reason}; device="cpu" runs the same code on pageable memory')
+
+    def audit(self, batch: RaggedBatch) -> None:
+        """Print what `pinstage audit` says about a batch, without its table."""
+        self.line("pinstage audit, of one batch:")
+        for text in str(ps.audit(batch)).partition("\n\n")[0].splitlines()[:4]:
+            self.line(f"  {text}")
 
     def data(self, archive: Archive, batches: Sequence[RaggedBatch]) -> None:
         """Print what was read and what a batch is."""
@@ -96,13 +110,13 @@ class Report:
         times: list[tuple[str, Callable[[Outcome], str]]] = [
             ("time in total, s", lambda outcome: f"{outcome.epoch_seconds:.2f}"),
             ("  of it in staging calls", lambda outcome: f"{outcome.call_seconds:.2f}"),
-            ("staging alone, ms a batch", lambda outcome: f"{outcome.batch_seconds * 1e3:.3f}"),
-            ("staging alone, us a leaf", lambda outcome: f"{outcome.leaf_seconds * 1e6:.2f}"),
+            ("staging alone, ms per batch", lambda outcome: f"{outcome.batch_seconds * 1e3:.3f}"),
+            ("staging alone, us per leaf", lambda outcome: f"{outcome.leaf_seconds * 1e6:.2f}"),
         ]
         rows: list[tuple[str, Callable[[Outcome], str]]] = [
             *(times if on_gpu else []),
-            ("copies a batch", lambda outcome: f"{outcome.copies:,.0f}"),
-            ("bytes a batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
+            ("copies per batch", lambda outcome: f"{outcome.copies:,.0f}"),
+            ("bytes per batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
             (held, lambda outcome: _held(outcome.memory)),
             ("  cap", lambda outcome: _cap(outcome.memory)),
             ("mean loss, first tenth", lambda outcome: f"{outcome.losses[: _tenth(outcome.losses)].mean():.3f}"),
@@ -114,23 +128,41 @@ class Report:
         self.line("copies: counted on the device by torch.profiler" if on_gpu else "copies: the calls that ask for one")
 
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
-        """Print in three lines what was shown, and what to do next; call it after the check."""
+        """Print what was shown, and what to run next; call it after the check."""
         ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
         first = outcomes[0]
         self.line(
             f"shown: losses of {len(first.losses):,} batches, equal bit for bit in all {len(outcomes)} ways; "
-            f"{first.copies:,.0f} copies a batch, then {ours[0].copies:,.0f}"
+            f"{first.copies:,.0f} copies per batch, then {ours[0].copies:,.0f}"
         )
         if any(outcome.memory.pinned for outcome in ours):
             self.line("; ".join(_gain(own, [rival for rival in outcomes if rival not in ours]) for own in ours))
         else:
-            self.line("no GPU: there is no bus to save here, so times are left out")
-        self.line('next: docs/tutorial.md, or "pinstage audit train.py:make_loader" on batches of yours')
+            self._without_a_gpu()
+        target = os.path.relpath(ROOT / "examples" / "weather_batch.py")
+        self.line("next, and then with a function of your own that returns a batch or a loader:")
+        self.line(f"  {os.path.relpath(sys.executable)} -m pinstage audit {target}:make_batch")
+
+    def _without_a_gpu(self) -> None:
+        """Print what a CPU can't show: figures of a GPU, and the verdict on the trace that comes with pinstage."""
+        about, _, printed = ON_A_GPU.read_text().partition("\n")
+        gpu = re.search(r"^GPU: (.*?) \(", printed, re.MULTILINE)
+        times = re.search(r"^ *staging alone, ms \w+ batch +(.*)$", printed, re.MULTILINE)
+        assert gpu is not None
+        assert times is not None
+        each = zip((".to()", "pin + .to()", "Stager", "DataLoader"), times[1].split(), strict=True)
+        self.line(f"no GPU here, so no times. On an {gpu[1]} ({about}), staging alone took, in ms per batch:")
+        self.line("  " + ", ".join(f"{title} {time}" for title, time in each))
+        command = [sys.executable, "-m", "pinstage", "trace", "--example"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.line("pinstage trace --example, on the profile of a training loop on that GPU:")
+        for text in found.partition("\n\n")[0].splitlines():
+            self.line(f"  {text}")
 
 
 def _gain(own: Outcome, rivals: Sequence[Outcome]) -> str:
     best = min(rivals, key=lambda rival: rival.batch_seconds)
-    return f"{own.way.title} stages {best.batch_seconds / own.batch_seconds:.1f} times as fast as {best.way.title}"
+    return f"{own.way.title} stages {best.batch_seconds / own.batch_seconds:.1f}x faster than {best.way.title}"
 
 
 def _held(memory: HostMemory) -> str:

@@ -56,9 +56,9 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
     report = report or Report()
     device = choose_device(settings.device)
     report.device(device, asked=settings.device == "cpu")
-    report.line("four ways to stage the same batches; the whole year takes about a minute")
-
     archive = Archive.read()
+    report.audit(make_batches(archive, batch_size=settings.batch_size, seed=settings.seed, limit=1)[0])
+    report.line("training on the same batches, staged in four ways; the whole year takes about a minute")
     total = -(-len(archive.hours) // settings.batch_size)
     if settings.batches is not None:
         total = min(total, settings.batches)

@@ -164,8 +164,8 @@ class Staged(_OneByOne):
     def issued(self, batch: RaggedBatch) -> tuple[int, int]:
         """Stage the batch and return what the transfer itself reports."""
         transfer = self._stager.stage(batch)
-        copies, nbytes = transfer.copies, transfer.layout.nbytes
-        transfer.get()
+        copies, nbytes = transfer.copies, transfer.nbytes
+        transfer.wait()
         return copies, nbytes
 
     def memory(self) -> HostMemory:

@@ -1,4 +1,4 @@
-"""Trains torchrec's DLRM by `TrainPipelineSparseDist`, whose batches a ring of fixed device slabs holds.
+"""Trains torchrec's DLRM by `TrainPipelineSparseDist`, whose batches are staged ahead.
 
 python examples/frameworks/train_torchrec.py
 python examples/frameworks/train_torchrec.py --way plain                  # same losses
@@ -56,8 +56,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, device)
 
-    # The batch in the pipeline, those that are staged ahead of it, and the one that is being staged.
-    stager = ps.Stager(device, max_bytes=arguments.max_bytes, ring=AHEAD + 2 + 2, ring_bytes="64KiB")
+    stager = ps.Stager(device, max_bytes=arguments.max_bytes)
     losses = []
     for epoch in range(arguments.epochs):
         source: Any = list(batches(10, rank + 10 * epoch))

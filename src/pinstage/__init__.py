@@ -28,7 +28,9 @@ from ._memory import (
     SharedMemory,
     default_memory,
 )
-from ._pool import Fence, HostBudget, HostShare, Lease, PoolStats, SlabPool
+from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._region import HostRegion, RegionHandle
+from ._sizes import Size
 from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import metrics as metrics
     from . import offload as offload
-    from ._loader import DataLoader, LoaderStats, wrap_loader
+    from ._loader import DataLoader, LoaderStats, WrappedLoader, wrap_loader
     from .inspect import audit
 
 __version__ = "0.3.0"
@@ -48,17 +50,21 @@ __all__ = [
     "Fence",
     "HostAllocMemory",
     "HostBudget",
-    "HostShare",
+    "HostRegion",
     "HostTransfer",
     "Layout",
     "Lease",
     "LoaderStats",
     "MemoryResource",
     "PageableMemory",
+    "OwnerStats",
     "PoolStats",
+    "PoolUsage",
     "Prefetcher",
+    "RegionHandle",
     "RegisteredMemory",
     "SharedMemory",
+    "Size",
     "SlabPool",
     "Slot",
     "Stager",
@@ -66,6 +72,7 @@ __all__ = [
     "StagingNode",
     "Transfer",
     "audit",
+    "WrappedLoader",
     "wrap_loader",
     "default_memory",
     "on_host",
@@ -77,6 +84,7 @@ _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
+    "WrappedLoader": "._loader",
     "wrap_loader": "._loader",
     **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }

@@ -52,17 +52,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
             _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
-        if hasattr(error, "exit_status"):
-            _exit(str(error), error.exit_status)
+        if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
+            _exit(str(error), 2)
         _exit(f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1)
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Folds the paragraphs of a description, and keeps its indented examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            part if part.startswith(" ") else super(_Formatter, self)._fill_text(part, width, indent)
+            for part in text.split("\n\n")
+        )
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser that keeps the line breaks of its description, and reports wrong arguments in one line."""
+    """A parser that keeps the examples in its description, and reports wrong arguments in one line."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.formatter_class = _Formatter
 
     def error(self, message: str) -> NoReturn:
         message = re.sub("^the following arguments are required: ", "missing ", message)

@@ -120,6 +120,12 @@ def huge_pages(root: Path = Path("/")) -> str:
     return match[1] if match else ""
 
 
+def shared_huge_pages(root: Path = Path("/")) -> str:
+    """Return when shared memory gets transparent huge pages: ``advise``, ``never`` and others; empty if unknown."""
+    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    return match[1] if match else ""
+
+
 # -- nodes and devices -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,10 @@ import operator
 import re
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
+
+Size: TypeAlias = SupportsIndex | str
+"""Bytes as an int, or text such as ``"512MiB"``."""
 
 UNITS = {
     "": 1,

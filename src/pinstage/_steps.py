@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _native
-from ._torch import is_profiling
+from ._compat.calls import is_profiling
 
 NOTHING: AbstractContextManager[Any] = _native.core.Nothing()
 """A context that does nothing, again and again."""
@@ -52,7 +52,7 @@ class StepTime:
 class StepTimes:
     """Time spent in each step, by the clock of the host; see `step_times`.
 
-    ``stage``, ``get`` and ``to_host`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
+    ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
     ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack`` moves bytes (and issues the copies of a
     batch below 1 MiB), ``gather`` moves bytes on a device, ``copy`` issues copies, ``views`` makes the tensors of a
     batch, ``unflatten`` puts the batch together, ``wait`` waits

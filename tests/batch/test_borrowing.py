@@ -15,10 +15,9 @@ from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
 from pinstage import Layout, SlabPool, Stager
-from pinstage._batch import _borrowing
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
-from pinstage.errors import LeaseError, RingError
+from pinstage.errors import LeaseError
 
 LARGE = 256 * 1024
 
@@ -27,7 +26,11 @@ LARGE = 256 * 1024
 def page_locked(monkeypatch):
     """Say of some tensors that they are page-locked, by the addresses of their first bytes."""
     found = set()
-    monkeypatch.setattr(_borrowing, "is_page_locked", lambda tensor: tensor.data_ptr() in found)
+
+    def pieces_of(tensor):
+        return [(0, tensor.nbytes)] if tensor.data_ptr() in found else []
+
+    monkeypatch.setattr("pinstage._stage._stager.pieces_of", pieces_of)
     return found
 
 
@@ -36,10 +39,9 @@ def large(seed, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("ring", [None, 2])
 @pytest.mark.parametrize("which", [(), (0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
-def test_borrowed_leaves_and_packed_ones_arrive_in_their_places(page_locked, path, ring, which):
-    with on_path(path), Stager("cpu", max_bytes="64MiB", borrow_pinned=True, ring=ring) as stager:
+def test_borrowed_leaves_and_packed_ones_arrive_in_their_places(page_locked, path, which):
+    with on_path(path), Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
         batch = [
             large(1),
             large(2, torch.int16),
@@ -49,28 +51,28 @@ def test_borrowed_leaves_and_packed_ones_arrive_in_their_places(page_locked, pat
         ]
         page_locked.update(batch[i].data_ptr() for i in which)
         transfer = stager.stage(batch)
-        assert_same(batch, transfer.get(), "cpu")
+        assert_same(batch, transfer.wait(), "cpu")
         stats = stager.stats()
         rest = [leaf for i, leaf in enumerate(batch) if i not in which]
         assert stats.pool.held_bytes == size_class(Layout.of(rest).nbytes, stager.pool.memory.granularity)
-        assert transfer.layout == Layout.of(batch)
+        assert transfer.nbytes == Layout.of(batch).nbytes
         assert stats.copies == transfer.copies >= len(which) + 1
 
 
 def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
     batch = [tensor_of(torch.uint8, (3 << 20,), 1), large(2), tensor_of(torch.uint8, (5 << 20,), 3), large(4)]
     page_locked.update(batch[i].data_ptr() for i in (1, 3))
-    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True, threads=2) as stager:
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True, pack_threads=2) as stager:
         assert_same(batch, stager.to_device(batch), "cpu")
 
 
 def test_a_batch_that_is_page_locked_altogether_needs_no_slab(page_locked):
     batch = {"x": large(1), "y": [large(2)]}
     page_locked.update((batch["x"].data_ptr(), batch["y"][0].data_ptr()))
-    with Stager("cpu", pool=SlabPool(CountingMemory(), max_bytes=4096), borrow_pinned=True) as stager:
+    with Stager("cpu", pool=SlabPool(4096, memory=CountingMemory()), borrow_pinned=True) as stager:
         transfer = stager.stage(batch)
         assert transfer.copies == 2
-        assert_same(batch, transfer.get(), "cpu")
+        assert_same(batch, transfer.wait(), "cpu")
         assert stager.stats().pool.hits + stager.stats().pool.misses == 0
         stager.pool.close()
 
@@ -95,7 +97,7 @@ def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
     batch = [array, permuted, permuted]
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
         transfer = stager.stage(batch)
-        staged = transfer.get()
+        staged = transfer.wait()
         assert transfer.copies == 2
         assert_same(batch, staged, "cpu")
         assert staged[1] is staged[2]
@@ -104,17 +106,16 @@ def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
 # -- leases that are sent as they are ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ring", [None, 1])
-def test_a_lease_is_sent_as_it_is_and_released(ring):
+def test_a_lease_is_sent_as_it_is_and_released():
     batch = {"x": tensor_of(torch.float32, (4, 5), 1), "name": "a", "n": torch.nn.Parameter(torch.ones(2))}
     layout = Layout.of(batch)
-    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool, ring=ring) as stager:
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
         lease = pool.acquire(layout.nbytes)
         layout.pack(batch, lease.tensor())
-        transfer = stager.send(lease, layout, layout.others(batch))
+        transfer = stager.stage_lease(lease, layout, layout.others(batch))
         assert lease.released
-        assert (transfer.copies, transfer.passthrough) == (1, 1)
-        assert_same(batch, transfer.get(), "cpu")
+        assert (transfer.copies, transfer.passthrough_leaves) == (1, 1)
+        assert_same(batch, transfer.wait(), "cpu")
         assert stager.stats().pool.leased_slabs == 0
         assert pool.stats().hits + pool.stats().misses == 1  # no other slab was asked for
 
@@ -126,7 +127,7 @@ def test_a_sent_lease_keeps_its_guards_and_waits_for_the_copy():
         stager._target = target = HeldTarget()
         lease = pool.acquire(layout.nbytes)
         lease.guard(event := ManualEvent())
-        stager.send(lease, layout)
+        stager.stage_lease(lease, layout)
         for done in (target.stream, event):
             assert pool.stats().in_flight_slabs == 1
             done.finish()
@@ -136,26 +137,23 @@ def test_a_sent_lease_keeps_its_guards_and_waits_for_the_copy():
 def test_a_layout_of_nothing_releases_the_lease_too():
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
         lease = pool.acquire(1)
-        assert stager.send(lease, Layout.of(["text"]), ["text"]).get() == ["text"]
+        assert stager.stage_lease(lease, Layout.of(["text"]), ["text"]).wait() == ["text"]
         assert lease.released
 
 
 def test_a_lease_that_cannot_be_sent_stays_the_callers():
     batch = [torch.zeros(100), "text"]
     layout = Layout.of(batch)
-    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool, ring=1) as stager:
+    with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
         with pool.acquire(16) as small, pytest.raises(ValueError, match=r"lease is too small: 16 bytes .* of 400"):
-            stager.send(small, layout, ["text"])
+            stager.stage_lease(small, layout, ["text"])
         with pool.acquire(layout.nbytes) as lease:
             with pytest.raises(ValueError, match="others has the wrong length: 0 for 1 leaves"):
-                stager.send(lease, layout)
-            held = stager.to_device(batch)
-            with pytest.raises(RingError, match="ring is full"):
-                stager.send(lease, layout, ["text"])
+                stager.stage_lease(lease, layout)
             assert not lease.released
-            del held
+            stager.stage_lease(lease, layout, ["text"])
         with pytest.raises(LeaseError, match="already released"):
-            stager.send(lease, layout, ["text"])
+            stager.stage_lease(lease, layout, ["text"])
 
 
 def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):

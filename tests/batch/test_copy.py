@@ -21,7 +21,7 @@ from strategies import tensor_of
 
 from pinstage import _native
 from pinstage._batch import most_threads, pack, reuses_places, start_packing, take_apart
-from pinstage._batch._packing import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
+from pinstage._batch._pack import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
 from pinstage._host import usable_cpus
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import pinstage as ps
 from pinstage import Stager
-from pinstage.errors import LayoutError, StagingError
+from pinstage.errors import LayoutError, PinstageError
 
 pytestmark = [
     pytest.mark.usefixtures("both_paths"),
@@ -28,19 +28,19 @@ def plain(seed=0):
 
 @contextlib.contextmanager
 def staging_by(name):
-    with Stager("cpu", max_bytes="1MiB", ring=2 if name == "ring" else None, timeout=5) as stager:
-        yield stager.to_device if name != "to_host" else lambda tree: stager.to_host(tree).get()
+    with Stager("cpu", max_bytes="1MiB", timeout=5) as stager:
+        yield stager.to_device if name != "to_host" else stager.to_host
         assert stager.pool.stats().leased_slabs == 0
 
 
-@pytest.fixture(params=["stage", "ring", "to_host"])
+@pytest.fixture(params=["stage", "to_host"])
 def staging(request):
     """Every way by a stager."""
     with staging_by(request.param) as function:
         yield function
 
 
-@pytest.fixture(params=["layout", "stage", "ring", "to_host"])
+@pytest.fixture(params=["layout", "stage", "to_host"])
 def way(request):
     """Every way that a batch can go on a machine without a GPU."""
     with contextlib.nullcontext(through_slab) if request.param == "layout" else staging_by(request.param) as function:
@@ -128,7 +128,7 @@ def test_fake_tensors_pass_and_real_ones_are_an_error_where_torch_makes_no_memor
         made = torch.empty(3, 2)
         for leaf in (fake, made):
             assert staging([leaf, "text"])[0] is leaf
-        with pytest.raises((StagingError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
+        with pytest.raises((PinstageError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
             staging([real, made])
     assert staging([made])[0] is made
     assert_same([real], staging([real]), "cpu")

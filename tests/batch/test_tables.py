@@ -16,7 +16,8 @@ from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, tensors
 
 from pinstage import _native
-from pinstage._batch import INTEGERS, PACKED, RowKind, Sharing, Table, cut, make_blocks, pack, take_apart
+from pinstage._batch import PACKED, RowKind, Sharing, Table, cut, make_blocks, pack, take_apart
+from pinstage._batch._table import INTEGERS
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

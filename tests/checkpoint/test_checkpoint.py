@@ -19,7 +19,7 @@ from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
 @pytest.fixture
 def pool():
-    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="64MiB") as pool:
+    with ps.SlabPool("64MiB", memory=ps.SharedMemory(register=False)) as pool:
         yield pool
 
 
@@ -269,8 +269,8 @@ def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody
 
 def test_what_a_stager_is_made_of_is_checked():
     with ps.SlabPool(max_bytes="1MiB") as pool:
-        for cap in ({"max_bytes": "1MiB"}, {"budget": ps.HostBudget("1MiB", name="caps")}):
-            with pytest.raises(ValueError, match=r"the pool has its own cap: max_bytes=.*Pass pool alone"):
+        for cap in ({"max_bytes": "2MiB"}, {"budget": ps.HostBudget("1MiB", name="caps")}):
+            with pytest.raises(ValueError, match=r"exclude each other: .*; give the cap to the pool"):
                 CheckpointStager(pool=pool, **cap)
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
         CheckpointStager(max_bytes="1MiB", timeout=-1)

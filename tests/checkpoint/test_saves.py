@@ -24,8 +24,9 @@ from torch.distributed.tensor import Shard as ShardedAlong
 from torchrun import torchrun
 
 import pinstage as ps
+from pinstage._pool import descriptor_of
 from pinstage.checkpoint import CheckpointStager
-from pinstage.errors import StagingError
+from pinstage.errors import PinstageError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
@@ -170,7 +171,7 @@ def test_a_writer_in_another_process_maps_the_slab_and_copies_nothing(tmp_path, 
         assert digest(loaded(tmp_path / str(step), state)) == at_the_call
     assert settled(stager.pool).held_slabs == 1
     with stager.pool.acquire(stager.pool.stats().held_bytes) as lease:
-        slab = f" {os.fstat(lease.fd).st_ino} "
+        slab = f" {os.fstat(descriptor_of(lease)).st_ino} "
     maps = Path(f"/proc/{processes._CHECKPOINT_PROCESS._save_process.pid}/maps").read_text(encoding="utf-8")
     shared = [line for line in maps.splitlines() if "rw-s" in line and ("memfd" in line or "torch_" in line)]
     assert shared
@@ -210,14 +211,14 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 
 @pytest.mark.usefixtures("alone")
 def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
-    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool:
+    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool:
         response = dcp.async_save(
             adam_state(),
             checkpoint_id=tmp_path,
             async_stager=CheckpointStager(pool=pool),
             async_checkpointer_type=IN_PROCESS,
         )
-        with pytest.raises(StagingError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
+        with pytest.raises(PinstageError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
             response.upload_completion.result()
         del response
         gc.collect()

@@ -37,7 +37,7 @@ def test_the_device_of_a_td_is_where_its_tensors_are(device):
         for number in range(3):
             staged = stager.to_device(made.plain_td(number))
             assert staged.device == staged["z"].device == staged["a", "deep"].device == device
-            back = stager.to_host(staged).get()
+            back = stager.to_host(staged)
             assert str(back.device) == str(back["a"].device) == "cpu"
 
 

@@ -13,6 +13,7 @@ from train_lightning import Module
 from visits import Visits, collate
 
 import pinstage as ps
+from pinstage.errors import StagingWarning
 from pinstage.integrations.lightning import StageBatches
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -183,12 +184,6 @@ def test_validation_within_an_epoch_finds_slabs_though_the_workers_of_training_h
     assert len(model.samples) == 2 * 5 * 8
 
 
-def test_a_ring_is_refused_with_workers():
-    with pytest.raises(ValueError, match="workers pack into no ring: ring=4; pass workers=False"):
-        StageBatches(ring=4)
-    StageBatches(ring=4, workers=False)
-
-
 def test_a_loader_that_stages_already_is_left_alone():
     stage, model = StageBatches(), module()
     data = ps.DataLoader(Visits(32), 4, collate_fn=collate, device="cpu", num_workers=1)
@@ -297,7 +292,7 @@ def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
             return batch
 
     stage, data = StageBatches(), Data()
-    with pytest.warns(RuntimeWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
+    with pytest.warns(StagingWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
         trainer(stage).fit(module(), datamodule=data)
     assert stage.stats().batches == stage.stager.stats().batches == 8
     assert data.seen == (torch.int64, torch.Size([4])) * 8

@@ -1,4 +1,4 @@
-"""Frameworks that need no module of ours: webdataset's loader, and torchrec's pipeline on a ring."""
+"""Frameworks that need no module of ours: webdataset's loader, and torchrec's pipeline."""
 
 import pytest
 import torch

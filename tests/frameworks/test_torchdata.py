@@ -5,7 +5,6 @@ import torch
 from programs import reports
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
-import pinstage as ps
 from pinstage.errors import LayoutError
 from pinstage.integrations.torchdata import Stage
 
@@ -82,8 +81,3 @@ def test_an_error_comes_after_the_batches_before_it(stager):
     with pytest.raises(LayoutError):
         seen.extend(Loader(node))
     assert len(seen) == 3
-
-
-def test_a_ring_that_is_too_small_is_named():
-    with ps.Stager("cpu", ring=2) as stager, pytest.raises(ValueError, match="ring=2 is too small for depth=2"):
-        next(iter(pipeline(stager)))

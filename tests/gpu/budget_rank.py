@@ -31,14 +31,14 @@ class TruthfulRegistered(Truthful, ps.RegisteredMemory):
 def hold(device, nbytes):
     """Have memory in use until the end of the input."""
     torch.cuda.init()  # before, torch takes no memory for page-locked
-    with ps.SlabPool(ps.default_memory(device), max_bytes=BUDGET) as pool, pool.acquire(int(nbytes)) as lease:
+    with ps.SlabPool(budget=BUDGET, memory=ps.default_memory(device)) as pool, pool.acquire(int(nbytes)) as lease:
         say(is_pinned=lease.tensor().is_pinned())
         sys.stdin.readline()
 
 
 def want(device, nbytes):
     """Wait for memory that another process has; say when it came, and stage by it."""
-    with ps.SlabPool(ps.default_memory(device), max_bytes=BUDGET) as pool, ps.Stager(device, pool=pool) as stager:
+    with ps.SlabPool(budget=BUDGET, memory=ps.default_memory(device)) as pool, ps.Stager(device, pool=pool) as stager:
         stager.to_device(torch.ones(3))  # the context is not what is timed
         say(ready=True)
         with pool.acquire(int(nbytes), timeout=60) as lease:
@@ -55,7 +55,7 @@ def stage(device, truth, place, seconds):
     noise = torch.randint(256, (48 * MIB,), dtype=torch.uint8)
     there = noise.to(device)
     batches = wrong = 0
-    with ps.SlabPool(memory, max_bytes=BUDGET) as pool, ps.Stager(device, pool=pool) as stager:
+    with ps.SlabPool(budget=BUDGET, memory=memory) as pool, ps.Stager(device, pool=pool) as stager:
         while time.monotonic() < end:
             part = slice(chance.randrange(8 * MIB), chance.randrange(9, 48) * MIB)
             wrong += not torch.equal(stager.to_device(noise[part]), there[part])

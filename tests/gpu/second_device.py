@@ -51,10 +51,10 @@ def stages(stager: ps.Stager) -> None:
 
 def fetches(stager: ps.Stager) -> None:
     there = {"x": torch.ones(1000, device=DEVICE), "y": torch.ones(1 << 20, device=DEVICE)}
-    transfer = stager.to_host(there)
+    transfer = stager.fetch(there)
     in_a_fresh_thread(transfer.query)
     in_a_fresh_thread(transfer.synchronize)
-    assert all(bool((tensor == 1).all()) for tensor in transfer.get().values())
+    assert all(bool((tensor == 1).all()) for tensor in transfer.wait().values())
 
 
 def asked_by_other_threads(stager: ps.Stager) -> None:
@@ -74,20 +74,13 @@ def pool_of_nobodys_device() -> None:
 
 
 def leases_by_hand() -> None:
-    with ps.SlabPool(ps.RegisteredMemory(DEVICE), max_bytes="16MiB") as pool:
+    with ps.SlabPool("16MiB", memory=ps.RegisteredMemory(DEVICE)) as pool:
         there = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
         with pool.acquire("1MiB") as lease:
             there.copy_(lease.tensor().fill_(7), non_blocking=True)
         in_a_fresh_thread(pool.stats)
         in_a_fresh_thread(lambda: pool.acquire("1MiB").__exit__(None, None, None))
         assert bool((there == 7).all())
-
-
-def ring() -> None:
-    with ps.Stager(DEVICE, max_bytes="16MiB", ring=2) as stager:
-        for step in range(6):
-            assert int(stager.to_device({"x": torch.full((100,), step)})["x"][0]) == step
-            in_a_fresh_thread(stager.stats)
 
 
 def loads(workers: int) -> None:
@@ -114,10 +107,8 @@ def main() -> None:
         asked_by_other_threads(stager)
         note("other threads")
         fetches(stager)
-        note("to_host")
+        note("fetch")
     note("close")
-    ring()
-    note("ring")
     leases_by_hand()
     note("leases by hand")
     pool_of_nobodys_device()

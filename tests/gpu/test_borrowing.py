@@ -17,17 +17,16 @@ def pinned(value: int, nbytes: int = MIB) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8).pin_memory()
 
 
-@pytest.mark.parametrize("ring", [None, 2])
-def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
+def test_page_locked_leaves_and_others_arrive(cuda_device):
     with (
-        ps.Stager(cuda_device, max_bytes="64MiB", ring=ring, borrow_pinned=True) as stager,
+        ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager,
         stager.pool.acquire(MIB) as lease,
     ):
         batch = [
             pinned(1),
             torch.full((MIB // 2,), 2, dtype=torch.uint8),
             torch.arange(7),
-            lease.as_tensor(MIB, torch.uint8),
+            lease.tensor(MIB, torch.uint8),
         ]
         batch[3].fill_(4)
         before = stager.stats().pool.held_bytes
@@ -35,7 +34,7 @@ def test_page_locked_leaves_and_others_arrive(cuda_device, ring):
         assert transfer.copies == 4
         packed = ps.Layout.of(batch[1:3]).nbytes
         assert packed <= stager.stats().pool.held_bytes - before < MIB
-        for leaf, staged in zip(batch, transfer.get(), strict=True):
+        for leaf, staged in zip(batch, transfer.wait(), strict=True):
             assert torch.equal(leaf, staged.cpu())
 
 
@@ -55,13 +54,12 @@ def test_a_pinned_tensor_that_is_dropped_is_not_used_again_before_its_copy(cuda_
         assert bool((staged[0] == 1).all())
 
 
-@pytest.mark.parametrize("ring", [None, 2])
-def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device, ring):
+def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device):
     batch = {"x": torch.randn(1000), "name": "a", "y": torch.arange(3)}
     layout = ps.Layout.of(batch)
     with (
         ps.SlabPool(max_bytes="1MiB") as pool,
-        ps.Stager(cuda_device, pool=pool, ring=ring) as stager,
+        ps.Stager(cuda_device, pool=pool) as stager,
         Latch(cuda_device) as latch,
     ):
         stager.to_device(batch)
@@ -69,12 +67,12 @@ def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device, ri
         lease = pool.acquire(layout.nbytes)
         layout.pack(batch, lease.tensor())
         latch.hold(stager._target.stream)
-        transfer = stager.send(lease, layout, layout.others(batch))
+        transfer = stager.stage_lease(lease, layout, layout.others(batch))
         assert lease.released
         assert not transfer.query()
         assert pool.stats().in_flight_slabs == 1
         latch.open()
-        staged = transfer.get()
+        staged = transfer.wait()
         torch.cuda.synchronize()
         assert pool.stats().in_flight_slabs == 0
         assert staged["name"] == "a"

@@ -7,7 +7,8 @@ import torch
 from latch import Latch
 
 import pinstage as ps
-from pinstage import _torch
+from pinstage._compat import probes
+from pinstage.errors import StagingWarning
 
 pytestmark = pytest.mark.gpu
 
@@ -44,26 +45,25 @@ def test_what_is_kept_stays_on_the_host_and_the_rest_does_not(stager):
 
 
 def test_a_stager_keeps_by_paths_on_the_host(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="1MiB", keep=["['lengths']"]) as stager:
+    with ps.Stager(cuda_device, max_bytes="1MiB", keep_on_host=["['lengths']"]) as stager:
         batch = {"x": torch.ones(3), "lengths": [torch.ones(1)]}
         staged = stager.to_device(batch)
     assert staged["lengths"][0] is batch["lengths"][0]
     assert staged["x"].is_cuda
 
 
-@pytest.mark.parametrize("ring", [None, 2])
-def test_tensors_of_a_registered_class_travel_in_the_slab(cuda_device, ring):
-    with ps.Stager(cuda_device, max_bytes="16MiB", ring=ring, ring_bytes="1MiB" if ring else None) as stager:
+def test_tensors_of_a_registered_class_travel_in_the_slab(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="16MiB") as stager:
         for rows in (1, 5, 3, 3):
             marked = torch.arange(2.0 * rows).view(rows, 2).as_subclass(Marked)
             marked.note = {rows}
             staged = stager.to_device({"x": marked, "y": torch.ones(rows)})["x"]
             assert (type(staged), staged.device, staged.note) == (Marked, stager.device, {rows})
-            fetched = stager.to_host([staged], copy=True).get()[0]
+            fetched = stager.to_host([staged])[0]
             assert (type(fetched), fetched.device.type, fetched.tolist()) == (Marked, "cpu", marked.tolist())
             del staged
         stats = stager.stats()
-    assert (stats.copies, stats.packed_leaves, stats.passthrough_leaves) == (4 if ring else 8, 8, 0)
+    assert (stats.copies, stats.packed_leaves, stats.passthrough_leaves) == (8, 8, 0)
 
 
 def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameters(stager):
@@ -71,7 +71,7 @@ def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameter
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3, device=stager.device)).sum().backward()
     optimizer.step()
-    fetched = stager.to_host(optimizer.state).get()
+    fetched = stager.to_host(optimizer.state)
     assert list(map(id, fetched)) == list(map(id, optimizer.state))
     for parameter, state in optimizer.state.items():
         for name, tensor in state.items():
@@ -83,7 +83,7 @@ def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameter
 def test_an_object_that_moves_by_itself_is_on_the_device_and_comes_back(stager):
     staged = stager.to_device([Movable({"x": torch.ones(3)}), torch.ones(2)])[0]
     assert staged.inner["x"].device == stager.device
-    fetched = stager.to_host([staged]).get()[0]
+    fetched = stager.to_host([staged])[0]
     assert fetched.inner["x"].tolist() == [1, 1, 1]
     assert fetched.inner["x"].device.type == "cpu"
 
@@ -98,7 +98,7 @@ def test_memory_of_an_object_that_moved_is_not_given_away_while_another_stream_r
     torch.cuda.synchronize(cuda_device)
     with Latch(cuda_device) as latch:
         latch.hold(other)
-        staged = stager.stage([Movable({"x": torch.full((count,), 7.0)})]).get(other)
+        staged = stager.stage([Movable({"x": torch.full((count,), 7.0)})]).wait(other)
         with torch.cuda.stream(other):
             out.copy_(staged[0].inner["x"])
         del staged
@@ -117,7 +117,7 @@ def test_a_class_with_pin_memory_is_told_and_packed(stager):
         def pin_memory(self):
             raise AssertionError("it was called")
 
-    _torch._told.clear()
-    with pytest.warns(RuntimeWarning, match=r"pin_memory\(\) is not called"):
+    probes._warned.clear()
+    with pytest.warns(StagingWarning, match=r"pin_memory\(\) is not called"):
         staged = stager.to_device(Pinned(torch.ones(2)))
     assert staged.value.device == stager.device

@@ -31,7 +31,7 @@ def assert_arrived(batch, staged, device):
 
 def test_one_pool_feeds_stagers_on_two_devices(two_devices):
     rng = random.Random(0)
-    with ps.SlabPool(ps.default_memory(two_devices[0]), max_bytes="4MiB") as pool:
+    with ps.SlabPool("4MiB", memory=ps.default_memory(two_devices[0])) as pool:
         stagers = [ps.Stager(device, pool=pool) for device in two_devices]
         for _ in range(200):
             batches = [ragged_batch(rng) for _ in stagers]
@@ -57,7 +57,7 @@ def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
         except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
             failures.append(error)
 
-    with ps.SlabPool(ps.default_memory(two_devices[0]), max_bytes="1MiB") as pool:
+    with ps.SlabPool("1MiB", memory=ps.default_memory(two_devices[0])) as pool:
         threads = [threading.Thread(target=work, args=(device, pool)) for device in two_devices]
         for thread in threads:
             thread.start()
@@ -71,7 +71,7 @@ def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
 def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
     first, second = two_devices
     latch = Latch(second)
-    with ps.SlabPool(ps.default_memory(first), max_bytes=MIB) as pool:
+    with ps.SlabPool(MIB, memory=ps.default_memory(first)) as pool:
         one, other = (ps.Stager(device, pool=pool) for device in two_devices)
         original = torch.arange(MIB // 4, dtype=torch.int32)
         for stager in (one, other):
@@ -83,7 +83,7 @@ def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
                 pool.acquire(MIB, timeout=0.2)
             latch.open()
             overwriting = one.to_device({"x": torch.zeros_like(original)})
-        assert torch.equal(transfer.get()["x"].cpu(), original)
+        assert torch.equal(transfer.wait()["x"].cpu(), original)
         assert not overwriting["x"].any()
         one.close()
         other.close()
@@ -119,7 +119,7 @@ def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
                 for device in two_devices
             ]
             expected = [{name: tensor.cpu() for name, tensor in part.items()} for part in there]
-            for found, part in zip(stager.to_host(there).get(), expected, strict=True):
+            for found, part in zip(stager.to_host(there), expected, strict=True):
                 assert all(torch.equal(found[name], part[name]) for name in part)
             del found, part
 
@@ -142,14 +142,14 @@ def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_de
     for loader in ("plain", "pinstage"):
         out = tmp_path / f"{loader}.json"
         options = {"--device": "cuda", "--loader": loader, "--hours": 1280, "--epochs": 2, "--batch-size": 32}
-        options |= {"--max-bytes": "512MiB/host", "--out": out}
+        options |= {"--budget": "512MiB", "--out": out}
         torchrun(example, *(word for option in options.items() for word in option))
         reports[loader] = json.loads(out.read_text())
     plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))
     assert [len(losses) for losses in ours] == [40, 40]
     assert ours == plain
     assert len({report["pid"] for report in reports["pinstage"]}) == 2
-    assert [report["max_bytes"] for report in reports["pinstage"]] == [256 * MIB] * 2
+    assert [report["max_bytes"] for report in reports["pinstage"]] == [512 * MIB] * 2
 
 
 def test_fsdp2_trains_for_hundreds_of_steps_beside_a_pool_that_pins_and_frees_nothing(two_devices, tmp_path):

@@ -21,7 +21,7 @@ class Rank:
     def __init__(self, folder, device, *arguments):
         command = [sys.executable, str(PROGRAM), str(device), *map(str, arguments)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment(PINSTAGE_LEDGER_DIR=str(folder)), **pipes)
+        self.process = subprocess.Popen(command, env=environment(PINSTAGE_BUDGET_DIR=str(folder)), **pipes)
 
     def hear(self):
         """Return the next thing that it says."""
@@ -36,7 +36,7 @@ def rank(tmp_path, cuda_device):
     ranks = []
 
     def start(*arguments):
-        ranks.append(Rank(tmp_path / "ledger", cuda_device, *arguments))
+        ranks.append(Rank(tmp_path / "budgets", cuda_device, *arguments))
         return ranks[-1]
 
     yield start

@@ -36,7 +36,7 @@ def test_leaves_have_their_own_memory_or_share_it_with_their_like(cuda_device, w
             if way == "to_device":
                 staged = stager.to_device(batch)
             elif way == "stage":
-                staged = stager.stage(batch).get()
+                staged = stager.stage(batch).wait()
             elif way == "prefetch":
                 (staged,) = stager.prefetch([batch])
             else:
@@ -51,7 +51,7 @@ def test_a_batch_is_the_same_whoever_shares_memory(cuda_device, own_storage):
     with ps.Stager(cuda_device, max_bytes="64MiB", own_storage=own_storage) as stager:
         for batch in (few(), many(), [torch.arange(3), torch.ones(2)], [of_bytes(128 * KIB), torch.ones(2)]):
             assert_same(batch, stager.to_device(batch), cuda_device)
-            assert_same(batch, stager.stage(batch).get(), cuda_device)
+            assert_same(batch, stager.stage(batch).wait(), cuda_device)
 
 
 LABEL_BYTES = 512
@@ -95,9 +95,9 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(cuda_device, latc
     with ps.Stager(cuda_device, max_bytes="128MiB", own_storage=own_storage) as stager, latch:
         stager.pool.reserve(ps.Layout.of(make(1.0)).nbytes, count=6)
         with torch.cuda.stream(consumer):
-            [leaf.clone() for leaf in stager.stage(make(1.0)).get(consumer)]
+            [leaf.clone() for leaf in stager.stage(make(1.0)).wait(consumer)]
         torch.cuda.synchronize()
-        staged = stager.stage(make(1.0)).get(consumer)
+        staged = stager.stage(make(1.0)).wait(consumer)
         latch.hold(consumer)
         with torch.cuda.stream(consumer):
             kept = [leaf.clone() for leaf in staged]
@@ -134,7 +134,7 @@ def test_a_page_locked_leaf_may_be_overwritten_and_freed_right_after_the_call(cu
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         (stager.to_device([torch.full((1000,), 1.0).pin_memory(), torch.ones(3)])[0] == 1).all().item()
         lease = stager.pool.acquire(4000)
-        leased = lease.as_tensor((1000,), torch.float32).fill_(4.0)
+        leased = lease.tensor((1000,), torch.float32).fill_(4.0)
         source = torch.full((1000,), 3.0).pin_memory()
         torch.cuda.synchronize()
         latch.hold(torch.cuda.current_stream(cuda_device))
@@ -207,7 +207,7 @@ def test_a_few_leaves_take_a_slab_while_a_graph_is_captured(cuda_device):
         assert transfer._sent.stream is copy_stream(stager)
         after = stager.pool.stats()
         assert after.hits + after.misses == before.hits + before.misses + 1
-        assert_same(batch, transfer.get(), cuda_device)
+        assert_same(batch, transfer.wait(), cuda_device)
         graph.replay()
         assert bool((doubled == 2).all())
         assert stager._target.move_few(batch) is not None

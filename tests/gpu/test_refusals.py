@@ -8,6 +8,7 @@ import torch
 
 from pinstage import RegisteredMemory, SlabPool, Stager
 from pinstage._memory import _cuda
+from pinstage.errors import StagingWarning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -31,13 +32,13 @@ class WalledMemory(RegisteredMemory):
 
 def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
     memory = WalledMemory("cuda:0", 3 * MIB)
-    with SlabPool(memory, max_bytes="1GiB") as pool, Stager("cuda:0", pool=pool) as stager:
+    with SlabPool("1GiB", memory=memory) as pool, Stager("cuda:0", pool=pool) as stager:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.simplefilter("ignore", StagingWarning)
             for seed in range(50):
                 batch = torch.randint(1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed))
                 assert torch.equal(stager.to_device(batch).cpu(), batch)
-        assert stager.stats().refused_batches == 50
+        assert stager.stats().fallback_batches == 50
 
 
 def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
@@ -57,11 +58,11 @@ def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
     noise = torch.randint(256, (16 * MIB,), dtype=torch.uint8)
     noise_there = noise.to("cuda:0")
     with (
-        SlabPool(memory, max_bytes="1GiB") as pool,
+        SlabPool("1GiB", memory=memory) as pool,
         Stager("cuda:0", pool=pool) as stager,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", StagingWarning)
         while memory.refusals < 10_000:
             start = chance.randrange(4 * MIB)
             part = slice(start, start + chance.choice([1000, 70_000, 3 * MIB, 12 * MIB]))

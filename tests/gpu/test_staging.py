@@ -93,9 +93,9 @@ def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothi
 
 def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
     def pin_and_free():
-        with ps.SlabPool(ps.RegisteredMemory(cuda_device), max_bytes="2MiB") as pool:
+        with ps.SlabPool("2MiB", memory=ps.RegisteredMemory(cuda_device)) as pool:
             pool.reserve("1MiB")
-        with ps.SlabPool(ps.HostAllocMemory(cuda_device), max_bytes="2MiB") as pool:
+        with ps.SlabPool("2MiB", memory=ps.HostAllocMemory(cuda_device)) as pool:
             pool.reserve("1MiB")
 
     pin_and_free()
@@ -134,7 +134,7 @@ def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
         stager.to_device(batch)
         latch.hold(copy_stream(stager))
         transfer = stager.stage(batch)
-        staged = transfer.get()
+        staged = transfer.wait()
         assert not transfer.query()
         latch.open()
         transfer.synchronize()
@@ -151,7 +151,7 @@ def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, 
     with contextlib.suppress(ps.errors.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
         lease.tensor().fill_(0xFF)
     latch.open()
-    return original, transfer.get()["x"].cpu()
+    return original, transfer.wait()["x"].cpu()
 
 
 def test_a_slab_whose_copy_has_not_started_cannot_be_overwritten(cuda_device, latch: Latch):
@@ -225,7 +225,7 @@ def test_any_consumer_stream_sees_the_whole_batch(cuda_device, latch: Latch):
         stager.to_device(batch)["x"].sum()
         latch.hold(copy_stream(stager))
         transfer = stager.stage(batch)
-        staged = transfer.get(consumer)
+        staged = transfer.wait(consumer)
         with torch.cuda.stream(consumer):
             total = staged["x"].sum()
         assert not consumer.query()
@@ -237,7 +237,7 @@ def test_any_consumer_stream_sees_the_whole_batch(cuda_device, latch: Latch):
 def test_device_memory_is_not_given_away_while_the_consumer_still_reads_it(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         consumer = torch.cuda.Stream(cuda_device)
-        staged = stager.stage({"x": torch.full((MIB,), 1.0)}).get(consumer)
+        staged = stager.stage({"x": torch.full((MIB,), 1.0)}).wait(consumer)
         staged["x"].clone()
         torch.cuda.synchronize()
         latch.hold(consumer)
@@ -263,7 +263,7 @@ def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch,
         source["t"].zero_()
         source["n"][:] = 0
         latch.open()
-        staged = transfer.get()
+        staged = transfer.wait()
         assert torch.equal(staged["t"].cpu(), torch.arange(elements))
         assert torch.equal(staged["n"].cpu(), torch.arange(float(elements), dtype=torch.float64))
 
@@ -290,16 +290,16 @@ def test_thirty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_de
         transfers = [stager.stage(source.fill_(value)) for value in range(30)]
         assert not any(transfer.query() for transfer in transfers)
         latch.open()
-        assert all(bool((transfer.get() == value).all()) for value, transfer in enumerate(transfers))
+        assert all(bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers))
 
 
 def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device) as stager, latch:
-        stager.stage(torch.zeros(1000)).get(consumer).clone()
+        stager.stage(torch.zeros(1000)).wait(consumer).clone()
         torch.cuda.synchronize()
         latch.hold(torch.cuda.current_stream(cuda_device))
-        staged = stager.stage(torch.full((1000,), 3.0)).get(consumer)
+        staged = stager.stage(torch.full((1000,), 3.0)).wait(consumer)
         with torch.cuda.stream(consumer):
             seen = staged.clone()
         assert not consumer.query()
@@ -322,8 +322,8 @@ def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device)
             "plain": torch.ones(5),
         }
         transfer = stager.stage(batch)
-        staged = transfer.get()
-        assert (transfer.passthrough, transfer.copies) == (3, 1)
+        staged = transfer.wait()
+        assert (transfer.passthrough_leaves, transfer.copies) == (3, 1)
         assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(4))
         assert staged["there"] is batch["there"]
         staged["grad"].sum().backward()
@@ -343,10 +343,10 @@ def test_what_comes_from_a_device_to_the_cpu_is_there(cuda_device):
 
 
 def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="1GiB", threads=4) as stager:
+    with ps.Stager(cuda_device, max_bytes="1GiB", pack_threads=4) as stager:
         batch = {"samples": [{"x": torch.randn(MIB), "y": torch.randn(MIB + 3)} for _ in range(12)]}
         transfer = stager.stage(batch)
-        assert_equal(batch, transfer.get())
+        assert_equal(batch, transfer.wait())
         assert transfer.copies > 1
         assert stager.stats().copies == transfer.copies
 

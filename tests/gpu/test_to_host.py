@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from latch import Latch
 
 import pinstage as ps
-from pinstage._batch import DIRECT_BYTES
+from pinstage._batch._gather import DIRECT_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
     sources += [source.transpose(0, -1) for source in sources if source.ndim > 1]
     sources += [source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)]
     for copy in (False, True):
-        fetched = module_stager.to_host({"tensors": sources, "text": "a"}, copy=copy).get()
+        fetched = module_stager.fetch({"tensors": sources, "text": "a"}, copy=copy).wait()
         for mine, source in zip(fetched["tensors"], sources, strict=True):
             assert (mine.device.type, mine.dtype, mine.shape) == ("cpu", source.dtype, source.shape)
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
@@ -62,7 +62,7 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(cuda_device, dtype):
     shapes = [*((n, 3) for n in range(6)), (7,), ()]
     tree = [there(strategies.tensor_of(dtype, shape, seed), cuda_device) for seed, shape in enumerate(shapes)]
     with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
-        for mine, source in zip(stager.to_host(tree, copy=True).get(), tree, strict=True):
+        for mine, source in zip(stager.to_host(tree), tree, strict=True):
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
 
 
@@ -70,11 +70,11 @@ def test_a_thousand_tensors_are_one_copy_into_pinned_memory_and_few_kernels(cuda
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         tree = small_tree(cuda_device)
         for _ in range(3):
-            stager.to_host(tree).get()
+            stager.fetch(tree, copy=False).wait()
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            stager.to_host(tree).get()
+            stager.fetch(tree, copy=False).wait()
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
         assert [name for name in names if name.startswith("Memcpy DtoH")] == ["Memcpy DtoH (Device -> Pinned)"]
@@ -85,12 +85,12 @@ def test_the_result_waits_for_the_copy_and_nothing_shows_the_bytes_before(cuda_d
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         tree = small_tree(cuda_device)
         expected = [sample["x"].cpu() for sample in tree["samples"]]
-        stager.to_host(tree).get()
+        stager.fetch(tree, copy=False).wait()
         latch.hold(host_stream(stager))
-        transfer = stager.to_host(tree)
+        transfer = stager.fetch(tree, copy=False)
         assert not transfer.query()
         results = []
-        waiter = threading.Thread(target=lambda: results.append(transfer.get()), daemon=True)
+        waiter = threading.Thread(target=lambda: results.append(transfer.wait()), daemon=True)
         waiter.start()
         waiter.join(0.2)
         assert not results, "result() did not wait for the copy"
@@ -104,12 +104,12 @@ def test_the_result_waits_for_the_copy_and_nothing_shows_the_bytes_before(cuda_d
 def test_the_same_scenario_shows_old_bytes_when_the_wait_is_taken_out(cuda_device, latch: Latch, monkeypatch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         source = torch.zeros(1000, device=cuda_device).fill_(1)
-        stager.to_host([source]).get()  # the slab that is used again has ones in it
+        stager.fetch([source], copy=False).wait()  # the slab that is used again has ones in it
         source.fill_(2)
         latch.hold(host_stream(stager))
-        transfer = stager.to_host([source])
+        transfer = stager.fetch([source], copy=False)
         monkeypatch.setattr(ps.HostTransfer, "synchronize", lambda _: None)
-        shown = transfer.get()[0].clone()
+        shown = transfer.wait()[0].clone()
         latch.open()
         assert bool((shown == 1).all())
 
@@ -119,9 +119,9 @@ def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         tree = small_tree(cuda_device)
         for _ in range(3):
-            stager.to_host(tree, copy=True).get()
+            stager.to_host(tree)
         latch.hold(busy)  # a synchronisation of the device would wait for ever
-        fetched = stager.to_host(tree, copy=True).get()
+        fetched = stager.to_host(tree)
         assert not latch._word.item()
         latch.open()
         assert torch.equal(fetched["samples"][7]["y"], tree["samples"][7]["y"].cpu())
@@ -132,13 +132,13 @@ def test_the_copy_comes_after_the_work_that_the_current_stream_was_given(cuda_de
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(stream):
         small, large = torch.zeros(64, device=cuda_device), torch.zeros(DIRECT_BYTES, device=cuda_device)
         small.add_(1), large.add_(1)
-        stager.to_host([small, large]).get()
+        stager.fetch([small, large], copy=False).wait()
         latch.hold(stream)
         small.add_(1), large.add_(1)
-        transfer = stager.to_host([small, large])
+        transfer = stager.fetch([small, large], copy=False)
         assert not transfer.query()
         latch.open()
-        for fetched in transfer.get():
+        for fetched in transfer.wait():
             assert bool((fetched == 2).all())
 
 
@@ -146,16 +146,16 @@ def test_sources_may_be_changed_and_freed_right_after_the_call(cuda_device, latc
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         small, large = torch.ones(64, device=cuda_device), torch.ones(DIRECT_BYTES, device=cuda_device)
         small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
-        stager.to_host([small, large]).get()
+        stager.fetch([small, large], copy=False).wait()
         latch.hold(host_stream(stager))
-        transfer = stager.to_host([small, large])
+        transfer = stager.fetch([small, large], copy=False)
         small.zero_()
         large.zero_()
         del small, large
         gc.collect()
         overwritten = [torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)]
         latch.open()
-        for fetched in transfer.get():
+        for fetched in transfer.wait():
             assert bool((fetched == 1).all())
         assert overwritten
 
@@ -163,9 +163,9 @@ def test_sources_may_be_changed_and_freed_right_after_the_call(cuda_device, latc
 def test_a_slab_whose_copy_has_not_been_made_is_not_given_to_others(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         source = torch.arange(MIB // 8, dtype=torch.int32, device=cuda_device)
-        stager.to_host([source]).get()
+        stager.fetch([source], copy=False).wait()
         latch.hold(host_stream(stager))
-        transfer = stager.to_host([source])
+        transfer = stager.fetch([source], copy=False)
         with pytest.raises(ps.errors.AcquireTimeoutError):
             stager.pool.acquire(MIB, timeout=0.05)
         del transfer
@@ -179,11 +179,11 @@ def test_a_slab_whose_copy_has_not_been_made_is_not_given_to_others(cuda_device,
 def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         tree = small_tree(cuda_device)
-        stager.to_host(tree).get()
+        stager.fetch(tree, copy=False).wait()
         stager.to_device([torch.ones(MIB)])
         latch.hold(stager._target.stream)
         transfer = stager.stage([torch.ones(MIB)])
-        assert torch.equal(stager.to_host(tree).get()["samples"][0]["x"], tree["samples"][0]["x"].cpu())
+        assert torch.equal(stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu())
         assert not transfer.query()
         latch.open()
 
@@ -191,7 +191,7 @@ def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
 def test_cpu_tensors_come_back_as_they_are_and_sparse_ones_by_their_own_to(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
-        fetched = stager.to_host([here, sparse, torch.ones(2, device=cuda_device)]).get()
+        fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).wait()
         assert fetched[0] is here
         assert torch.equal(fetched[1].to_dense(), torch.eye(3))
         assert torch.equal(fetched[2], torch.ones(2))
@@ -207,7 +207,7 @@ def test_tensors_of_several_devices_come_in_one_tree(cuda_device):
                 "b": [torch.full((DIRECT_BYTES,), float(n), device=f"cuda:{n}") for n in range(2)],
                 "c": torch.ones(3),
             }
-            fetched = stager.to_host(tree).get()
+            fetched = stager.fetch(tree, copy=False).wait()
             for n, tensor in enumerate(fetched["a"]):
                 assert torch.equal(tensor, torch.full((n + 1,), float(n)))
             for n, tensor in enumerate(fetched["b"]):
@@ -221,7 +221,7 @@ def test_frames_make_the_round_trip_many_times_under_a_small_cap(cuda_device):
 
         def check():
             value, transfer = waiting.pop(0)
-            for i, frame in enumerate(transfer.get()):
+            for i, frame in enumerate(transfer.wait()):
                 assert bool((frame == value + i + 1).all())
 
         source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
@@ -238,7 +238,7 @@ def test_a_thousand_small_tensors_are_many_times_faster_than_cpu_on_each(cuda_de
     # benchmarks/to_host.py has the figure; 8.6 to 10.9 times were seen, on a machine that others use as well
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        ways = (lambda: stager.to_host(tensors).get(), lambda: [tensor.cpu() for tensor in tensors])
+        ways = (lambda: stager.fetch(tensors, copy=False).wait(), lambda: [tensor.cpu() for tensor in tensors])
         times = [[], []]
         for _ in range(60):
             for way, of_way in zip(ways, times, strict=True):  # in turn: the machine's speed drifts

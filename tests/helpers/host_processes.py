@@ -90,9 +90,9 @@ def say(**what):
     print(json.dumps(what), flush=True)
 
 
-def rank(mine, peak, max_bytes, timeout):
+def rank(mine, peak, cap, timeout):
     """Peak twice, at other times than the other rank."""
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=max_bytes) as pool:
+    with ps.SlabPool(**cap, memory=ps.PageableMemory()) as pool:
         for turn in range(4):
             if turn % 2 == mine:
                 leases = [pool.acquire(MIB, timeout=timeout) for _ in range(peak)]
@@ -106,11 +106,11 @@ def rank(mine, peak, max_bytes, timeout):
         say(peak=pool.stats().peak_held_bytes)
 
 
-def churn(truth, place, cap, max_bytes, seconds, seed):
+def churn(truth, place, most, cap, seconds, seed):
     """Grow and shrink at random; return what came of it."""
     chance, end = random.Random(seed), time.monotonic() + seconds
-    memory = TruthfulMemory(truth, place, cap)
-    pool = ps.SlabPool(memory, max_bytes=max_bytes)
+    memory = TruthfulMemory(truth, place, most)
+    pool = ps.SlabPool(**cap, memory=memory)
     leases, served, refused = [], 0, 0
     while time.monotonic() < end:
         step = chance.random()
@@ -134,7 +134,7 @@ def churn(truth, place, cap, max_bytes, seconds, seed):
     return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
 
 
-def crowd(folder, count, cap, seconds, max_bytes):
+def crowd(folder, count, most, seconds, cap):
     """Let many processes churn, kill one now and then, and look at the sum all the time."""
     end = time.monotonic() + seconds
     truth = Truth.create(folder / "truth")
@@ -144,7 +144,7 @@ def crowd(folder, count, cap, seconds, max_bytes):
         seed = next(seeds)
         pid = os.fork()
         if pid == 0:
-            said = churn(truth, place, cap, max_bytes, end - time.monotonic(), seed)
+            said = churn(truth, place, most, cap, end - time.monotonic(), seed)
             (folder / f"{seed}.json").write_text(json.dumps(said))
             os._exit(0)
         return pid
@@ -158,7 +158,7 @@ def crowd(folder, count, cap, seconds, max_bytes):
             os.waitpid(pids[place], 0)
             pids[place] = start(place)
             kills, kill_at = kills + 1, time.monotonic() + 0.2
-        excesses += truth.exceeds(cap)
+        excesses += truth.exceeds(most)
         peak, samples = max(peak, truth.held()), samples + 1
         time.sleep(0.002)
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -170,7 +170,7 @@ def crowd(folder, count, cap, seconds, max_bytes):
 
 def hold(nbytes, is_idle):
     """Hold memory, in use or idle, until the end of the input."""
-    pool = ps.SlabPool(ps.PageableMemory(), max_bytes=ps.HostBudget(8 * MIB, name="held"))
+    pool = ps.SlabPool(memory=ps.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held"))
     lease = pool.acquire(nbytes, owner="eval")
     if is_idle:
         lease.release()

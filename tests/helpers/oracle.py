@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from pinstage import _native
-from pinstage._batch import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table, walk
+from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, walk
 from pinstage._batch._describe import Described, _describe_leaf
-from pinstage._batch._table import MOST_DIMS, row_type
+from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
 HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
 MAGIC = _native.core.TABLE_MAGIC
@@ -36,7 +36,7 @@ def take_apart(batch):
     """Describe the leaves of a batch and place them in a slab."""
     leaves, structure = walk(batch)
     device = torch.device("cpu")
-    described = [_describe_leaf(structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
+    described = [_describe_leaf(leaves, structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
     rows, first, dtypes = [], {}, 0
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)

@@ -77,10 +77,9 @@ def main() -> None:
     source = Path(ps.__file__)
     assert source.is_relative_to(Path(sys.argv[1]).resolve()), f"pinstage is from {source}"
     for threads in (1, 4):
-        for ring in (None, 2):
-            with ps.Stager("cpu", max_bytes="1GiB", ring=ring, ring_bytes=ring and "64MiB", threads=threads) as stager:
-                for batch in 3 * batches():
-                    check(stager.to_device(batch), batch)
+        with ps.Stager("cpu", max_bytes="1GiB", pack_threads=threads) as stager:
+            for batch in 3 * batches():
+                check(stager.to_device(batch), batch)
     load()
     threads = _native.core.threads()
     assert threads > 0, "no thread of the extension has packed"

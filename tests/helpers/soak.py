@@ -178,19 +178,19 @@ def soak(count, seed=0):
     halves = [], []
     began = time.monotonic()
     with (
-        ps.Stager("cpu", max_bytes="64MiB", threads=3) as fresh,
-        ps.Stager("cpu", max_bytes="64MiB", threads=3, ring=6, ring_bytes="12MiB") as ring,
+        ps.Stager("cpu", max_bytes="64MiB", pack_threads=3) as fresh,
+        ps.Stager("cpu", max_bytes="64MiB", pack_threads=3, own_storage=False) as plain,
     ):
         for number in range(count):
             batch = batches.make()
             expected = mapped(batch, bits)
-            stager = rng.choice([fresh, ring])
+            stager = rng.choice([fresh, plain])
             transfer = stager.stage(batch)
             batches.overwrite()
-            staged = transfer.get()
+            staged = transfer.wait()
             del transfer, batch
             if rng.random() < 0.1:
-                staged = fresh.to_host(staged, copy=rng.random() < 0.5).get()
+                staged = fresh.fetch(staged, copy=rng.random() < 0.5).wait()
             kept.append((expected, staged))
             wrong += not same(expected, mapped(staged, bits))
             if rng.random() < 0.1:
@@ -200,10 +200,10 @@ def soak(count, seed=0):
             del staged, expected
             if number * SAMPLES // count != (number - 1) * SAMPLES // count:
                 gc.collect()
-                halves[2 * number // count].append(held((fresh.pool, ring.pool)))
+                halves[2 * number // count].append(held((fresh.pool, plain.pool)))
         kept.clear()
         left = [
-            stats for stats in (fresh.pool.stats(), ring.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
+            stats for stats in (fresh.pool.stats(), plain.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
         ]
     first, second = (
         {name: OF_SAMPLES.get(name, max)(each[name] for each in half) for name in half[0]} for half in halves

@@ -185,7 +185,7 @@ def left_in(pool):
 
 
 def over_pool(storm):
-    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+    pool = ps.SlabPool("1MiB", memory=ps.PageableMemory())
     storm.prepare(pool)
     numbers = iter(range(10**9))
 
@@ -218,40 +218,22 @@ def over_stager(storm):
     def work():
         stager.to_device(batch())
         list(stager.prefetch([batch()] * 5, depth=2))
-        with stager.stage(batch()) as staged:
-            staged["x"].add_(1)
+        stager.stage(batch()).wait()["x"].add_(1)
         stager.stats()
 
     interrupted = storm.over(work)
     return interrupted, left_in(stager.pool)
 
 
-def over_ring(storm):
-    stager = ps.Stager("cpu", max_bytes="1MiB", ring=16, timeout=20)
-    storm.prepare(stager.pool)
-
-    def work():
-        for _ in range(5):
-            stager.to_device(batch())
-        list(stager.prefetch([batch()] * 5, depth=2))
-        with stager.stage(batch()) as staged:
-            staged["x"].add_(1)
-
-    interrupted = storm.over(work)
-    staged = [stager.to_device(batch()) for _ in range(16)]
-    wrong = [] if all(torch.equal(one["x"], batch()["x"]) for one in staged) else ["bytes are wrong"]
-    return interrupted, wrong + left_in(stager.pool)
-
-
-def over_to_host(storm):
+def over_fetch(storm):
     stager = ps.Stager("cpu", max_bytes="1MiB", timeout=20)
     storm.prepare(stager.pool)
     there = batch()
 
     def work():
-        stager.to_host(there).get()
-        stager.to_host(there, copy=True).get()
         stager.to_host(there)
+        stager.fetch(there, copy=False).wait()
+        stager.fetch(there)
 
     interrupted = storm.over(work)
     return interrupted, left_in(stager.pool)

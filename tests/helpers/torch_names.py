@@ -27,15 +27,12 @@ WORKS = {
     "a functional tensor": "staged",
     "a zero tensor": "staged",
     "registered with pytree": "staged",
-    "audit": "knows what pin_memory does",
     "profile": "has steps",
-    "ring": "staged",
     "workers": "staged",
 }
 """What comes out where nothing is missing."""
 
 SLOW_TENSORS = "tensors are described and made in Python, which takes longer: torch .*"
-NO_RING = "refused: ring= is not possible here: .*; leave it out, and each batch gets a fresh device slab"
 
 
 class Case(NamedTuple):
@@ -112,8 +109,6 @@ def in_core(**functions: Any) -> Callable[[], None]:
 
 
 data_utils: Any = importlib.import_module("torch.utils.data._utils")
-pin_memory: Any = importlib.import_module("torch.utils.data._utils.pin_memory")
-counted = torch._C._storage_Use_Count
 
 
 def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
@@ -167,24 +162,11 @@ def has_another_api() -> None:
 
 
 NO_MEMORY = "refused: .* has not the memory.*"
-NO_COUNT = {"doctor": "ring=", "instead": {"ring": NO_RING}}
 NO_TENSORS = {"doctor": "tensors", "told": SLOW_TENSORS}
-NO_COLLATION = {
-    "doctor": "default collation",
-    "told": "workers stack batches before they pack them, which takes longer: ",
-}
-NO_PINNING = {"doctor": "pin_memory", "instead": {"audit": "does not know"}}
+NO_LOADER = {"doctor": "DataLoader", "told": "ps.DataLoader stages in the main process, which is slower: torch .*"}
 
 CASES = {
     "nothing": Case(lambda: None),
-    # -- who uses a storage
-    "storage_Use_Count": Case(gone(torch._C, "_storage_Use_Count"), **NO_COUNT),
-    "storage_Use_Count counts nobody": Case(instead(torch._C, "_storage_Use_Count", lambda _: 1), **NO_COUNT),
-    "storage_Use_Count counts up to nine": Case(
-        instead(torch._C, "_storage_Use_Count", lambda address: max(9, counted(address))), **NO_COUNT
-    ),
-    "storage._cdata": Case(instead(torch.UntypedStorage, "_cdata", property(lambda _: None)), **NO_COUNT),
-    "getrefcount": Case(instead(sys, "getrefcount", lambda _: 2), **NO_COUNT),
     # -- tensors
     "forward_ad._current_level": Case(for_us_only(torch.autograd, "forward_ad", "_current_level"), **NO_TENSORS),
     "forward_ad._current_level is an object": Case(
@@ -221,11 +203,9 @@ CASES = {
     # -- profiling
     "profiler_enabled": Case(gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}),
     # -- torch's loader
-    "pin_memory": Case(gone(pin_memory, "pin_memory"), **NO_PINNING),
-    "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_COLLATION),
-    "collate without a map": Case(for_us_only(data_utils, "collate", "collate", lambda batch: batch), **NO_COLLATION),
-    "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_COLLATION),
-    "default_collate_fn_map": Case(for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_COLLATION),
+    "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_LOADER),
+    "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_LOADER),
+    "default_collate_fn_map": Case(for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_LOADER),
 }
 
 
@@ -300,23 +280,6 @@ def stage_some(ps: Any, stager: Any, count: int) -> list[str]:
     return wrong
 
 
-def ring(ps: Any) -> str:
-    """Keep batches by what is hard to see: an array, and what autograd saved."""
-    with ps.Stager("cpu", ring=3) as stager:
-        staged = stager.to_device(batch(1))
-        array = staged["plain"].numpy()
-        del staged
-        staged = stager.to_device(batch(2))
-        product = (staged["plain"] * torch.ones(2, 3, 4, requires_grad=True)).sum()
-        del staged
-        for seed in range(3, 8):
-            assert differences(stager.to_device(batch(seed)), seed) == []
-        product.backward()
-        assert (array == batch(1)["plain"].numpy()).all()
-        assert product.item() == batch(2)["plain"].sum().item()
-    return "staged"
-
-
 def dual_tensors(ps: Any, stager: Any) -> str:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.arange(3.0))
@@ -335,10 +298,6 @@ def profile(ps: Any, stager: Any) -> str:
     return "has steps" if "pinstage.pack" in {event.name for event in profiler.events()} else "has none"
 
 
-def audit(ps: Any) -> str:
-    return "knows what pin_memory does" if ps.audit({"x": torch.ones(3)}).pinning.unknown is None else "does not know"
-
-
 def workers(ps: Any) -> str:
     dataset = [{"x": torch.full((3,), float(i)), "i": i} for i in range(8)]
     loader = ps.DataLoader(dataset, batch_size=2, num_workers=1, device="cpu", multiprocessing_context="fork")
@@ -349,7 +308,7 @@ def workers(ps: Any) -> str:
 def outcome(ps: Any, attempt: Callable[..., str], *args: Any) -> str:
     try:
         return attempt(ps, *args)
-    except ps.errors.StagingError as error:
+    except ps.errors.PinstageError as error:
         return f"refused: {error}"
 
 
@@ -377,9 +336,7 @@ def try_all() -> dict[str, Any]:
                 ),
                 "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
-                "audit": audit(ps),
                 "profile": profile(ps, stager),
-                "ring": outcome(ps, ring),
                 "workers": workers(ps),
             }
             wrong += stage_some(ps, stager, 3)

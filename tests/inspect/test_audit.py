@@ -16,7 +16,8 @@ from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
 from pinstage import _cli
-from pinstage.inspect import Bus, TargetError
+from pinstage.errors import TargetError
+from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._target import first_batch
 from pinstage.inspect._walk import places
@@ -295,7 +296,7 @@ def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
     for batch in (few, many, [torch.zeros(5 << 20), *many], [*many, torch.zeros(1, dtype=torch.int8)], [torch.ones(3)]):
         slab = ps.audit(batch, bus=BUS).slab
         with ps.Stager("cpu", max_bytes="64MiB") as stager:
-            staged = [leaf for leaf in stager.stage(batch).get() if leaf.nbytes]
+            staged = [leaf for leaf in stager.stage(batch).wait() if leaf.nbytes]
         smallest = min(staged, key=lambda leaf: leaf.nbytes)
         assert (slab.smallest_bytes, slab.kept_bytes) == (smallest.nbytes, smallest.untyped_storage().nbytes())
     assert "keeping the smallest leaf (12 B) keeps 12 B on the device" in str(ps.audit([torch.ones(3)], bus=BUS))

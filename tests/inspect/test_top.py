@@ -19,25 +19,28 @@ pytest.importorskip("rich", reason="the extra cli is not installed")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PINSTAGE_LEDGER_DIR", str(tmp_path / "ledger"))
+    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "budgets"))
 
 
 @pytest.fixture
 def two_pools():
-    job, own = ps.HostBudget("8MiB", name="job7"), ps.HostBudget("1GiB")
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=job) as first, ps.SlabPool(ps.PageableMemory(), max_bytes=own) as _:
+    job, own = ps.HostBudget("8MiB", name="job7"), ps.HostBudget("1GiB", name="eval")
+    with (
+        ps.SlabPool(budget=job, memory=ps.PageableMemory()) as first,
+        ps.SlabPool(budget=own, memory=ps.PageableMemory()) as _,
+    ):
         first.acquire("1MiB").release()
         with first.acquire("2MiB", owner="eval"), first.acquire("3MiB", owner="checkpoint"):
             with pytest.raises(ps.errors.AcquireTimeoutError):
                 first.acquire("4MiB", owner="eval", timeout=0.01)
-            wait_until(lambda: [share.waits for share in ps.HostBudget.shares()] == [0, 1])
+            wait_until(lambda: [pool.waits for pool in job.usage()] == [1])
             yield
 
 
 def test_text_has_a_line_for_each_pool_and_each_owner(two_pools, capsys):
     assert _top.run_top(once=True, as_json=False) == 0
     text = re.sub(" +", " ", capsys.readouterr().out)
-    assert "HostBudget: 0 B of 1.00 GiB in 1 pool\n" in text
+    assert "HostBudget eval: 0 B of 1.00 GiB in 1 pool\n" in text
     assert "HostBudget job7: 6.00 MiB of 8.00 MiB in 1 pool\n" in text
     assert re.search(rf"\n{os.getpid()} \S+ 6.00 MiB 5.00 MiB 0 1.00 MiB 0 1 \S+ ms\n", text)
     assert re.search(r"\n eval 2.00 MiB 2.00 MiB 0 1 \S+ ms\n", text)
@@ -47,8 +50,8 @@ def test_text_has_a_line_for_each_pool_and_each_owner(two_pools, capsys):
 def test_json_has_bytes_and_seconds(two_pools, capsys):
     assert _top.run_top(once=False, as_json=True) == 0
     own, job = json.loads(capsys.readouterr().out)["budgets"]
-    assert (own["name"], own["max_bytes"], own["taken_bytes"]) == (None, 1 << 30, 0)
-    assert (job["name"], job["taken_bytes"], job["wanted_bytes"]) == ("job7", 6 << 20, 0)
+    assert (own["name"], own["max_bytes"], own["held_bytes"]) == ("eval", 1 << 30, 0)
+    assert (job["name"], job["held_bytes"], job["wanted_bytes"]) == ("job7", 6 << 20, 0)
     [pool] = job["pools"]
     assert (pool["pid"], pool["answered"], pool["leased_bytes"], pool["waits"]) == (os.getpid(), True, 5 << 20, 1)
     assert pool["owners"]["checkpoint"]["held_bytes"] == 3 << 20
@@ -61,7 +64,7 @@ def test_without_a_budget_it_says_so(capsys):
 
 
 def test_a_stopped_process_shows_what_it_holds():
-    silent = ps.HostShare("job7", 100, 4711, "train.py rank 3", "key", 50, 20, answered=False)
+    silent = ps.PoolUsage("job7", 100, 4711, "train.py rank 3", "key", 50, 20, answered=False)
     text = _top.as_text(_top.sections([silent]))
     assert re.search(r"4711 +train.py rank 3 +50 B +- +- +- +20 B +- +-\n", text)
     assert "process 4711 does not answer, so it gives nothing back: is it stopped?" in text
@@ -87,16 +90,16 @@ def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
 
 
 @pytest.mark.parametrize(
-    ("shares", "status", "words"),
+    ("pools", "status", "words"),
     [
         ([], "ok", "no pool has one"),
-        ([ps.HostShare(None, 1 << 30, 1, "a", "k", 1 << 20, 0, answered=True)], "info", "1.00 MiB of 1.00 GiB"),
-        ([ps.HostShare("j", 1 << 30, 7, "a", "k", 1 << 20, 0, answered=False)], "warning", "end or continue [7]"),
-        ([ps.HostShare("j", 1 << 20, 7, "a", "k", 1 << 30, 0, answered=True)], "warning", "['j'] is exceeded"),
+        ([ps.PoolUsage("j", 1 << 30, 1, "a", "k", 1 << 20, 0, answered=True)], "info", "1.00 MiB of 1.00 GiB"),
+        ([ps.PoolUsage("j", 1 << 30, 7, "a", "k", 1 << 20, 0, answered=False)], "warning", "end or continue [7]"),
+        ([ps.PoolUsage("j", 1 << 20, 7, "a", "k", 1 << 30, 0, answered=True)], "warning", "['j'] is exceeded"),
     ],
 )
-def test_doctor_judges_budgets(shares, status, words):
-    check = _checks.host_budgets(shares)
+def test_doctor_judges_budgets(pools, status, words):
+    check = _checks.host_budgets(pools)
     assert check.status == status
     assert words in check.found + check.remedy
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
 
-from pinstage.inspect import Bus, TraceError
+from pinstage.errors import TraceError
+from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
 from pinstage.inspect._trace import _analysis, _events, _stream, trace_report
@@ -430,7 +431,7 @@ def test_downloads_get_a_verdict_of_their_own(report):
     found = report(downloading_loop(100))
     assert found.analysis.middle("download_seconds") == approx(2e-3)
     assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, hold" in found.verdict
-    assert "Stager.to_host fetches them together" in found.verdict
+    assert "Stager.fetch copies them together" in found.verdict
 
 
 def test_a_download_that_waits_for_kernels_says_so(report):

@@ -248,11 +248,12 @@ def test_a_copy_has_slabs_of_its_own(copied, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_cap_for_the_host_is_divided_among_the_ranks_on_it(monkeypatch, workers):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="8MiB/host", device="cpu")
+def test_a_loader_has_a_cap_within_a_budget(workers):
+    budget = ps.HostBudget("8MiB", name=f"loader{workers}")
+    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="2MiB", budget=budget, device="cpu")
     assert len(list(loader)) == 4
     assert loader.stats().pool.max_bytes == 2 << 20
+    assert len(budget.usage()) == 1
 
 
 def test_batches_are_independent_of_slabs_that_are_written_again():
@@ -284,7 +285,7 @@ def test_a_loader_may_get_workers_between_passes():
 def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4))
-    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(dataset, 4, num_workers=workers, pool=pool, device="cpu")
         other = torch.utils.data.DataLoader(dataset, 4, num_workers=workers)
         assert same(list(loader), expected)
@@ -303,7 +304,7 @@ def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_cap(copied, workers):
-    with ps.SlabPool(ps.SharedMemory(register=False), max_bytes="8MiB") as pool:
+    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu")
         twin = copied(loader)
         assert same(list(twin), list(loader))
@@ -317,8 +318,8 @@ def test_depth_has_one_default():
     assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
 
 
-PRIVATE = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
-SHARED = ps.SlabPool(ps.SharedMemory(register=False), max_bytes="1MiB")
+PRIVATE = ps.SlabPool("1MiB", memory=ps.PageableMemory())
+SHARED = ps.SlabPool("1MiB", memory=ps.SharedMemory(register=False))
 
 
 @pytest.mark.parametrize(
@@ -328,9 +329,9 @@ SHARED = ps.SlabPool(ps.SharedMemory(register=False), max_bytes="1MiB")
         ({"depth": 1.5}, "depth must be an int: 1.5"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"max_bytes": "much"}, "much"),
-        ({"max_bytes": "0MiB/host"}, "max_bytes"),
+        ({"max_bytes": "0MiB"}, "max_bytes"),
         ({"device": "meta"}, "meta"),
-        ({"pool": PRIVATE}, r"PageableMemory is not shared; pass SlabPool\(SharedMemory"),
+        ({"pool": PRIVATE}, r"PageableMemory is not shared; pass SlabPool\(\.\.\., memory=SharedMemory"),
         ({"pool": SHARED, "max_bytes": "1MiB"}, "pool and max_bytes exclude each other: max_bytes='1MiB'"),
     ],
 )
@@ -381,7 +382,7 @@ def test_the_bottleneck_is_named(changes, sentence):
 
 @pytest.mark.parametrize(("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")])
 def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
-    with ps.SlabPool(ps.PageableMemory(), max_bytes=cap) as pool:
+    with ps.SlabPool(cap, memory=ps.PageableMemory()) as pool:
         pool.reserve("1MiB", count=2)
         stats = ps.LoaderStats(**STATS | {"slab_wait_seconds": 9.0, "pool": pool.stats()})
     assert stats.bottleneck.startswith(sentence)

@@ -1,11 +1,9 @@
 """What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
 
 import ast
-import importlib
 import inspect
 import multiprocessing
 import select
-import sys
 import textwrap
 import types
 
@@ -17,7 +15,11 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import collate
 
 import pinstage as ps
-from pinstage import _torch
+from pinstage._compat import loader as torchs
+from pinstage._compat import probes
+from pinstage._compat.problems import problems
+from pinstage._loader._stacking import collates_as_shipped
+from pinstage.errors import StagingWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -36,7 +38,7 @@ def test_torch_does_for_each_batch_what_we_do_in_its_place():
     [function] = ast.parse(textwrap.dedent(inspect.getsource(ITERATOR.__next__))).body
     [within] = [node for node in function.body if isinstance(node, ast.With)]
     start, data, count, warn, end = map(ast.unparse, within.body)
-    where = "adapt next_batch in pinstage/_torch.py"
+    where = "adapt next_batch in pinstage/_compat/loader.py"
     assert ast.unparse(within.items[0]).startswith("torch.autograd.profiler.record_function("), where
     assert start.startswith("if self._sampler_iter is None:"), where  # never with workers
     assert (data, count, end) == ("data = self._next_data()", "self._num_yielded += 1", "return data"), where
@@ -54,20 +56,21 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
 
 
 def test_default_collation_asks_the_map_for_tensors():
-    stacked = _torch.collate_with([(torch.ones(2), 1), (torch.ones(2), 2)], lambda batch, **_: len(batch))
-    assert stacked[0] == 2, "adapt collate_with in pinstage/_torch.py"
+    map_of_ours = {**collate.default_collate_fn_map, torch.Tensor: lambda batch, **_: len(batch)}
+    stacked = collate.collate([(torch.ones(2), 1), (torch.ones(2), 2)], collate_fn_map=map_of_ours)
+    assert stacked[0] == 2, "adapt collate_lazily in pinstage/_loader/_stacking.py"
     assert stacked[1].tolist() == [1, 2]
 
 
 def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
-    assert _torch.collates_as_shipped(), "torch keeps its functions elsewhere: adapt collates_as_shipped"
+    assert collates_as_shipped(collate), "torch keeps its functions elsewhere: adapt collates_as_shipped"
     monkeypatch.setitem(collate.default_collate_fn_map, data.Cloud, data.collate_clouds)
-    assert not _torch.collates_as_shipped()
+    assert not collates_as_shipped(collate)
 
 
 def test_the_queue_behind_has_a_file_that_can_be_waited_for():
     source = multiprocessing.Queue()
-    where = "multiprocessing keeps the pipe elsewhere: adapt pinstage/_torch.py"
+    where = "multiprocessing keeps the pipe elsewhere: adapt pinstage/_compat/loader.py"
     assert hasattr(source, "_reader"), where
     assert hasattr(source, "_writer"), where
     poll = select.poll()
@@ -109,7 +112,7 @@ def assert_batches_arrive_the_slow_way(reason, persistent=True):
     """Read a loader twice, with workers; it says once that it is slow, and why."""
     loader = ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent)
     expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
-    with pytest.warns(RuntimeWarning, match="stages in the main process, which is slower: " + reason) as told:
+    with pytest.warns(StagingWarning, match="stages in the main process, which is slower: " + reason) as told:
         assert data.same(list(loader), expected)
     assert data.same(list(loader), expected)
     assert data.same(list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected)
@@ -117,19 +120,28 @@ def assert_batches_arrive_the_slow_way(reason, persistent=True):
 
 
 @pytest.fixture
+def asked_anew():
+    torchs.why_loader_is_unknown.cache_clear()
+    yield
+    torchs.why_loader_is_unknown.cache_clear()
+
+
+@pytest.fixture
 def told_anew(monkeypatch):
-    monkeypatch.setattr(_torch, "_told", set())
+    monkeypatch.setattr(probes, "_warned", set())
 
 
 @pytest.mark.usefixtures("told_anew")
-@pytest.mark.parametrize("name", _torch._ITERATOR_HAS)
+@pytest.mark.parametrize("name", torchs._ITERATOR_HAS)
 def test_without_a_name_of_torchs_iterator_batches_arrive_and_it_is_told_once(monkeypatch, name):
     made = torch.utils.data.DataLoader._get_iterator
     monkeypatch.setattr(
         torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **{name: None})
     )
     # What torch calls to begin again, instead of `_reset`, goes to its own iterator: there is none to be tried here.
-    assert_batches_arrive_the_slow_way(f"torch .* iterator has no {name} any more", persistent=name != "_reset")
+    assert_batches_arrive_the_slow_way(
+        f"torch .* has no {name} any more in its loader.s iterator", persistent=name != "_reset"
+    )
 
 
 class NoFile:
@@ -137,20 +149,14 @@ class NoFile:
         self.get = self.put = len
 
 
-class NoPut:
-    put = None
-
-
 @pytest.mark.usefixtures("told_anew")
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (lambda behind: {"_data_queue": object()}, "reads another queue than its workers"),
-        (lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), "has no file that can be"),
-        (lambda behind: {"_rcvd_idx": "0"}, "counts batches, or tells workers"),
-        (lambda behind: {"_index_queues": [NoPut()]}, "counts batches, or tells workers"),
+        (lambda behind: {"_data_queue": object()}, "reads what its workers write in another way"),
+        (lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), "in another way"),
     ],
-    ids=["another queue", "no file", "numbers", "what workers read"],
+    ids=["another queue", "no file"],
 )
 def test_where_torchs_iterator_works_in_another_way_batches_arrive_and_it_is_told_once(monkeypatch, other, reason):
     made = torch.utils.data.DataLoader._get_iterator
@@ -163,34 +169,18 @@ def test_where_torchs_iterator_works_in_another_way_batches_arrive_and_it_is_tol
     assert_batches_arrive_the_slow_way(f".*{reason}")
 
 
-@pytest.mark.usefixtures("told_anew")
-@pytest.mark.parametrize(("module", "name"), _torch._UTILS_HAVE)
-@pytest.mark.parametrize("is_there", [True, False], ids=["no name", "no module"])
-def test_without_a_name_beside_torchs_loader_batches_arrive_and_it_is_told_once(monkeypatch, module, name, is_there):
-    def import_module(full):
-        if full != f"torch.utils.data._utils.{module}":
-            return importlib.import_module(full)
-        if not is_there:
-            raise ImportError(full)
-        return types.SimpleNamespace(**{key: value for key, value in vars(sys.modules[full]).items() if key != name})
-
-    monkeypatch.setattr(_torch, "importlib", types.SimpleNamespace(import_module=import_module))
-    assert_batches_arrive_the_slow_way(f"torch .* has no .*{name}.* any more beside its loader")
-    assert "DataLoader" in [problem.name for problem in _torch.problems()]
-
-
-@pytest.mark.parametrize("name", ["_MultiProcessingDataLoaderIter", "_DatasetKind"])
-def test_without_a_name_of_torchs_loader_that_only_makes_it_quick_all_is_as_it_was(monkeypatch, name):
-    fake = types.ModuleType(dataloader.__name__)
-    vars(fake).update({key: value for key, value in vars(dataloader).items() if key != name})
-    monkeypatch.setitem(sys.modules, dataloader.__name__, fake)
-    _torch._plain_iterator.cache_clear()
-    try:
-        loader = ps.DataLoader(data.Mapped(data.scalar, 8), 2, num_workers=1, device="cpu")
-        assert torch.cat(list(loader)).tolist() == list(range(8))
-        assert loader.stats().copies == 4
-    finally:
-        _torch._plain_iterator.cache_clear()
+@pytest.mark.usefixtures("told_anew", "asked_anew")
+@pytest.mark.parametrize("path", torchs._LOADER_HAS)
+def test_without_a_name_beside_torchs_iterator_batches_arrive(monkeypatch, path):
+    *modules, name = path.removesuffix(".Map").split(".")
+    fakes = [types.SimpleNamespace(**vars(torch.utils.data))]
+    for module in modules:
+        fakes.append(types.SimpleNamespace(**vars(getattr(fakes[-1], module))))
+        setattr(fakes[-2], module, fakes[-1])
+    delattr(fakes[-1], name)
+    monkeypatch.setattr(torchs, "_data", fakes[0])
+    assert_batches_arrive_the_slow_way(f"torch .* has another loader .*{name}")
+    assert "DataLoader" in [problem.name for problem in problems()]
 
 
 def test_a_torch_that_asks_its_queue_for_something_else_gets_an_error_that_says_so(monkeypatch):

@@ -1,8 +1,6 @@
 import pytest
 
-from pinstage import PageableMemory, SlabPool
 from pinstage._memory._limits import auto_max_bytes, cap_bytes, most_bytes
-from pinstage.errors import BudgetExceededError
 
 GIB = 1 << 30
 
@@ -96,56 +94,19 @@ def test_this_machine_gives_an_answer_with_a_reason():
     assert reason.startswith("25% of ")
 
 
-# -- a cap for the host ------------------------------------------------------------------------------------------------
-
-
-def test_a_cap_for_the_node_is_divided_among_its_ranks(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    cap, reason = cap_bytes("8GiB/host")
-    assert cap == 8 * GIB // 3
-    assert reason == "given: 8GiB/host, divided by 3 local ranks"
-    assert 3 * cap <= 8 * GIB
-    assert cap_bytes(" 1.5 GiB/host ")[0] == GIB // 2
-
-
-@pytest.mark.parametrize("world", [None, "1"])
-def test_without_a_launcher_there_is_one_rank(monkeypatch, world):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    assert cap_bytes("8GiB/host")[0] == 8 * GIB
-
-
-def test_a_cap_for_a_node_of_unknown_ranks_is_an_error_with_the_remedy(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE='16', and LOCAL_WORLD_SIZE .*is not set; launch with torchrun"):
-        cap_bytes("8GiB/host")
-    assert cap_bytes("8GiB") == (8 * GIB, "given: 8GiB")
-
-
 @pytest.mark.parametrize("ranks", ["", "two", "0", "-1", "1.5"])
 def test_a_number_of_ranks_that_is_none_is_an_error_with_the_remedy(monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    for max_bytes in ("8GiB/host", "auto"):
-        with pytest.raises(ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"):
-            cap_bytes(max_bytes)
+    with pytest.raises(ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"):
+        cap_bytes("auto")
 
 
-@pytest.mark.parametrize(
-    "text", ["/host", "8 parsecs/host", "-1/host", "8GiB/rank", "8GiB/host/host", "8GiB/node", "auto/host"]
-)
-def test_what_is_no_size_is_none_for_a_node_either(text):
+@pytest.mark.parametrize("text", ["8GiB/host", "8 parsecs", "-1", ""])
+def test_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ValueError, match="not a size"):
         cap_bytes(text)
 
 
-def test_a_pool_says_how_its_part_of_the_node_came_about(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with SlabPool(PageableMemory(), max_bytes="1MiB/host") as pool:
-        assert pool.max_bytes == 256 << 10
-        assert pool.stats().max_bytes_reason == "given: 1MiB/host, divided by 4 local ranks"
-        with pytest.raises(BudgetExceededError, match="divided by 4 local ranks"):
-            pool.acquire("512KiB")
-    with pytest.raises(ValueError, match="max_bytes must be positive"):
-        SlabPool(PageableMemory(), max_bytes="3/host")
+def test_a_cap_of_zero_is_refused():
+    with pytest.raises(ValueError, match="max_bytes must be positive: 0; pass a size"):
+        cap_bytes(0)

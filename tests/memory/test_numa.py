@@ -121,9 +121,9 @@ def test_touching_threads_run_on_the_cpus_and_the_caller_stays_where_it_is(monke
     touched = []
     piece = pages._populate_piece
 
-    def watch(address, nbytes):
+    def watch(address, nbytes, is_fresh):
         touched.append((threading.get_ident(), os.sched_getaffinity(0)))
-        piece(address, nbytes)
+        piece(address, nbytes, is_fresh)
 
     monkeypatch.setattr(pages, "_populate_piece", watch)
     nbytes = 3 * pages.POPULATE_PIECE_BYTES

@@ -19,6 +19,7 @@ from pinstage._memory import (
     PageableMemory,
     RegisteredMemory,
     SharedMemory,
+    attach,
     default_memory,
 )
 from pinstage._memory import _pages as pages
@@ -143,8 +144,8 @@ def test_what_another_process_writes_through_its_own_mapping_is_read_here():
     code = f"""
 import ctypes, sys, torch
 torchs_own = set(sys.modules)
-from pinstage._memory import SharedMemory
-with SharedMemory.attach({block.fd}, {block.nbytes}) as mapping:
+from pinstage._memory import attach
+with attach({block.fd}, {block.nbytes}) as mapping:
     ctypes.memset(mapping.ptr, 5, mapping.nbytes)
 {NO_CUDA}
 """
@@ -157,7 +158,7 @@ def test_an_attached_mapping_outlives_the_descriptor_and_is_closed_once():
     memory = plain_shared()
     block = memory.allocate(4096)
     fd = os.dup(block.fd)
-    mapping = SharedMemory.attach(fd, 4096)
+    mapping = attach(fd, 4096)
     os.close(fd)
     assert mapping.ptr % mmap.PAGESIZE == 0
     fill(mapping.ptr, 4096, 3)
@@ -173,7 +174,7 @@ def test_more_than_a_block_has_is_not_attached(nbytes):
     memory = plain_shared()
     block = memory.allocate(8192)
     with pytest.raises(ValueError, match="the file has 8192"):
-        SharedMemory.attach(block.fd, nbytes)
+        attach(block.fd, nbytes)
     memory.deallocate(block)
 
 

@@ -38,7 +38,6 @@ RUN_FROM_TOP_TO_BOTTOM = [
     "quickstart.md",
     "tutorial.md",
     "concepts.md",
-    "errors.md",
     "metrics.md",
     "performance.md",
     *sorted(GUIDES - RUN_ELSEWHERE.keys()),
@@ -145,19 +144,19 @@ def error_names():
 
 
 def test_every_error_has_its_section():
-    page = (ROOT / "docs" / "errors.md").read_text()
+    page = (DOCS / "reference" / "errors.md").read_text()
     assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == error_names()
 
 
 BESIDE = {
-    *("memory.Block", "memory.SharedMapping", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
+    *("memory.Block", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
     *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),
+    *("offload.optimizer_state", "offload.frozen_module", "offload.Offloaded", "offload.OffloadedStats"),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
-    "HostShare",
+    "PoolUsage",
     "HostTransfer",
     "Lease",
     "LoaderStats",
@@ -168,7 +167,7 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "Slot", "StagingNode"}
+IN_SIGNATURES = {"Fence", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
 """Types that are described on the page of the call that takes or returns them."""
 
 
@@ -217,6 +216,10 @@ def test_every_table_is_what_the_result_files_say(markdown):
         tables |= set(re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE))
     assert tables >= {"staging", "weather_batch", "frame_bandwidth"}
     assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
+
+
+def test_the_picture_of_the_loops_is_what_the_result_file_says(markdown):
+    assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 
 def git(*arguments):

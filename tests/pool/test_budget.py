@@ -42,7 +42,7 @@ def test_a_cap_that_is_no_size_is_refused(make_pool, senseless):
 
 def test_the_automatic_cap_is_a_share_of_what_is_available_and_the_stats_say_of_what(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with SlabPool(PageableMemory()) as pool:
+    with SlabPool(memory=PageableMemory()) as pool:
         stats = pool.stats()
     assert stats.max_bytes == pool.max_bytes > 0
     assert "25% of " in stats.max_bytes_reason

@@ -22,7 +22,7 @@ def test_close_frees_all_idle_slabs(pool, memory):
 
 
 def test_a_pool_is_closed_at_the_end_of_its_block(memory):
-    with SlabPool(memory, max_bytes=1000) as pool:
+    with SlabPool(1000, memory=memory) as pool:
         pool.acquire(100).release()
         assert not pool.closed
     assert pool.closed
@@ -30,7 +30,7 @@ def test_a_pool_is_closed_at_the_end_of_its_block(memory):
 
 
 def test_a_pool_is_closed_when_its_block_fails(memory):
-    pool = SlabPool(memory, max_bytes=1000)
+    pool = SlabPool(1000, memory=memory)
     pool.reserve(100)
     with pytest.raises(KeyError), pool:
         raise KeyError
@@ -115,7 +115,7 @@ def test_a_slab_leased_at_the_close_is_freed_when_it_is_released(pool, memory):
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_slab_released_after_the_close_is_freed_when_its_event_is_done(memory, dropped):
-    pool, event = SlabPool(memory, max_bytes=1000), ManualEvent()
+    pool, event = SlabPool(1000, memory=memory), ManualEvent()
     with pool.acquire(100) as lease:
         pool.close()
         lease.release(after=event)
@@ -184,7 +184,7 @@ def test_an_event_that_fails_at_the_close_passes_through_and_its_slab_is_not_fre
 
 
 def test_a_dropped_pool_frees_its_slabs(memory):
-    pool = SlabPool(memory, max_bytes=1000)
+    pool = SlabPool(1000, memory=memory)
     pool.reserve(100, count=3)
     del pool
     wait_until(lambda: memory.live_bytes == 0)
@@ -192,7 +192,7 @@ def test_a_dropped_pool_frees_its_slabs(memory):
 
 @pytest.mark.parametrize("thing", ["lease", "view", "event"])
 def test_a_pool_dropped_in_a_cycle_frees_each_slab_when_nothing_uses_it_any_more(memory, thing):
-    pool, event = SlabPool(memory, max_bytes=1000), ManualEvent()
+    pool, event = SlabPool(1000, memory=memory), ManualEvent()
     pool.reserve(100, count=2)
     lease = pool.acquire(100)
     kept = {"lease": lease, "view": lease.numpy()}.get(thing)
@@ -212,7 +212,7 @@ def test_a_pool_dropped_in_a_cycle_frees_each_slab_when_nothing_uses_it_any_more
 
 
 def test_a_dropped_pool_whose_memory_fails_says_so(memory):
-    pool = SlabPool(memory, max_bytes=1000)
+    pool = SlabPool(1000, memory=memory)
     pool.reserve(100, count=2)
     lost = memory.live_blocks[0]
     memory.fail_deallocate(RuntimeError("device is gone"))
@@ -227,7 +227,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
 
 def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
     event = ManualEvent()
-    with SlabPool(memory, max_bytes=1000) as pool:
+    with SlabPool(1000, memory=memory) as pool:
         in_flight, forgotten, viewed = (pool.acquire(100) for _ in range(3))
         view = viewed.tensor()
     in_flight.release(after=event)
@@ -242,12 +242,12 @@ def test_a_pool_that_was_never_made_is_dropped_in_silence():
     with pytest.raises(ValueError, match="max_bytes"):
         SlabPool(max_bytes=0)
     with pytest.raises(TypeError, match="memory must be a MemoryResource"):
-        SlabPool(object(), max_bytes=10)
+        SlabPool(10, memory=object())
     gc.collect()
 
 
 def test_the_counters_of_a_stager_are_to_be_had_while_its_pool_frees_slabs(memory, background):
-    pool = SlabPool(memory, max_bytes=1000)
+    pool = SlabPool(1000, memory=memory)
     stager = Stager("cpu", pool=pool)
     event = ManualEvent()
     lease = pool.acquire(100)
@@ -285,7 +285,7 @@ class Slow(ps.PageableMemory):
 
 def test_a_program_waits_at_its_end_for_what_is_being_freed():
     script = """
-pool = ps.SlabPool(Slow(), max_bytes=1000)
+pool = ps.SlabPool(1000, memory=Slow())
 pool.reserve(100)
 del pool
 time.sleep(0.2)
@@ -295,11 +295,11 @@ time.sleep(0.2)
 
 def test_a_program_may_end_with_everything_in_use():
     script = """
-pool = ps.SlabPool(Slow(), max_bytes="1MiB")
+pool = ps.SlabPool("1MiB", memory=Slow())
 lease = pool.acquire(100)
 view = pool.acquire(200).tensor()
-stager = ps.Stager("cpu", ring=8, pool=pool)
-transfer, fetch = stager.stage([torch.ones(3)]), stager.to_host([torch.ones(3)])
+stager = ps.Stager("cpu", pool=pool)
+transfer, fetch = stager.stage([torch.ones(3)]), stager.fetch([torch.ones(3)])
 batches = iter(stager.prefetch([[torch.ones(2)]] * 5))
 next(batches)
 loader = ps.DataLoader(torch.arange(8), 2, num_workers=1, device="cpu", persistent_workers=True)
@@ -316,7 +316,7 @@ def test_an_event_ends_with_its_slab(memory):
     gc.collect()
     gc.disable()
     try:
-        pool, event = SlabPool(memory, max_bytes=1000), ManualEvent()
+        pool, event = SlabPool(1000, memory=memory), ManualEvent()
         pool.acquire(100).release(after=event)
         event.finish()
         del pool

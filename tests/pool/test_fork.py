@@ -21,7 +21,7 @@ VERBS = {
     "end of a block": lambda pool, lease: lease.__exit__(None, None, None),
     "tensor": lambda pool, lease: lease.tensor(),
     "numpy": lambda pool, lease: lease.numpy(),
-    "memoryview": lambda pool, lease: lease.memoryview(),
+    "memoryview": lambda pool, lease: lease.__buffer__(0),
 }
 
 
@@ -36,7 +36,7 @@ def test_a_forked_child_is_refused_and_told_what_to_do(pool, verb):
 
 
 def test_a_lease_dropped_in_the_child_warns_nothing_and_frees_nothing(memory):
-    leases = {"pool": SlabPool(memory, max_bytes=1000)}
+    leases = {"pool": SlabPool(1000, memory=memory)}
     leases["plain"] = leases["pool"].acquire(100)
     leases["viewed"] = leases["pool"].acquire(100)
     leases["view"] = leases["viewed"].tensor()
@@ -111,7 +111,7 @@ def test_a_fork_beside_a_growing_thread_changes_nothing_for_the_parent(pool, mem
 
 def test_a_child_may_make_a_pool_of_its_own_and_its_child_is_refused_that_one(pool):
     def claim():
-        with SlabPool(PageableMemory(), max_bytes=1000) as own:
+        with SlabPool(1000, memory=PageableMemory()) as own:
             with own.acquire(100) as lease:
                 lease.tensor().fill_(1)
 

@@ -24,21 +24,21 @@ from doubles import CountingMemory, Interrupts, ManualEvent, claim_in_child, out
 from host_processes import MIB, crowd, hold, rank
 
 import pinstage as ps
-from pinstage._pool import _host_budget
+from pinstage._pool import _host_budget, usage_of_host
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
     ForkedPoolError,
     HostBudgetError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The folder of this test alone. No living pool may be left in it."""
-    path = tmp_path / "ledger"
+    path = tmp_path / "budgets"
     monkeypatch.setenv(_host_budget.VARIABLE, str(path))
     yield path
     gc.collect()
@@ -54,7 +54,7 @@ def quick(monkeypatch):
 
 
 def living():
-    return ps.HostBudget.shares()
+    return usage_of_host()
 
 
 class Program:
@@ -127,8 +127,8 @@ def budget(size="8MiB", name="held"):
 def pools(memory):
     made = []
 
-    def make(max_bytes=None, memory=memory):
-        made.append(ps.SlabPool(memory, max_bytes=max_bytes or budget()))
+    def make(shared=None, memory=memory, max_bytes="auto"):
+        made.append(ps.SlabPool(max_bytes, budget=shared or budget(), memory=memory))
         return made[-1]
 
     yield make
@@ -140,7 +140,7 @@ def pools(memory):
 
 
 def test_two_ranks_that_peak_at_different_times_finish_under_less_than_both_peaks(started):
-    ranks = [started(rank, mine, 6, ps.HostBudget("8MiB", name="ranks"), 20) for mine in range(2)]
+    ranks = [started(rank, mine, 6, {"budget": budget(name="ranks")}, 20) for mine in range(2)]
     for turn in range(4):
         assert [each.hear() for each in ranks] == [{"turn": turn}] * 2
         for each in ranks:
@@ -149,12 +149,12 @@ def test_two_ranks_that_peak_at_different_times_finish_under_less_than_both_peak
 
 
 def test_the_same_two_ranks_fail_with_equal_halves(started, capfd):
-    assert started(rank, 0, 6, "4MiB", 0.2).wait() == 1
+    assert started(rank, 0, 6, {"max_bytes": "4MiB"}, 0.2).wait() == 1
     assert "AcquireTimeoutError: no slab came free" in capfd.readouterr().err
 
 
 def test_eight_processes_of_which_some_are_killed_never_hold_more_than_the_cap(started, tmp_path):
-    found = started(crowd, tmp_path, 8, 8 * MIB, 6, ps.HostBudget("8MiB", name="crowd")).hear()
+    found = started(crowd, tmp_path, 8, 8 * MIB, 6, {"budget": budget(name="crowd")}).hear()
     assert (found["excesses"], found["held"], found["ended"]) == (0, 0, [0] * 8)
     assert found["served"] > 20
     assert found["refused"]
@@ -163,7 +163,7 @@ def test_eight_processes_of_which_some_are_killed_never_hold_more_than_the_cap(s
 
 
 def test_the_watcher_of_that_crowd_sees_when_each_has_a_cap_of_its_own(started, tmp_path):
-    assert started(crowd, tmp_path, 8, 8 * MIB, 2, 8 * MIB).hear()["excesses"]
+    assert started(crowd, tmp_path, 8, 8 * MIB, 2, {"max_bytes": 8 * MIB}).hear()["excesses"]
 
 
 def test_idle_slabs_of_another_process_are_lent_within_two_seconds(started, pools):
@@ -192,20 +192,27 @@ def test_errors_name_the_holders_and_a_larger_budget(started, pools):
     assert re.search(
         rf"pools of this host had 6\.00 MiB: 6\.00 MiB in process {process.pid} \(\S+\)", str(caught.value)
     )
-    (size,) = re.findall(r'wait longer, or pass HostBudget\("(\d+)MiB", \.\.\.\)$', str(caught.value))
+    (size,) = re.findall(r'wait longer, or pass budget=HostBudget\("(\d+)MiB", \.\.\.\)$', str(caught.value))
     assert 9 <= int(size) <= 10  # 6 that are held, and 3
-    with pytest.raises(BudgetExceededError, match=r"other pools .* had 6.*; release .*, or pass HostBudget\("):
+    with pytest.raises(BudgetExceededError, match=r"other pools .* had 6.*; release .*, or pass budget=HostBudget\("):
         pool.reserve("3MiB")
     process.kill()
     pool.acquire("8MiB", timeout=5).release()
-    with pytest.raises(BudgetExceededError, match=r"name='held'\)\), leased 0 B, .*; pass HostBudget\(.11MiB., "):
+    with pytest.raises(
+        BudgetExceededError, match=r"name='held'\)\), leased 0 B, .*; pass budget=HostBudget\(.11MiB., "
+    ):
         pool.acquire("9MiB")
     assert "other pools" not in pool.stats().max_bytes_reason
 
 
 def test_budgets_of_different_names_have_nothing_to_do_with_one_another(pools):
-    with pools().acquire("8MiB"), pools(budget(name="other")).acquire("8MiB"), pools(budget(name=None)).acquire("8MiB"):
+    with (
+        pools().acquire("8MiB"),
+        pools(budget(name="other")).acquire("8MiB"),
+        pools(budget(name="third")).acquire("8MiB"),
+    ):
         assert len(living()) == 3
+        assert [usage.budget for usage in budget().usage()] == ["held"]
 
 
 def test_two_caps_for_one_name_are_refused_and_both_are_named(started, pools):
@@ -278,18 +285,18 @@ def test_blocks_larger_than_was_asked_for_are_counted_as_they_are(pools):
 
     pool = pools(memory=Generous())
     with pool.acquire("2MiB"):
-        wait_until(lambda: [share.nbytes for share in living()] == [4 * MIB])
+        wait_until(lambda: [usage.held_bytes for usage in living()] == [4 * MIB])
     pool.trim()
-    wait_until(lambda: [share.nbytes for share in living()] == [0])
+    wait_until(lambda: [usage.held_bytes for usage in living()] == [0])
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_a_pool_that_is_closed_or_dropped_leaves_nothing_in_the_ledger(end, memory, folder):
-    pool = ps.SlabPool(memory, max_bytes=budget())
+def test_a_pool_that_is_closed_or_dropped_leaves_no_file(end, memory, folder):
+    pool = ps.SlabPool(memory=memory, budget=budget())
     lease = pool.acquire("1MiB")
     if end == "close":
         pool.close()
-        assert [share.nbytes for share in living()] == [MIB]
+        assert [usage.held_bytes for usage in living()] == [MIB]
     del pool
     lease.release()
     del lease
@@ -299,13 +306,13 @@ def test_a_pool_that_is_closed_or_dropped_leaves_nothing_in_the_ledger(end, memo
 
 def test_a_closed_pool_lets_another_cap_in(memory):
     for size in ("1MiB", "2MiB", "3MiB"):
-        with ps.SlabPool(memory, max_bytes=budget(size)) as pool:
+        with ps.SlabPool(memory=memory, budget=budget(size)) as pool:
             pool.acquire(MIB).release()
         assert living() == []
 
 
 def test_empty_pools_that_are_dropped_leave_nothing(memory):
-    ps.SlabPool(memory, max_bytes=budget())
+    ps.SlabPool(memory=memory, budget=budget())
     wait_until(lambda: living() == [])
 
 
@@ -327,6 +334,22 @@ def test_an_interrupt_anywhere_in_the_pool_s_verbs_loses_nothing_of_the_budget(p
     assert countdown > 60
     with second.acquire("8MiB", timeout=5):
         pass
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_cap_of_its_own_binds_within_the_budget(pools, lend):
+    first, second = pools(max_bytes="3MiB"), pools()
+    assert first.max_bytes == 3 * MIB
+    with (
+        second.acquire("6MiB"),
+        pytest.raises(AcquireTimeoutError, match=r"max_bytes 3\.00 MiB \(given: 3MiB, within Host"),
+    ):
+        first.acquire("2.5MiB", timeout=0)
+    with pytest.raises(BudgetExceededError, match=r'; pass max_bytes="\d+KiB" or more'):
+        pools(max_bytes="3MiB").acquire("4MiB")
+    if lend:
+        first.reserve("1MiB", count=3)
+        assert [usage.held_bytes for usage in budget().usage() if usage.held_bytes] == [3 * MIB]
 
 
 # -- death -------------------------------------------------------------------------------------------------------------
@@ -359,7 +382,7 @@ def test_a_child_that_outlives_a_killed_parent_does_not_keep_its_share(pools, tm
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            pool = ps.SlabPool(ps.PageableMemory(), max_bytes=budget())
+            pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
             lease = pool.acquire("6MiB")
             child = os.fork()
             if child == 0:
@@ -385,7 +408,7 @@ def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
     def claim():
         with pytest.raises(ForkedPoolError):
             pool.acquire(1)
-        with ps.SlabPool(ps.PageableMemory(), max_bytes=budget()) as own:
+        with ps.SlabPool(memory=ps.PageableMemory(), budget=budget()) as own:
             with own.acquire("5MiB", timeout=0):
                 pass
             with pytest.raises(AcquireTimeoutError):
@@ -398,7 +421,7 @@ def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
 
 
 class Assassin:
-    """Ends this process at a line of the ledger's files, in whatever thread comes there.
+    """Ends this process at a line of `_host_budget`, in whatever thread comes there.
 
     Args:
         where: file, line, and how often it was come to; None: only counts.
@@ -435,10 +458,10 @@ class Assassin:
 
 def one_life():
     """Grow, wait for what another process has idle, wait in vain, lend, shrink, say how one is, and end."""
-    pool = ps.SlabPool(ps.PageableMemory(), max_bytes=budget())
+    pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
     pool.acquire("1MiB").release()
     pool.acquire("5MiB", timeout=5).release()
-    ps.HostBudget.shares()
+    living()
     with contextlib.suppress(AcquireTimeoutError):
         pool.acquire("7.5MiB", timeout=0.05)
     pool.trim()
@@ -447,7 +470,7 @@ def one_life():
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_process_killed_at_any_line_of_the_ledger_loses_nothing(pools, folder, tmp_path):
+def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
     pool = pools()
     found = tmp_path / "lines.json"
 
@@ -493,7 +516,7 @@ def test_a_stopped_process_leaves_the_rest_to_others(started, pools, folder):
     [path] = [path for path in folder.iterdir() if json.loads(path.read_text())["pid"] == pid]
     os.utime(path, (0, time.time() - 4))  # as if that took so long
     [stopped] = [share for share in living() if share.pid == pid]
-    assert (stopped.answered, stopped.nbytes) == (False, 6 * MIB)
+    assert (stopped.answered, stopped.held_bytes) == (False, 6 * MIB)
     os.kill(pid, signal.SIGCONT)
     with pool.acquire("7MiB", timeout=5):
         pass
@@ -526,7 +549,7 @@ def test_folder_and_files_are_the_users_alone(pools, folder):
 )
 def test_hostile_folders_are_refused(folder, wrong, message):
     wrong(folder)
-    for use in (living, lambda: ps.SlabPool(ps.PageableMemory(), max_bytes=budget())):
+    for use in (living, lambda: ps.SlabPool(memory=ps.PageableMemory(), budget=budget())):
         with pytest.raises(HostBudgetError, match=rf"cannot be used: {folder}: .*({message}).*; remove that folder"):
             use()
     (folder.unlink if folder.is_symlink() or folder.is_file() else lambda: shutil.rmtree(folder))()
@@ -535,13 +558,13 @@ def test_hostile_folders_are_refused(folder, wrong, message):
 def test_a_folder_that_cannot_be_made_is_named(folder, monkeypatch):
     monkeypatch.setenv(_host_budget.VARIABLE, str(folder / "deeper"))
     with pytest.raises(HostBudgetError, match=r"No such file or directory: .*deeper.*; remove"):
-        ps.SlabPool(ps.PageableMemory(), max_bytes=budget())
+        ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
 
 
 def test_a_relative_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(_host_budget.VARIABLE, "other")
-    for use in (living, lambda: ps.SlabPool(ps.PageableMemory(), max_bytes=budget())):
+    for use in (living, lambda: ps.SlabPool(memory=ps.PageableMemory(), budget=budget())):
         with pytest.raises(HostBudgetError, match=r"relative path: 'other': .* absolute path"):
             use()
     assert not list(tmp_path.iterdir())
@@ -558,19 +581,21 @@ def test_other_files_in_the_folder_stay(pools, folder):
     (folder / "mine.json").unlink()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"pid": 1}', '{"nbytes": "many"}', '{"nbytes": -1}', '{"shared": [5]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"pid": 1}', '{"held_bytes": "many"}', '{"held_bytes": -1}', '{"shared": [5]}']
+)
 def test_damaged_files_are_errors_that_name_them(pools, folder, text):
     pool = pools()
     [path] = folder.iterdir()
     whole = json.loads(path.read_text())
-    damaged = json.dumps(whole | json.loads(text)) if "nbytes" in text or "shared" in text else text
+    damaged = json.dumps(whole | json.loads(text)) if "held_bytes" in text or "shared" in text else text
     with path.open("w") as file:
         file.write(damaged)
         file.flush()
         with pytest.raises(HostBudgetError, match=rf"file is damaged: {path}: .*; end the process"):
             living()
     pool.acquire("1MiB").release()  # a pool does not read its own
-    assert [share.nbytes for share in living()] == [MIB]
+    assert [usage.held_bytes for usage in living()] == [MIB]
 
 
 def test_fields_of_other_versions_are_ignored(pools, folder):
@@ -585,7 +610,7 @@ def test_shared_memory_counts_once_by_its_inode(pools, folder):
     for path in folder.iterdir():
         if first._host._key not in path.name and third._host._key not in path.name:
             continue
-        record = json.loads(path.read_text()) | {"nbytes": 5 * MIB, "shared": {"7": 4 * MIB}}
+        record = json.loads(path.read_text()) | {"held_bytes": 5 * MIB, "shared": {"7": 4 * MIB}}
         path.write_text(json.dumps(record))
     assert _host_budget.held_bytes(living()) == 6 * MIB
 
@@ -594,7 +619,7 @@ def test_a_removed_folder_is_made_again_with_what_is_held(pools, folder):
     first = pools()
     lease = first.acquire("6MiB")
     shutil.rmtree(folder)
-    wait_until(lambda: [share.nbytes for share in living()] == [6 * MIB])
+    wait_until(lambda: [usage.held_bytes for usage in living()] == [6 * MIB])
     second = pools()
     with pytest.raises(AcquireTimeoutError):
         second.acquire("3MiB", timeout=0)
@@ -632,7 +657,7 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
             patch.setattr(os, "open", open_few)
             with pytest.raises(HostBudgetError, match="Too many open files"):
                 second.acquire("6MiB", timeout=0.05)
-        assert sorted(share.nbytes for share in living()) == [0, 6 * MIB]
+        assert sorted(usage.held_bytes for usage in living()) == [0, 6 * MIB]
 
 
 # -- the argument ------------------------------------------------------------------------------------------------------
@@ -651,20 +676,20 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
 )
 def test_a_budget_of_nonsense_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        ps.HostBudget(arguments[0], **({"name": arguments[1]} if arguments[1:] else {}))
+        ps.HostBudget(arguments[0], name=arguments[1] if arguments[1:] else "nonsense")
 
 
 def test_a_budget_is_a_plain_value_that_travels_to_other_processes():
     one = ps.HostBudget("64GiB", name="job7")
     assert pickle.loads(pickle.dumps(one)) == one
     assert repr(one) == "HostBudget('64.00 GiB', name='job7')"
-    assert len({one, ps.HostBudget(64 << 30, name="job7"), ps.HostBudget("64GiB")}) == 2
+    assert len({one, ps.HostBudget(64 << 30, name="job7"), ps.HostBudget("64GiB", name="job8")}) == 2
 
 
 def test_a_stager_and_a_loader_share_a_budget():
     numbers = torch.arange(4000.0).reshape(40, 100)
-    stager = ps.Stager("cpu", max_bytes=budget())
-    loader = ps.DataLoader(torch.utils.data.TensorDataset(numbers), 4, num_workers=1, device="cpu", max_bytes=budget())
+    stager = ps.Stager("cpu", budget=budget())
+    loader = ps.DataLoader(torch.utils.data.TensorDataset(numbers), 4, num_workers=1, device="cpu", budget=budget())
     assert torch.equal(torch.cat([x for [x] in loader]), numbers)
     assert torch.equal(stager.to_device({"x": numbers})["x"], numbers)
     assert len(living()) == 2
@@ -673,8 +698,8 @@ def test_a_stager_and_a_loader_share_a_budget():
     del loader
 
 
-def test_importing_pinstage_makes_no_ledger(folder):
-    assert ps.HostBudget.shares() == []
+def test_importing_pinstage_makes_no_folder(folder):
+    assert budget().usage() == []
     assert not folder.exists()
 
 
@@ -707,8 +732,8 @@ def test_a_warm_lease_reads_no_files(pools, monkeypatch):
 
 def test_a_program_that_closes_nothing_ends_in_silence():
     code = (
-        "import pinstage as ps; pool = ps.SlabPool(ps.PageableMemory(), max_bytes=ps.HostBudget('8MiB'));"
-        "lease = pool.acquire('1MiB'); ps.HostBudget.shares()"
+        "import pinstage as ps; budget = ps.HostBudget('8MiB', name='end');"
+        "pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget); lease = pool.acquire('1MiB'); budget.usage()"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(ps.__file__).parents[1])}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
@@ -740,7 +765,7 @@ def test_a_finaliser_among_the_files_is_refused_and_may_close(pools, background,
 
     def collected_there():
         with _host_budget._folder(folder):
-            with pytest.raises(StagingError, match="in the middle of a call of this very thread"):
+            with pytest.raises(PinstageError, match="in the middle of a call of this very thread"):
                 pool.acquire(MIB)  # it has to grow: another thread writes its file
             other.close()
 

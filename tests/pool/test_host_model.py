@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pinstage._pool import HostBudget, _host_budget
+from pinstage._pool import HostBudget, _host_budget, usage_of_host
 from pinstage._pool._host_budget import HostIsFull, LimitedMemory
 
 CAP = 100
@@ -144,7 +144,7 @@ class Host(RuleBasedStateMachine):
 
     @invariant()
     def files_say_what_is_held_within_the_cap(self):
-        written = {share.pool: share.nbytes for share in HostBudget.shares()}
+        written = {usage.pool: usage.held_bytes for usage in usage_of_host()}
         assert written == {process.memory._key: process.held for process in self.living}
         assert sum(written.values()) <= CAP
 

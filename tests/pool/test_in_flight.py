@@ -48,7 +48,7 @@ def test_a_lease_that_is_dropped_leaves_the_slab_behind_the_event(pool):
 
 
 def test_what_an_owner_has_is_counted_once(pool):
-    pool.share("offload", at_most=208)
+    pool.set_quota("offload", max_bytes=208)
     event = in_flight(pool)
     lease, _ = lease_in_flight(pool, 100, owner="offload")
     other = pool.acquire(100, owner="offload")

@@ -28,7 +28,7 @@ CALLS = {
 @pytest.mark.parametrize("what", CALLS)
 def test_after_an_interrupt_all_of_the_cap_can_be_leased(memory, what):
     for number in itertools.count(1):
-        pool = SlabPool(memory, max_bytes=1000)
+        pool = SlabPool(1000, memory=memory)
         pool.reserve(100, count=2)
         interrupted = Interrupts(number, *FILES).during(lambda pool=pool: CALLS[what](pool))
         if not pool.closed:
@@ -47,7 +47,7 @@ def test_after_an_interrupt_all_of_the_cap_can_be_leased(memory, what):
 def test_an_interrupted_release_waits_for_its_event_or_was_none(memory):
     for number in itertools.count(1):
         event = ManualEvent()
-        with SlabPool(memory, max_bytes=1000) as pool:
+        with SlabPool(1000, memory=memory) as pool:
             lease = pool.acquire(1000)
             interrupted = Interrupts(number, *FILES).during(lambda lease=lease, event=event: lease.release(after=event))
             if lease.released:
@@ -68,7 +68,7 @@ def test_an_interrupted_end_of_a_block_waits_for_its_work(monkeypatch):
     for number in itertools.count(1):
         event = ManualEvent()
         monkeypatch.setattr("pinstage._pool._pool.record_current_streams", lambda event=event: (event,))
-        with SlabPool(PinnedMemory(), max_bytes=1000) as pool:
+        with SlabPool(1000, memory=PinnedMemory()) as pool:
             leases = [pool.acquire(1000).__enter__()]
             interrupted = Interrupts(number, *FILES).during(
                 lambda leases=leases: leases.pop().__exit__(None, None, None)

@@ -19,9 +19,9 @@ from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarn
 
 VIEWS = {
     "tensor": lambda lease: lease.tensor(),
-    "as_tensor": lambda lease: lease.as_tensor((2, 3), torch.float32),
+    "tensor of a shape": lambda lease: lease.tensor((2, 3), torch.float32),
     "numpy": lambda lease: lease.numpy(),
-    "memoryview": lambda lease: lease.memoryview(),
+    "memoryview": lambda lease: lease.__buffer__(0),
 }
 
 
@@ -51,8 +51,8 @@ def test_all_views_show_the_same_bytes_of_the_slab(pool):
         tensor, array, view, numbers = (
             lease.tensor(),
             lease.numpy(),
-            lease.memoryview(),
-            lease.as_tensor((25,), torch.int32),
+            lease.__buffer__(0),
+            lease.tensor((25,), torch.int32),
         )
         assert tensor.data_ptr() == array.ctypes.data == numbers.data_ptr() == lease.data_ptr()
         tensor.copy_(torch.arange(100, dtype=torch.uint8))
@@ -73,7 +73,7 @@ def test_a_tensor_is_exactly_the_bytes_asked_for(pool):
 
 def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(pool):
     with pool.acquire(101) as lease:
-        array, view = lease.numpy(), lease.memoryview()
+        array, view = lease.numpy(), lease.__buffer__(0)
         assert (array.shape, array.dtype, array.flags.writeable) == ((101,), np.uint8, True)
         assert (view.nbytes, view.format, view.readonly, view.ndim) == (101, "B", False, 1)
         del array, view
@@ -85,7 +85,7 @@ def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(
 )
 def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape, dtype):
     with pool.acquire(96) as lease:
-        view = lease.as_tensor(shape, dtype)
+        view = lease.tensor(shape, dtype)
         assert view.shape == torch.empty(shape).shape
         assert (view.dtype, view.is_contiguous(), view.data_ptr()) == (dtype, True, lease.data_ptr())
         del view
@@ -93,13 +93,13 @@ def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape,
 
 def test_the_default_device_plays_no_part_in_an_empty_view(pool):
     with pool.acquire(4) as lease, torch.device("meta"):
-        assert lease.as_tensor((0, 3), torch.float32).device.type == "cpu"
+        assert lease.tensor((0, 3), torch.float32).device.type == "cpu"
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), 0])
 def test_a_view_without_elements_is_empty(pool, shape):
     with pool.acquire(4) as lease:
-        view = lease.as_tensor(shape, torch.float64)
+        view = lease.tensor(shape, torch.float64)
         assert (view.shape, view.dtype) == (torch.empty(shape).shape, torch.float64)
 
 
@@ -108,13 +108,37 @@ def test_a_view_beyond_the_bytes_asked_for_is_refused_with_both_numbers(pool, sh
     with pool.acquire(101) as lease:
         assert lease.capacity >= 104
         with pytest.raises(ValueError, match=f"{nbytes} bytes, leased 101; acquire more"):
-            lease.as_tensor(shape, torch.float32)
+            lease.tensor(shape, torch.float32)
+
+
+def test_a_tensor_starts_at_its_offset(pool):
+    with pool.acquire(100) as lease:
+        lease.numpy()[:] = range(100)
+        assert lease.tensor(3, offset=97).tolist() == [97, 98, 99]
+        assert lease.tensor(offset=98).tolist() == [98, 99]
+        assert lease.tensor((2,), torch.int16, offset=4).data_ptr() == lease.data_ptr() + 4
+        assert lease.tensor(dtype=torch.float64, offset=88).shape == (1,)
+        assert lease.tensor(offset=100).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"offset": -1}, "multiple of 1 for torch.uint8, and not negative: -1"),
+        ({"offset": 2, "dtype": torch.float32}, "multiple of 4 for torch.float32, and not negative: 2"),
+        ({"offset": 101}, "does not fit"),
+        ({"shape": 1, "offset": 100}, r"shape \(1,\) of torch.uint8 at offset 100 needs 101 bytes, leased 100"),
+    ],
+)
+def test_an_offset_outside_the_lease_is_refused(pool, arguments, message):
+    with pool.acquire(100) as lease, pytest.raises(ValueError, match=message):
+        lease.tensor(**arguments)
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), (-1, -1)])
 def test_a_view_of_negative_size_is_refused(pool, shape):
     with pool.acquire(100) as lease, pytest.raises(ValueError, match="tensor does not fit"):
-        lease.as_tensor(shape, torch.uint8)
+        lease.tensor(shape, torch.uint8)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="PEP 688")
@@ -170,7 +194,8 @@ def test_a_lease_may_be_used_and_released_by_another_thread(pool, background):
 def test_a_released_lease_cannot_be_used(pool, name, use):
     lease = pool.acquire(100)
     lease.release()
-    with pytest.raises(LeaseError, match=rf"already released: {name}\(\) on a lease of 100 bytes; acquire a new one"):
+    verb = name.split()[0]
+    with pytest.raises(LeaseError, match=rf"already released: {verb}\(\) on a lease of 100 bytes; acquire a new one"):
         use(lease)
 
 
@@ -236,9 +261,9 @@ DERIVED = {
     "array of a tensor": lambda lease: lease.tensor().numpy(),
     "tensor of an array": lambda lease: torch.from_numpy(lease.numpy()),
     "slice of an array": lambda lease: lease.numpy()[::7],
-    "slice of a memoryview": lambda lease: lease.memoryview()[1:2],
+    "slice of a memoryview": lambda lease: lease.__buffer__(0)[1:2],
     "storage": lambda lease: lease.tensor().untyped_storage(),
-    "list of rows": lambda lease: list(lease.as_tensor((5, 5), torch.int32).unbind()),
+    "list of rows": lambda lease: list(lease.tensor((5, 5), torch.int32).unbind()),
 }
 
 
@@ -342,7 +367,7 @@ def test_a_closing_pool_waits_for_guards(make_pool, background):
 
 
 def test_a_dropped_pool_frees_no_guarded_slab(memory):
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     lease.guard(event := ManualEvent())
     lease.release()
     del lease
@@ -515,7 +540,7 @@ def test_a_released_lease_is_forgotten_without_a_warning(pool):
 
 def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(full_pool):
     holder = {"lease": full_pool.acquire(100)}
-    holder["view"] = holder["lease"].memoryview()
+    holder["view"] = holder["lease"].__buffer__(0)
     holder["self"] = holder
     gc.disable()  # or it may find the cycle by itself, a moment too early
     try:
@@ -567,7 +592,7 @@ def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
 
 
 def test_a_lease_keeps_its_pool_alive(memory):
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     lease.tensor().fill_(1)
     assert memory.live_bytes == 104
     lease.release()
@@ -577,7 +602,7 @@ def test_a_lease_keeps_its_pool_alive(memory):
 
 def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
     memory = PageableMemory()
-    lease = SlabPool(memory, max_bytes=1000).acquire(100)
+    lease = SlabPool(1000, memory=memory).acquire(100)
     view = lease.tensor()
     view.fill_(42)
     lease.release()
@@ -587,10 +612,10 @@ def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
 
 
 def test_views_of_an_odd_sized_slab_end_at_its_end():
-    with SlabPool(PageableMemory(), max_bytes=4097) as pool, pool.acquire(4097) as lease:
+    with SlabPool(4097, memory=PageableMemory()) as pool, pool.acquire(4097) as lease:
         lease.tensor().fill_(255)
         assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
-        assert lease.as_tensor(math.prod((64, 16)), torch.float32).nbytes == 4096
+        assert lease.tensor(math.prod((64, 16)), torch.float32).nbytes == 4096
 
 
 def test_a_finaliser_may_use_a_memoryview_that_dies_in_the_same_garbage(make_pool):
@@ -608,7 +633,7 @@ def test_a_finaliser_may_use_a_memoryview_that_dies_in_the_same_garbage(make_poo
             used.append(True)
 
     with pool.acquire(4096) as lease:
-        Writer(lease.memoryview())
+        Writer(lease.__buffer__(0))
     gc.collect()
     assert used == [True]
     pool.acquire(4096, timeout=0).release()

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("growing_again"),
 ]
 
-VIEWS = [Lease.tensor, Lease.numpy, Lease.memoryview, lambda lease: lease.as_tensor(lease.nbytes, torch.bool)]
+VIEWS = [Lease.tensor, Lease.numpy, lambda lease: lease.__buffer__(0), lambda lease: lease.tensor(dtype=torch.bool)]
 CLASSES = sorted({steps << doublings for steps in range(1, 17) for doublings in range(8)})
 """What a slab may have: from eight steps to a doubling to the next, 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
 
@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.granularity = granularity
         self.max_bytes = max_bytes
         self.memory = CountingMemory(granularity)
-        self.pool = SlabPool(self.memory, max_bytes=max_bytes)
+        self.pool = SlabPool(max_bytes, memory=self.memory)
 
     # -- the model
 

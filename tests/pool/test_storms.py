@@ -46,14 +46,14 @@ def storm(*arguments):
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader"])
 def test_after_interrupts_of_the_main_thread_all_is_back_and_nothing_was_printed(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
     assert (found["wrong"], told) == ([], "")
 
 
-@pytest.mark.parametrize("what", ["pool", "stager", "ring", "to_host", "loader"])
+@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader"])
 def test_after_interrupts_of_other_threads_all_is_back(what):
     found, _ = storm(what, 50, "threads")
     assert found["interrupted"] >= 50
@@ -110,27 +110,26 @@ def with_stager():
 
 
 class House:
-    """A pool, two stagers, a ring and a loader; and garbage that holds something of each."""
+    """A pool, a stager and a loader; and garbage that holds something of each."""
 
     def __init__(self):
-        self.pool = ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB")
+        self.pool = ps.SlabPool("1MiB", memory=ps.PageableMemory())
         self.stager = ps.Stager("cpu", pool=self.pool, timeout=5)
-        self.ring = ps.Stager("cpu", pool=self.pool, ring=8, timeout=5)
         self.loader = ps.DataLoader([batch()] * 2, None, device="cpu", max_bytes="64KiB")
         self.sizes = itertools.cycle([500, 5_000, 50_000, 700_000, 3_000])
 
     def leave_garbage(self):
-        generators = [with_lease(self.pool), with_batch(self.stager), with_batch(self.ring), with_stager()]
+        generators = [with_lease(self.pool), with_batch(self.stager), with_stager()]
         for generator in generators:
             next(generator)
         lease = self.pool.acquire(600)
         viewed = self.pool.acquire(800)
         iterator = iter(self.loader)
         next(iterator)
-        prefetched = iter(self.ring.prefetch([batch()] * 4, depth=1))
+        prefetched = iter(self.stager.prefetch([batch()] * 4, depth=1))
         next(prefetched)
         things = [lease, [viewed, viewed.tensor()], iterator, prefetched, *generators]
-        things += [self.stager.stage(batch()), self.ring.stage(batch()), self.stager.to_host(batch())]
+        things += [self.stager.stage(batch()), self.stager.fetch(batch())]
         things.append(ps.Stager("cpu", max_bytes="64KiB"))
         things[-1].to_device(batch())
         for thing in things:
@@ -145,11 +144,8 @@ class House:
     def use_stager(self):
         return self.stager.to_device(batch())
 
-    def use_ring(self):
-        return self.ring.to_device(batch())
-
-    def use_to_host(self):
-        return self.stager.to_host(batch()).get()
+    def use_fetch(self):
+        return self.stager.to_host(batch())
 
     def use_loader(self):
         [first, *_] = list(self.loader)
@@ -159,7 +155,7 @@ class House:
         gc.collect()
         for stats in (self.pool.stats, lambda: self.loader.stats().pool):
             wait_until(lambda stats=stats: stats().leased_slabs == stats().in_flight_slabs == 0)
-        held = [self.ring.to_device(batch()) for _ in range(8)]
+        held = [self.stager.to_device(batch()) for _ in range(8)]
         assert all(data.same(found, batch()) for found in held)
 
 
@@ -174,7 +170,7 @@ def house():
     found.assert_all_back()
 
 
-USES = ["pool", "stager", "ring", "to_host", "loader"]
+USES = ["pool", "stager", "fetch", "loader"]
 THRESHOLDS = gc.get_threshold()
 
 
@@ -227,7 +223,7 @@ def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
 
         sys.settrace(ask)
         try:
-            stager.to_host(stager.to_device([torch.ones(2)])).get()
+            stager.to_host(stager.to_device([torch.ones(2)]))
         finally:
             sys.settrace(None)
 
@@ -240,7 +236,7 @@ def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
 
 @pytest.mark.filterwarnings("ignore:lease was never released")
 def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
-    pool = ps.SlabPool(ps.PageableMemory(), max_bytes="4KiB")
+    pool = ps.SlabPool("4KiB", memory=ps.PageableMemory())
     found = []
 
     def hold():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -309,17 +310,35 @@ def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next
     assert "(not pinned)" in text
     for title in (".to()", "clone + .to()", "Stager", "DataLoader"):
         assert f"{title}: 3 batches ..." in lines
-    for row in ("copies a batch", "bytes a batch", "staging bytes held", "cap"):
+    for row in ("copies per batch", "bytes per batch", "staging bytes held", "cap"):
         assert sum(line.strip().startswith(row) for line in lines) == 1, row
-    assert "shown: losses of 3 batches, equal bit for bit in all 4 ways" in lines[-3]
-    assert lines[-2].startswith("no GPU:")
-    assert lines[-1].startswith("next: ")
+    assert any(line.startswith("shown: losses of 3 batches, equal bit for bit in all 4 ways") for line in lines)
+
+
+def test_without_a_gpu_it_shows_verdicts_and_labelled_figures_of_one(shown: list[str]) -> None:
+    assert lines_after(shown, "pinstage audit, of one batch:")[0].startswith("  pin_memory=True would pin 0 of ")
+    (label,) = [line for line in shown if line.startswith("no GPU here")]
+    assert "NVIDIA H200 (commit " in label
+    figures = r"  \.to\(\) [\d.]+, pin \+ \.to\(\) [\d.]+, Stager [\d.]+, DataLoader [\d.]+"
+    assert re.fullmatch(figures, lines_after(shown, label)[0])
+    assert any("One slab would take" in line for line in shown)
+
+
+def lines_after(lines: list[str], line: str) -> list[str]:
+    return lines[lines.index(line) + 1 :]
+
+
+def test_its_last_line_is_a_command_that_works(shown: list[str]) -> None:
+    done = subprocess.run(shown[-1].split(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pin_memory=True would pin 0 of ")
 
 
 def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(shown: list[str]) -> None:
     lines = shown
-    assert not [line for line in lines if "time in total" in line or "staging alone" in line]
-    table = lines[lines.index("DataLoader: 3 batches ...") + 1 : -4]
+    assert not [line for line in lines if "time in total" in line or "us per leaf" in line]
+    end = next(index for index, line in enumerate(lines) if line.startswith("copies: "))
+    table = lines[lines.index("DataLoader: 3 batches ...") + 1 : end]
     assert max(map(len, table)) <= 80
 
 
@@ -343,7 +362,7 @@ def test_the_demo_fails_when_one_way_trains_to_another_loss(
     monkeypatch.setattr(run, "make_ways", make_ways)
     assert main(SMOKE) == 1
     captured = capsys.readouterr()
-    assert "bytes a batch" in captured.out
+    assert "bytes per batch" in captured.out
     assert "equal bit for bit" not in captured.out
     assert "losses differ: 'Stager' is not '.to()' bit for bit" in captured.err
     assert "first batch 1 " in captured.err

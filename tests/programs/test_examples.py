@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for loader in ("plain", "pinstage"):
         out = tmp_path_factory.mktemp("ddp") / f"{loader}.json"
         options = {"--device": "cpu", "--loader": loader, "--hours": 8 * STEPS, "--epochs": 2, "--batch-size": 4}
-        options |= {"--workers": 1, "--max-bytes": "64MiB/host", "--out": out}
+        options |= {"--workers": 1, "--budget": "64MiB", "--out": out}
         torchrun(DDP, *(word for option in options.items() for word in option))
         found[loader] = json.loads(out.read_text())
     return found
@@ -57,7 +58,7 @@ def test_each_rank_has_a_pool_of_its_own(reports):
     assert first["pid"] != second["pid"]
     for report in (first, second):
         assert report["batches"] == 2 * STEPS <= report["copies"]
-        assert 0 < report["held_bytes"] <= report["max_bytes"] == 32 * MIB  # half of the host's
+        assert 0 < report["held_bytes"] <= report["max_bytes"] == 64 * MIB
 
 
 def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
@@ -65,6 +66,32 @@ def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
     printed = run_example("offload.py", *(word for option in small.items() for word in option))
     assert "bit for bit: True" in printed
     assert " tensors sent" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(
+            "cuda_graph.py",
+            "cuda_graph.py needs a CUDA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
+        ("ddp.py", "ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py"),
+    ],
+)
+def test_an_example_says_in_one_line_what_it_lacks(name, words):
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(words)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_index_has_every_example():
+    index = (EXAMPLES / "README.md").read_text()
+    programs = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("frameworks/train_*.py"), EXAMPLES / "demo" / "__main__.py"]
+    assert [path for path in programs if f"]({path.relative_to(EXAMPLES)})" not in index] == []
 
 
 # -- the case studies --------------------------------------------------------------------------------------------------

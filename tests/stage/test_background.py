@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._batch import _borrowing
+from pinstage._batch import _pack as _borrowing
 from pinstage._stage import _background
-from pinstage.errors import PoolClosedError, StagingError
+from pinstage.errors import PinstageError, PoolClosedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -340,7 +340,7 @@ def large(index):
     ],
 )
 def test_what_torchs_loader_page_locked_is_not_packed_again(prefetch, stager, monkeypatch, options, borrows):
-    monkeypatch.setattr(_borrowing, "is_page_locked", lambda _: True)
+    monkeypatch.setattr("pinstage._stage._stager.pieces_of", lambda tensor: [(0, tensor.nbytes)])
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
     assert same(list(prefetch(source)), batches)
@@ -426,7 +426,7 @@ def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
         source.go_on()
         wait_until(lambda: pool.stats().waits == 2 - is_first)
 
-    with ps.SlabPool(ps.PageableMemory(), max_bytes="1MiB") as pool, ps.Stager("cpu", pool=pool) as stager:
+    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
         wait_until(lambda: not _background._threads)
@@ -458,7 +458,7 @@ def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
 
 
 def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
-    stager = make_stager(ring=4)
+    stager = make_stager()
     batches = iter(stager.prefetch(numbered(10), background=True))
     next(batches)
     wait_until(lambda: stager.stats().batches == 3)
@@ -492,7 +492,7 @@ def test_a_source_that_does_not_return_is_an_error_that_says_where_it_is(stager,
     batches = stager.prefetch(source, background=True)
     leave_by_break(batches, in_the_second(source))
     with pytest.raises(
-        StagingError, match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line"
+        PinstageError, match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line"
     ):
         iter(batches) if what == "a pass" else batches.load_state_dict(None)
     source.go_on()
@@ -506,7 +506,7 @@ def test_a_loaders_timeout_is_how_long_a_new_pass_waits(stager):
     held = Held()
     batches = stager.prefetch(Source(range(9), num_workers=1, timeout=0.05), background=True)
     leave_by_break(batches, in_the_second(held))
-    with pytest.raises(StagingError, match=r"cannot read the Source: .* after 0\.05 s"):
+    with pytest.raises(PinstageError, match=r"cannot read the Source: .* after 0\.05 s"):
         iter(batches)
     held.go_on()
 
@@ -561,7 +561,7 @@ def test_a_forked_child_is_told_that_the_thread_is_not_there(stager):
     next(iterator)
 
     def claim():
-        with pytest.raises(StagingError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"):
+        with pytest.raises(PinstageError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"):
             next(iterator)
         assert _background._threads == {}
         iter(batches)
@@ -664,7 +664,7 @@ class Slow(ps.PageableMemory):
         staging.set()
         return super().allocate(nbytes)
 
-stager = ps.Stager("cpu", pool=ps.SlabPool(Slow(), max_bytes="64MiB"))
+stager = ps.Stager("cpu", pool=ps.SlabPool("64MiB", memory=Slow()))
 batches = iter(stager.prefetch((torch.ones(50_000 * (1 + n)) for n in range(3)), background=True))
 next(batches)
 time.sleep(0.2)

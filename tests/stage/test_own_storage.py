@@ -19,6 +19,7 @@ from strategies import assert_same, batches, tensor_of
 from torch.autograd import forward_ad
 
 import pinstage as ps
+from pinstage._batch import content_of
 from pinstage._batch._blocks import OWN_LEAVES
 from pinstage._stage._device import CpuTarget
 from pinstage._stage._run_ahead import RUN_AHEAD
@@ -54,7 +55,7 @@ def _wrapped(batch, own_storage):
 
 WAYS = {
     "to_device": lambda batch, own: _call(batch, own, lambda stager, batch: stager.to_device(batch)),
-    "stage": lambda batch, own: _call(batch, own, lambda stager, batch: stager.stage(batch).get()),
+    "stage": lambda batch, own: _call(batch, own, lambda stager, batch: stager.stage(batch).wait()),
     "prefetch": lambda batch, own: _call(batch, own, lambda stager, batch: next(iter(stager.prefetch([batch])))),
     "loader": lambda batch, own: _loader(batch, own, 0),
     "workers": lambda batch, own: _loader(batch, own, 2),
@@ -110,7 +111,7 @@ def test_all_leaves_are_views_of_one_slab_by_choice(way, make):
 def test_the_number_of_leaves_decides(make_stager, count):
     batch = [torch.full((3,), float(number)) for number in range(count)]
     transfer = make_stager().stage(batch)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
     assert transfer.blocks == (count if count == OWN_LEAVES else 1)
 
 
@@ -153,7 +154,7 @@ def stagers():
 def test_a_batch_is_the_same_whoever_shares_memory(stagers, batch):
     for stager in stagers:
         assert_same(batch, stager.to_device(batch), "cpu")
-        assert_same(batch, stager.stage(batch).get(), "cpu")
+        assert_same(batch, stager.stage(batch).wait(), "cpu")
 
 
 # -- saving, sending, copying ------------------------------------------------------------------------------------------
@@ -289,8 +290,8 @@ def test_blocks_are_ranges_of_one_size_group_and_dtype():
 @pytest.mark.parametrize("make", [few, many, samples])
 def test_the_table_does_not_depend_on_who_shares_memory(make_stager, make):
     batch = make()
-    tables = [make_stager("64MiB", own_storage=own).stage(batch).layout.slots for own in ("auto", True, False)]
-    assert tables[0] == tables[1] == tables[2] == ps.Layout.of(batch).slots
+    tables = [make_stager("64MiB", own_storage=own).stage(batch)._table for own in ("auto", True, False)]
+    assert tables[0] == tables[1] == tables[2] == content_of(ps.Layout.of(batch))[1]
 
 
 @pytest.mark.usefixtures("both_paths")
@@ -495,8 +496,8 @@ def test_a_dual_tensor_takes_the_other_path_and_keeps_its_tangent(stager, moved_
 
 @pytest.mark.parametrize(
     "options",
-    [{"own_storage": False}, {"ring": 3}, {"keep": lambda path, leaf: False}],
-    ids=["one slab", "ring", "keep"],
+    [{"own_storage": False}, {"keep_on_host": lambda path, leaf: False}],
+    ids=["one slab", "keep_on_host"],
 )
 def test_some_options_need_the_other_path(make_stager, moved_directly, options):
     batch = [torch.arange(3), torch.ones(2)]

@@ -28,16 +28,15 @@ from torch.nn.utils.rnn import pack_sequence
 
 from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
 from pinstage._batch import ALIGNMENT
+from pinstage._compat.calls import memory_of
 from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
 from pinstage._stage._run_ahead import RUN_AHEAD
-from pinstage._stage._stager import SMALL_BYTES
-from pinstage._torch import memory_of
 from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,
     LayoutError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
 
 KIB, MIB = 1024, 1024 * 1024
@@ -69,7 +68,7 @@ def refused():
 
 @pytest.fixture(scope="module")
 def shared_stager():
-    with Stager("cpu", max_bytes="64MiB", threads=2) as stager:
+    with Stager("cpu", max_bytes="64MiB", pack_threads=2) as stager:
         yield stager
 
 
@@ -80,14 +79,14 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pinstage._stage._stager.AT_ONCE_BYTES", at_once_bytes)
         transfer = shared_stager.stage(batch)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
     after = shared_stager.stats()
     assert after.batches == before.batches + 1
     assert after.copies - before.copies == transfer.copies
     assert (
         transfer.copies <= transfer.blocks <= after.packed_leaves - before.packed_leaves or transfer.nbytes >= 2 << 20
     )
-    assert after.packed_leaves - before.packed_leaves == len(transfer.layout.slots)
+    assert after.packed_leaves - before.packed_leaves == len(Layout.of(batch).slots)
     assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
     takes_slab = transfer.nbytes > at_once_bytes
     assert after.pool.hits + after.pool.misses - before.pool.hits - before.pool.misses == takes_slab
@@ -115,14 +114,14 @@ def test_the_source_may_be_changed_right_after_stage(stager):
     batch["label"].fill_(-1)
     batch["ids"][:] = 0
     batch["more"][0][0].zero_()
-    assert_same(expected, transfer.get(), "cpu")
+    assert_same(expected, transfer.wait(), "cpu")
 
 
 @pytest.mark.usefixtures("slabs_for_all")
 def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
     transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
     assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
-    staged = [transfer.get() for transfer in transfers]
+    staged = [transfer.wait() for transfer in transfers]
     for seed, one in enumerate(staged):
         assert_same(some_batch(seed)["image"], one["image"], "cpu")
         one["image"].zero_()
@@ -164,7 +163,7 @@ def test_the_default_device_plays_no_part(stager):
 @pytest.mark.parametrize("batch", [None, {}, [], "text", 3, {"a": [None, (), "b"]}], ids=repr)
 def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
     transfer = stager.stage(batch)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
     assert transfer.copies == 0
     stats = stager.stats()
     assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.misses) == (1, 0, 0, 0)
@@ -173,7 +172,7 @@ def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
 def test_a_batch_of_empty_tensors_needs_no_slab(stager):
     batch = [torch.zeros(0), torch.zeros(2, 0, dtype=torch.int8), np.zeros((0, 3))]
     transfer = stager.stage(batch)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
     assert transfer.copies == 0
     assert stager.stats().pool.misses == 0
 
@@ -190,8 +189,8 @@ def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(st
         "plain": torch.ones(2),
     }
     transfer = stager.stage([batch, batch["sparse"]])
-    assert transfer.passthrough == 4
-    staged, again = transfer.get()
+    assert transfer.passthrough_leaves == 4
+    staged, again = transfer.wait()
     assert_same(batch, staged, "cpu")
     assert again is staged["sparse"]
     assert stager.stats().passthrough_leaves == 4
@@ -201,8 +200,8 @@ def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(st
 def test_a_batch_of_nothing_but_those_needs_no_slab(stager):
     batch = [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
     transfer = stager.stage(batch)
-    assert (transfer.copies, transfer.passthrough) == (0, 2)
-    assert_same(batch, transfer.get(), "cpu")
+    assert (transfer.copies, transfer.passthrough_leaves) == (0, 2)
+    assert_same(batch, transfer.wait(), "cpu")
     assert stager.stats().pool.misses == 0
 
 
@@ -228,9 +227,9 @@ def test_a_transfer_knows_what_travels(stager):
     batch = some_batch()
     transfer = stager.stage(batch)
     assert isinstance(transfer, Transfer)
-    assert transfer.layout == Layout.of(batch)
+    assert transfer.nbytes == Layout.of(batch).nbytes
     assert transfer.copies == transfer.blocks == 4
-    assert transfer.passthrough == 0
+    assert transfer.passthrough_leaves == 0
     assert f"nbytes={Layout.of(batch).nbytes} copies=4 to cpu done" in repr(transfer)
 
 
@@ -243,22 +242,21 @@ def test_on_the_cpu_a_transfer_is_done_at_once(stager):
 
 def test_a_transfer_gives_the_same_batch_each_time(stager):
     transfer = stager.stage(some_batch())
-    assert transfer.get() is transfer.get()
+    assert transfer.wait() is transfer.wait()
     nothing = stager.stage(None)
-    assert nothing.get() is nothing.get() is None
+    assert nothing.wait() is nothing.wait() is None
 
 
 # -- what travels at once ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"ring": 2, "ring_bytes": "1MiB"}], ids=["fresh", "ring"])
-def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager, options):
-    stager = make_stager(**options)
+def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager):
+    stager = make_stager()
     for nbytes, slabs in ((1, 0), (AT_ONCE_BYTES, 0), (AT_ONCE_BYTES + 1, 1), (AT_ONCE_BYTES, 1)):
         source = tensor_of(torch.uint8, (nbytes,))
         transfer = stager.stage(source)
         assert (transfer.copies, transfer.nbytes) == (1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        assert_same(source, transfer.get(), "cpu")
+        assert_same(source, transfer.wait(), "cpu")
         assert stager.pool.stats().hits + stager.pool.stats().misses == slabs
 
 
@@ -301,57 +299,27 @@ class Done(str):
         return True
 
 
-def test_a_ring_whose_batches_are_now_small_and_now_large_waits_for_all_that_used_them(make_stager, log):
-    stager = make_stager(max_bytes="8MiB", ring=1, ring_bytes="1MiB")
-    small, large = torch.ones(3), torch.ones(SMALL_BYTES // 4)
-    by_small = [("copy", "current")]
-    bound = ("event", "current")  # how far the host runs ahead
-    chunks = 1 if _native.core is None else 2
-    by_large = [bound, *[("copy", "for copies")] * chunks, ("event", "for copies")]
-    used = ("event", "current")
-    stager.to_device(small)
-    stager.to_device(small)
-    assert log == [*by_small, *by_small]
-    log.clear()
-    stager.to_device(large)
-    assert log == [used, ("for copies", "waits for", "current"), *by_large]
-    log.clear()
-    stager.to_device(large)
-    assert log == [used, ("for copies", "waits for", "current"), *by_large]
-    log.clear()
-    stager.to_device(small)
-    assert log == [used, ("current", "waits for", "current"), *by_small]
-
-
-@pytest.mark.parametrize("ring", [None, 1])
-def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, log, ring):
-    stager = make_stager(ring=ring)
+def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, log):
+    stager = make_stager()
     stager.to_device(torch.ones(3))
     assert log == [("copy", "current")]
-    stager = make_stager(ring=ring)
     log.clear()
-    stager.stage(torch.ones(3)).get("another")
+    stager.stage(torch.ones(3)).wait("another")
     assert log == [("copy", "current"), ("event", "current")]
-    log.clear()
-    stager.stage(torch.ones(3))
-    used = [("event", "another"), ("current", "waits for", "another")] if ring else []  # its own work is in order
-    assert log == [*used, ("copy", "current"), ("event", "current")]
 
 
-@pytest.mark.parametrize("ring", [None, 2])
-def test_the_stream_that_a_batch_travels_on_has_nothing_to_wait_for(make_stager, log, monkeypatch, ring):
+def test_the_stream_that_a_batch_travels_on_has_nothing_to_wait_for(make_stager, log, monkeypatch):
     given = []
     monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
-    stager = make_stager(max_bytes="8MiB", ring=ring, ring_bytes=None if ring is None else "1MiB")
+    stager = make_stager(max_bytes="8MiB")
     small = stager.stage(torch.ones(3))
-    given.clear()  # a ring's slab is of the stream for copies, and is kept for the one that a small batch is written on
-    small.get()
+    small.wait()
     assert given == []
-    small.get("another")
-    small.get()
+    small.wait("another")
+    small.wait()
     assert given == [("current", 1, "another")]
     given.clear()
-    stager.stage(torch.ones(AT_ONCE_BYTES)).get()
+    stager.stage(torch.ones(AT_ONCE_BYTES)).wait()
     assert given == [("for copies", 1, "current")]
     given.clear()
     stager.to_device(torch.ones(AT_ONCE_BYTES))  # on the current stream
@@ -366,7 +334,7 @@ def test_the_host_slab_is_free_when_stage_returns(stager):
     transfer = stager.stage(some_batch())
     stats = stager.stats().pool
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
-    assert transfer.get()
+    assert transfer.wait()
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -458,7 +426,7 @@ class Exhausting:
 def test_an_error_of_unflatten_is_the_callers(stager):
     transfer = stager.stage(Exhausting(torch.zeros(3)))
     with pytest.raises(KeyError, match="cannot be put together"):
-        transfer.get()
+        transfer.wait()
 
 
 # -- large batches -----------------------------------------------------------------------------------------------------
@@ -466,7 +434,7 @@ def test_an_error_of_unflatten_is_the_callers(stager):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads):
-    stager = make_stager(max_bytes="256MiB", threads=threads)
+    stager = make_stager(max_bytes="256MiB", pack_threads=threads)
     batch = [
         tensor_of(torch.uint8, (32 * MIB + 7,)),
         tensor_of(torch.float32, (3, 5)),
@@ -475,7 +443,7 @@ def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads
     transfer = stager.stage(batch)
     assert transfer.copies == stager.stats().copies
     assert transfer.copies in range(11, 15)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
 
 
 class LateTarget(CpuTarget):
@@ -530,19 +498,18 @@ def batch_of_many_chunks(seed):
     }
 
 
-@pytest.mark.parametrize("ring", [None, 3])
 @pytest.mark.parametrize(
     ("how", "lag"),
     [("reused", 0), ("reused", 1), ("reused", 3), ("reused", 100), ("captured", 1), ("cannot demote", 1)],
 )
-def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, ring, lag, how):
+def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
-    stager = make_stager(max_bytes="512MiB", ring=ring, threads=1 if lag == 1 else 3)
+    stager = make_stager(max_bytes="512MiB", pack_threads=1 if lag == 1 else 3)
     target = stager._target = LateTarget(lag, is_capturing=how == "captured")
     staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
     for transfer, seed in staged:
         transfer.synchronize()
-        assert_same(batch_of_many_chunks(seed), transfer.get(), "cpu")
+        assert_same(batch_of_many_chunks(seed), transfer.wait(), "cpu")
         assert transfer.copies > 9
     of_one = target.sources()[: staged[0][0].copies]
     if how != "reused" or lag == 100:
@@ -554,11 +521,11 @@ def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stag
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("nbytes", [2 * KIB, 62 * KIB])  # one batch takes a slab, the other does not
 def test_a_small_batch_of_one_kind_is_copied_once(make_stager, threads, nbytes):
-    stager = make_stager(max_bytes="256MiB", threads=threads)
+    stager = make_stager(max_bytes="256MiB", pack_threads=threads)
     batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [tensor_of(torch.uint8, (3, 5)).t()]
     transfer = stager.stage(batch)
     assert (transfer.copies, transfer.blocks) == (1, 1)
-    assert_same(batch, transfer.get(), "cpu")
+    assert_same(batch, transfer.wait(), "cpu")
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -682,11 +649,11 @@ def leave_by_close(batches):
 
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_an_exception, leave_by_close])
 def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(prefetch, make_stager, leave):
-    stager = make_stager(ring=5)
+    stager = make_stager()
     reading = Reading(10)
     leave(prefetch(reading, depth=3, stager=stager))
     wait_until(lambda: reading.closed)
-    kept = [stager.to_device(some_batch(seed)) for seed in range(5)]  # or the ring has no slab for each
+    kept = [stager.to_device(some_batch(seed)) for seed in range(5)]
     assert len(kept) == 5
 
 
@@ -706,7 +673,7 @@ def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(prefetch):
 
 
 def test_a_stager_has_a_device_and_a_pool():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool, Stager("cpu", pool=pool) as stager:
         assert stager.device == torch.device("cpu")
         assert stager.pool is pool
 
@@ -720,7 +687,7 @@ def test_the_pool_that_is_made_has_the_cap_that_was_given_and_plain_memory_on_th
 
 def test_a_cap_beside_a_pool_is_refused():
     with (
-        SlabPool(PageableMemory(), max_bytes="1MiB") as pool,
+        SlabPool("1MiB", memory=PageableMemory()) as pool,
         pytest.raises(ValueError, match="exclude each other: max_bytes='2MiB'; give"),
     ):
         Stager("cpu", pool=pool, max_bytes="2MiB")
@@ -735,7 +702,7 @@ def test_other_devices_are_refused(device):
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 def test_a_cuda_device_without_cuda_is_refused(device):
-    with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+    with pytest.raises(PinstageError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
         Stager(device)
 
 
@@ -748,7 +715,7 @@ def test_without_a_device_and_without_cuda_batches_go_to_the_cpu():
 
 def test_less_than_one_thread_is_refused():
     with pytest.raises(ValueError, match="threads must be at least 1: 0"):
-        Stager("cpu", threads=0)
+        Stager("cpu", pack_threads=0)
 
 
 def test_after_close_nothing_is_staged_and_what_was_staged_stays():
@@ -757,7 +724,7 @@ def test_after_close_nothing_is_staged_and_what_was_staged_stays():
         transfer = stager.stage(some_batch(1))
     assert stager.pool.closed
     assert_same(some_batch(), staged, "cpu")
-    assert_same(some_batch(1), transfer.get(), "cpu")
+    assert_same(some_batch(1), transfer.wait(), "cpu")
     for batch in (some_batch(), torch.zeros(100_000)):
         with pytest.raises(PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"):
             stager.stage(batch)
@@ -766,7 +733,7 @@ def test_after_close_nothing_is_staged_and_what_was_staged_stays():
 
 @pytest.mark.usefixtures("slabs_for_all")
 def test_close_leaves_a_shared_pool_open():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
             assert_same(some_batch(1), one.to_device(some_batch(1)), "cpu")
             assert_same(some_batch(2), other.to_device(some_batch(2)), "cpu")
@@ -780,7 +747,7 @@ def test_close_leaves_a_shared_pool_open():
 
 
 def test_several_threads_stage_at_once(make_stager):
-    stager = make_stager(max_bytes="8KiB", threads=2)
+    stager = make_stager(max_bytes="8KiB", pack_threads=2)
     barrier = threading.Barrier(4)
 
     def work(first):
@@ -818,8 +785,8 @@ def test_a_transfer_does_not_keep_the_batch_it_was_made_of(stager):
     transfer = stager.stage({"x": source, "label": "a"})
     del source
     assert gone() is None
-    assert torch.equal(transfer.get()["x"], torch.ones(10))
-    assert transfer.get()["label"] == "a"
+    assert torch.equal(transfer.wait()["x"], torch.ones(10))
+    assert transfer.wait()["label"] == "a"
 
 
 class Ended:

@@ -14,7 +14,7 @@ from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage import Stager
-from pinstage._batch import DIRECT_BYTES
+from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._stage import _device
 from pinstage._stage._device import CpuSource, Events
 from pinstage.errors import AcquireTimeoutError, LayoutError, PoolClosedError, PoolFrozenError
@@ -77,8 +77,8 @@ def shared_stager():
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(tree=batches(), copy=...)
 def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
-    fetched = shared_stager.to_host(tree, copy=copy).get()
-    again = shared_stager.to_host(tree, copy=copy).get()
+    fetched = shared_stager.fetch(tree, copy=copy).wait()
+    again = shared_stager.fetch(tree, copy=copy).wait()
     for result in (fetched, again):
         for leaf, staged in zip(known.leaves_of(tree), known.leaves_of(result), strict=True):
             if isinstance(leaf, torch.Tensor) and known.packable(leaf):
@@ -99,7 +99,7 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
         *(tensor_of(dtype, (n, 3, 2), n) for n in range(5)),
         tensor_of(dtype, (4, 4), 5)[:, ::2],
     ]
-    fetched = stager.to_host(tree, copy=copy).get()
+    fetched = stager.fetch(tree, copy=copy).wait()
     for ours, theirs in zip(fetched, tree, strict=True):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(bits(ours), bits(theirs))
@@ -108,36 +108,36 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
 def test_channels_last_tensors_keep_their_strides(stager):
     image = tensor_of(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last)
     frames = torch.ones(2, 3, 300, 300).to(memory_format=torch.channels_last)
-    fetched = stager.to_host([image, frames]).get()
+    fetched = stager.fetch([image, frames], copy=False).wait()
     assert [tensor.stride() for tensor in fetched] == [image.stride(), frames.stride()]
     assert torch.equal(fetched[0], image)
 
 
 def test_a_tensor_met_twice_travels_once_and_comes_back_as_one(stager):
     tensor = torch.ones(100)
-    transfer = stager.to_host({"a": tensor, "b": [tensor]})
-    fetched = transfer.get()
+    transfer = stager.fetch({"a": tensor, "b": [tensor]}, copy=False)
+    fetched = transfer.wait()
     assert fetched["a"] is fetched["b"][0]
     assert transfer.nbytes == 400
 
 
 def test_arrays_and_values_come_back_as_the_objects_they_are(stager):
     tree = {"array": np.ones(3), "text": "abc", "tensor": torch.ones(2)}
-    fetched = stager.to_host(tree).get()
+    fetched = stager.fetch(tree, copy=False).wait()
     assert fetched["array"] is tree["array"]
     assert fetched["text"] is tree["text"]
 
 
 def test_a_tree_without_tensors_needs_no_slab(stager):
-    transfer = stager.to_host({"a": "text", "b": [None, 3], "c": torch.zeros(0, 3)})
+    transfer = stager.fetch({"a": "text", "b": [None, 3], "c": torch.zeros(0, 3)}, copy=False)
     assert (transfer.copies, transfer.nbytes, transfer.query()) == (0, 0, True)
-    assert transfer.get()["c"].shape == (0, 3)
+    assert transfer.wait()["c"].shape == (0, 3)
     assert stager.pool.stats().misses == 0
 
 
 def test_tensors_that_require_grad_come_by_their_own_to(stager):
     weight = torch.ones(3, requires_grad=True)
-    fetched = stager.to_host({"w": weight, "x": torch.ones(2)}).get()
+    fetched = stager.fetch({"w": weight, "x": torch.ones(2)}, copy=False).wait()
     assert fetched["w"] is weight  # as weight.to("cpu") is
     assert torch.equal(fetched["x"], torch.ones(2))
 
@@ -151,25 +151,25 @@ def test_large_dense_tensors_are_copied_from_where_they_are(stager, held):
     large = [torch.randn(DIRECT_BYTES // 4), torch.randn(2, 3, DIRECT_BYTES // 16).transpose(0, 1)]
     strided = torch.randn(DIRECT_BYTES // 4, 2)[:, 0]
     small = [torch.randn(SOME_FLOATS) for _ in range(50)]
-    transfer = stager.to_host([small[:25], large, strided, small[25:]])
+    transfer = stager.fetch([small[:25], large, strided, small[25:]], copy=False)
     owned = [piece.owned for piece in held.pieces]
     assert sorted(owned) == [False, False, True]
     assert transfer.copies == 3
     assert {piece.there.data_ptr() for piece in held.pieces if not piece.owned} == {t.data_ptr() for t in large}
     held.finish()
-    assert_same([small[:25], large, strided, small[25:]], transfer.get(), "cpu")
+    assert_same([small[:25], large, strided, small[25:]], transfer.wait(), "cpu")
 
 
 def test_a_tree_met_again_is_fetched_with_its_new_values(stager):
     for seed in range(6):
         tree = {"x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)], "n": seed}
-        assert_same(tree, stager.to_host(tree).get(), "cpu")
+        assert_same(tree, stager.fetch(tree, copy=False).wait(), "cpu")
 
 
 def test_the_counters_say_what_travelled(stager):
     tree = [torch.ones(100), torch.ones(50)]
-    stager.to_host(tree).get()
-    stager.to_host(tree, copy=True).get()
+    stager.fetch(tree, copy=False).wait()
+    stager.to_host(tree)
     stats = stager.stats()
     assert (stats.fetches, stats.fetch_copies, stats.fetched_bytes) == (2, 2, 2 * 608)
     assert stats.batches == 0
@@ -180,7 +180,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
 
     def fetch_all(start):
         for size in (*range(start, 400), *range(start)):
-            assert stager.to_host([torch.ones(size), torch.ones(3)]).get()[0].numel() == size
+            assert stager.fetch([torch.ones(size), torch.ones(3)], copy=False).wait()[0].numel() == size
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -197,13 +197,13 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
 
 def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, background):
     tree = some_tree()
-    transfer = stager.to_host(tree)
+    transfer = stager.fetch(tree, copy=False)
     assert not transfer.query()
     assert "done" not in repr(transfer)
-    result = background(transfer.get)
+    result = background(transfer.wait)
     assert stays_blocked(result)
     reachable = [name for name in dir(transfer) if not name.startswith("_")]
-    assert set(reachable) == {"copies", "get", "nbytes", "query", "synchronize"}
+    assert set(reachable) == {"copies", "nbytes", "query", "synchronize", "wait"}
     held.finish()
     assert_same(tree, outcome(result), "cpu")
     assert transfer.query()
@@ -211,17 +211,17 @@ def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, backgro
 
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_failed_copy_is_an_error_and_shows_nothing(stager, held, copy):
-    transfer = stager.to_host([torch.ones(3)], copy=copy)
+    transfer = stager.fetch([torch.ones(3)], copy=copy)
     held.event.error = RuntimeError("device-side assert")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="device-side assert"):
-            transfer.get()
+            transfer.wait()
     held.event.error = None
     held.finish()
 
 
 def test_the_slab_of_a_transfer_that_is_dropped_stays_away_until_its_copy_is_done(stager, held):
-    stager.to_host([torch.ones(3)])
+    stager.fetch([torch.ones(3)])
     gc.collect()
     assert stager.pool.stats().in_flight_slabs == 1
     held.finish()
@@ -244,7 +244,7 @@ def test_several_events_are_done_when_all_are():
 
 
 def test_the_slab_goes_back_when_the_last_view_has_died(stager):
-    fetched = stager.to_host([torch.ones(100), torch.ones(50)]).get()
+    fetched = stager.fetch([torch.ones(100), torch.ones(50)], copy=False).wait()
     assert stager.pool.stats().in_flight_slabs == 1
     part = fetched[1][10:]
     del fetched
@@ -256,14 +256,14 @@ def test_the_slab_goes_back_when_the_last_view_has_died(stager):
 
 
 def test_views_are_not_overwritten_by_what_is_fetched_later(stager):
-    kept = [stager.to_host([torch.full((100,), float(i))]).get() for i in range(5)]
+    kept = [stager.fetch([torch.full((100,), float(i))], copy=False).wait() for i in range(5)]
     assert [int(tree[0][0]) for tree in kept] == [0, 1, 2, 3, 4]
     assert stager.pool.stats().held_slabs == 5
 
 
 def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
     tree = some_tree()
-    fetched = stager.to_host(tree, copy=True).get()
+    fetched = stager.to_host(tree)
     assert stager.pool.stats().in_flight_slabs == 0
     assert_same(tree, fetched, "cpu")
     storages = {leaf.untyped_storage().data_ptr() for leaf in fetched["ids"] if leaf.numel()}
@@ -271,22 +271,22 @@ def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
 
 
 def test_the_result_is_the_same_object_each_time(stager):
-    transfer = stager.to_host(some_tree())
-    assert transfer.get() is transfer.get()
+    transfer = stager.fetch(some_tree(), copy=False)
+    assert transfer.wait() is transfer.wait()
 
 
 def test_the_sources_may_be_changed_and_freed_after_the_call(stager):
     source = torch.ones(100)
-    transfer = stager.to_host([source])
+    transfer = stager.fetch([source], copy=False)
     source.zero_()
-    assert torch.equal(transfer.get()[0], torch.ones(100))
+    assert torch.equal(transfer.wait()[0], torch.ones(100))
 
 
 def test_the_steady_state_allocates_nothing(stager):
-    stager.to_host(some_tree()).get()
+    stager.fetch(some_tree(), copy=False).wait()
     stager.pool.freeze()
     for seed in range(10):
-        stager.to_host(some_tree(seed)).get()
+        stager.fetch(some_tree(seed), copy=False).wait()
     assert stager.pool.stats().misses == 1
 
 
@@ -294,18 +294,18 @@ def test_the_steady_state_allocates_nothing(stager):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-@pytest.mark.parametrize("call", ["to_host", "stage", "to_device"])
+@pytest.mark.parametrize("call", ["fetch", "to_host", "stage", "to_device"])
 def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call):
     stager = make_stager(max_bytes=4096, timeout=0.01)
-    kept = stager.to_host([torch.ones(1000)]).get()
-    text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or pass copy=True"
+    kept = stager.fetch([torch.ones(1000)], copy=False).wait()
+    text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or leave copy=False out"
     with pytest.raises(AcquireTimeoutError, match=text) as caught:
         getattr(stager, call)([torch.ones(1000)])
     assert (caught.value.requested_bytes, caught.value.max_bytes) == (4000, 4096)
     assert caught.value.in_flight_bytes >= 4000
     del kept
     getattr(stager, call)([torch.ones(1000)])
-    assert torch.equal(stager.to_host([torch.ones(1000)]).get()[0], torch.ones(1000))
+    assert torch.equal(stager.fetch([torch.ones(1000)], copy=False).wait()[0], torch.ones(1000))
 
 
 def test_no_stager_waits_for_a_negative_time(make_stager):
@@ -336,7 +336,7 @@ def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
     frames = {found.name: found.frame.f_locals for found in caught.traceback}
     assert frames["fail"]["note"].startswith("of ")  # for a debugger
-    assert frames["_fetch"] == {}
+    assert frames["_start"] == {}
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
@@ -344,7 +344,7 @@ def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
     began_before = 0
     for number in itertools.count(1):
         source = stager._sources._made[torch.device("cpu")] = HeldSource()
-        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.to_host(some_tree()))
+        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.fetch(some_tree()))
         began = bool(source.pieces)
         source.pieces.clear()  # they are views of the slab
         stats = stager.pool.stats()

@@ -14,17 +14,24 @@ def by_hand(event: torch.cuda.Event) -> None:
         with pool.acquire(4096, timeout=1.0) as lease:
             assert_type(lease, ps.Lease)
             assert_type(lease.tensor(), torch.Tensor)
-            assert_type(lease.as_tensor((2, 3), torch.float32), torch.Tensor)
+            assert_type(lease.tensor((2, 3), torch.float32), torch.Tensor)
             assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
         pool.reserve("64MiB", count=2)
         assert_type(pool.trim("1GiB"), int)
+        pool.set_quota("loader", min_bytes="64MiB", max_bytes=None)
         pool.freeze()
         assert_type(pool.stats(), ps.PoolStats)
         assert_type(pool.stats().held_bytes, int)
         assert_type(pool.stats().wait_seconds, float)
         pool.acquire("4KiB", timeout=None).release()
+
+
+def shared() -> None:
+    budget = ps.HostBudget("8GiB", name="job7")
+    ps.SlabPool("2GiB", budget=budget).close()
+    assert_type(budget.usage(), list[ps.PoolUsage])
 
 
 class Done:
@@ -54,7 +61,7 @@ class Bounded:
 def memory_resources() -> None:
     own: ps.MemoryResource = Bounded()
     for memory in (ps.HostAllocMemory(), ps.RegisteredMemory(), ps.SharedMemory(), ps.PageableMemory(), own):
-        ps.SlabPool(memory, max_bytes=1 << 20).close()
+        ps.SlabPool(1 << 20, memory=memory).close()
     assert_type(ps.default_memory(), ps.MemoryResource)
     ps.SlabPool(max_bytes="auto").acquire(10).release(after=Done())
 
@@ -77,14 +84,16 @@ def errors(pool: ps.SlabPool) -> int:
     except ps.errors.LayoutError as layout:
         _type: TypeError = layout
         assert_type(layout.path, str)
-    except ps.errors.StagingError:
+    except ps.errors.PinstageError:
         pass
     return 0
 
 
 def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
-    ps.SlabPool("2GiB")  # type: ignore[arg-type]
-    ps.SlabPool(None, 4096)  # type: ignore[call-arg]
+    ps.SlabPool(None)  # type: ignore[arg-type]
+    ps.SlabPool("2GiB", ps.PageableMemory())  # type: ignore[call-arg,arg-type]
+    ps.SlabPool(max_bytes=ps.HostBudget("2GiB", name="job"))  # type: ignore[arg-type]
+    ps.HostBudget("2GiB")  # type: ignore[call-arg]
     pool.acquire(4096, 1.0)  # type: ignore[call-arg]
     pool.acquire(1.5)  # type: ignore[arg-type]
     pool.reserve(4096, 2)  # type: ignore[call-arg]
@@ -92,7 +101,7 @@ def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     pool.stats().held_bytes = 0  # type: ignore[misc]
     lease.release(Done())  # type: ignore[call-arg]
     lease.release(after=3)  # type: ignore[arg-type]
-    lease.as_tensor((2, 3))  # type: ignore[call-arg]
+    lease.tensor((2, 3), torch.float32, 4)  # type: ignore[call-arg]
     lease.nbytes = 3  # type: ignore[misc]
     _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
     ps.PageableMemory(4096)  # type: ignore[call-arg]

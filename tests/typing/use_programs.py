@@ -36,8 +36,8 @@ def what_went_in_comes_back(stager: ps.Stager, tensor: torch.Tensor, sample: Sam
     assert_type(stager.to_device([sample]), list[Sample])
     assert_type(stager.to_device(Pair(tensor, tensor)), Pair)
     assert_type(stager.stage(sample), ps.Transfer[Sample])
-    assert_type(stager.stage(sample).get().image, torch.Tensor)
-    assert_type(stager.to_host({"loss": tensor}).get(), dict[str, torch.Tensor])
+    assert_type(stager.stage(sample).wait().image, torch.Tensor)
+    assert_type(stager.to_host({"loss": tensor}), dict[str, torch.Tensor])
 
 
 def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
@@ -45,8 +45,8 @@ def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
     assert_type(stager.to_device({"x": array}), dict[str, torch.Tensor])
     assert_type(stager.to_device([array]), list[torch.Tensor])
     assert_type(stager.to_device((array, array)), tuple[torch.Tensor, ...])
-    assert_type(stager.stage(array).get(), torch.Tensor)
-    assert_type(stager.to_host(array).get(), Array)
+    assert_type(stager.stage(array).wait(), torch.Tensor)
+    assert_type(stager.to_host(array), Array)
     assert_type(stager.prefetch([array]), ps.Prefetcher[torch.Tensor])
     assert_type(stager.prefetch([{"a": array}]), ps.Prefetcher[dict[str, torch.Tensor]])
     assert_type(stager.prefetch([[array]], depth=3), ps.Prefetcher[list[torch.Tensor]])
@@ -61,7 +61,7 @@ def what_is_not_known_stays_so(stager: ps.Stager, batch: Any) -> None:
 
 
 def a_transfer_is_no_batch(stager: ps.Stager, tensor: torch.Tensor) -> None:
-    transfer = stager.to_host({"x": tensor})
+    transfer = stager.fetch({"x": tensor})
     transfer["x"]  # type: ignore[index]
     for _ in transfer:  # type: ignore[attr-defined]
         pass
@@ -87,6 +87,6 @@ def names() -> None:
 
 
 def leases(lease: ps.Lease) -> None:
-    assert_type(lease.as_tensor((2, 3), np.float32), torch.Tensor)
-    lease.as_tensor(4, np.dtype("int64"))
-    lease.as_tensor(4, "float32")
+    assert_type(lease.tensor((2, 3), np.float32), torch.Tensor)
+    lease.tensor(4, np.dtype("int64"))
+    lease.tensor(4, "float32")

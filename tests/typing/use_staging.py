@@ -20,10 +20,10 @@ def every_kind_of_device(pool: ps.SlabPool) -> None:
     ps.Stager("cpu")
     ps.Stager()
     ps.Stager(None)
-    ps.Stager(torch.device("cuda", 1), pool=pool, threads=4)
-    ps.Stager(0, max_bytes=1 << 30, threads=None)
-    ps.Stager("cpu", keep=["['lengths']"])
-    ps.Stager("cpu", keep=lambda path, leaf: path.endswith("['lengths']") and leaf is not None)
+    ps.Stager(torch.device("cuda", 1), pool=pool, pack_threads=4)
+    ps.Stager(0, max_bytes=1 << 30, pack_threads="auto")
+    ps.Stager("cpu", keep_on_host=["['lengths']"])
+    ps.Stager("cpu", keep_on_host=lambda path, leaf: path.endswith("['lengths']") and leaf is not None)
     with ps.Stager("cpu") as stager:
         assert_type(stager, ps.Stager)
 
@@ -33,12 +33,11 @@ def a_transfer(stager: ps.Stager, batch: object, stream: torch.cuda.Stream) -> N
     assert_type(transfer, ps.Transfer[object])
     assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
-    assert_type(transfer.passthrough, int)
-    assert_type(transfer.layout, ps.Layout)
+    assert_type(transfer.passthrough_leaves, int)
     transfer.synchronize()
-    assert_type(transfer.get(), object)
-    transfer.get(stream)
-    transfer.get(stream=None)
+    assert_type(transfer.wait(), object)
+    transfer.wait(stream)
+    transfer.wait(stream=None)
 
 
 def prefetching(stager: ps.Stager, loader: torch.utils.data.DataLoader[Any]) -> None:
@@ -62,7 +61,7 @@ def stats(stager: ps.Stager) -> int:
 def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
     ps.Stager("cpu", pool)  # type: ignore[call-arg]
     ps.Stager("cpu", max_bytes=1.5)  # type: ignore[arg-type]
-    ps.Stager("cpu", threads="4")  # type: ignore[arg-type]
+    ps.Stager("cpu", pack_threads="4")  # type: ignore[arg-type]
     stager.prefetch([batch], 2)  # type: ignore[call-overload]
     stager.prefetch(3)  # type: ignore[call-overload]
     stager.stage()  # type: ignore[call-overload]
@@ -70,28 +69,25 @@ def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:
     stager.device = "cpu"  # type: ignore[misc, assignment]
     stager.stats().batches = 3  # type: ignore[misc]
     stager.stage(batch).nbytes = 1  # type: ignore[misc]
-    stager.stage(batch).get("cuda:0")  # type: ignore[arg-type]
+    stager.stage(batch).wait("cuda:0")  # type: ignore[arg-type]
     stager.stage(batch).done()  # type: ignore[attr-defined]
 
 
 def to_the_host(stager: ps.Stager, tree: object) -> None:
-    transfer = stager.to_host(tree)
+    transfer = stager.fetch(tree)
     assert_type(transfer, ps.HostTransfer[object])
     assert_type(transfer.query(), bool)
     assert_type(transfer.copies, int)
     assert_type(transfer.nbytes, int)
-    assert_type(transfer.get(), object)
+    assert_type(transfer.wait(), object)
     transfer.synchronize()
-    stager.to_host(tree, copy=True)
-    stager.to_host(tree, True)  # type: ignore[call-arg]
+    stager.fetch(tree, copy=True)
+    stager.fetch(tree, True)  # type: ignore[call-arg]
+    assert_type(stager.to_host(tree), object)
     assert_type(stager.stats().fetched_bytes, int)
 
 
-def a_ring(batch: object) -> None:
-    stager = ps.Stager("cuda", ring=2, ring_bytes="64MiB")
-    with stager.stage(batch) as staged:
-        assert_type(staged, object)
-    stager.stage(batch).release()
+def time_outs() -> None:
     ps.Stager("cuda", timeout=None)
     ps.Stager("cuda", timeout=2.5)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .. import _native
-from .._torch import check_is_plain
-from ._dtypes import DTYPES
-from ._table import Table
+from pinstage._native import _core
+
+from .._compat.views import check_is_plain
+from ._table import ALIGNMENT, DTYPES, Table
+
+Blocks = _core.Blocks
 
 OwnStorage: TypeAlias = Literal["auto"] | bool
 
@@ -57,52 +59,6 @@ def check_own_storage(own_storage: object) -> OwnStorage:
     raise ValueError(f"own_storage must be 'auto', True or False: {own_storage!r}")
 
 
-class Blocks(Protocol):
-    """The tensors of one batch."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """One for each block."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def packed_as(self, table: bytes) -> None:
-        """Note that the host slab has other places, and perhaps not all of the leaves."""
-        ...
-
-    def copy(self, host: int, start: int, end: int, stream: int, is_page_locked: bool) -> int:
-        """Send bytes `start` to `end` of a host slab that begins at address `host`.
-
-        Returns:
-            The number of copies; CUDA's error as a negative number.
-        """
-        ...
-
-    def pack_and_copy(self, sources: bytes, host: int, stream: int, is_page_locked: bool) -> int:
-        """Pack all leaves into a host slab at address `host` and send them; the result is that of `copy`."""
-        ...
-
-    def copy_leaves(self, leaves: list[tuple[int, int]], stream: int) -> int:
-        """Send whole leaves, by row and address, from page-locked memory of their own; the result is that of `copy`."""
-        ...
-
-    def fill(self, sources: bytes, stream: int) -> int:
-        """Pack leaves, of at most 64 KiB, into ordinary memory and send them from there; the result is that of `copy`.
-
-        What was packed has been read when the call returns.
-        """
-        ...
-
-    def leaves(self, others: list[Any]) -> list[Any]:
-        """Return all leaves of the batch, in its order.
-
-        Args:
-            others: what stands for the leaves that are not packed, in order.
-        """
-        ...
-
-
 def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torch.Tensor | None = None) -> Blocks:
     """Make the tensors of a batch, on torch's current stream.
 
@@ -116,7 +72,7 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
         torch.OutOfMemoryError: there is no room for them.
     """
     is_cuda, index = int(device.type == "cuda"), device.index or 0
-    made: Blocks | None = _native.core.Blocks.of(table.data, sharing, is_cuda, index, slab)
+    made: Blocks | None = Blocks.of(table.data, sharing, is_cuda, index, slab)
     return make_publicly(table, sharing, device, slab) if made is None else made
 
 
@@ -125,7 +81,7 @@ def make_publicly(table: Table, sharing: Sharing, device: torch.device, slab: to
     if slab is not None:
         check_is_plain(slab)
     is_cuda, index = int(device.type == "cuda"), device.index or 0
-    made: Blocks = _native.core.Blocks.of(table.data, sharing, is_cuda, index, slab, partial(_empty, device), _view)
+    made: Blocks = Blocks.of(table.data, sharing, is_cuda, index, slab, partial(_empty, device), _view)
     return made
 
 
@@ -141,3 +97,35 @@ def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], s
     check_is_plain(view)
     start = tensor.storage_offset() * tensor.itemsize + place
     return view.set_(tensor.untyped_storage(), start // view.itemsize, shape, stride)
+
+
+def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
+    """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
+
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version
+    counter of its own: an in-place change of one does not make autograd refuse another.
+
+    Args:
+        table: the offset table.
+        slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
+        others: what stands for the leaves that do not live in the slab, in order.
+    """
+    size = slab.numel()
+    if size < table.nbytes:
+        raise ValueError(f"the slab is too small: {size} bytes for a layout of {table.nbytes}")
+    if len(others) != table.others + table.moved:
+        raise ValueError(
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in "
+            "the slab; pass layout.others(batch)"
+        )
+    if size % ALIGNMENT:
+        slab = slab[: table.nbytes]
+    return make_blocks(table, Sharing.ONE, slab.device, slab).leaves(others)
+
+
+def view_of(row: Any, slab: torch.Tensor) -> torch.Tensor:
+    """Return the place of one packed leaf, a row of `Table.rows`, as a view of a slab."""
+    dtype, offset, ndim = DTYPES[row["dtype"]], int(row["offset"]), int(row["ndim"])
+    assert dtype is not None
+    place = slab[offset : offset + int(row["nbytes"])].view(dtype)
+    return place.as_strided(row["shape"][:ndim].tolist(), row["stride"][:ndim].tolist())

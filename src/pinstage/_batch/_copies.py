@@ -10,41 +10,17 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ._attributes import attribute_steps, builtin_base, keys_of, set_attributes, stored_attributes
-from ._checks import WrongFunctionsError
-from ._handler import Handler
-from ._leaves import holds_tensor
-from ._on_host import OnHost
+from ._handler import Handler, WrongFunctionsError
+from ._leaves import OnHost, holds_tensor
 
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-
-
-class _Stored(NamedTuple):
-    """The keys of an object that is copied, and the names of its attributes that hold tensors or arrays."""
-
-    keys: Any
-    names: tuple[str, ...]
-
-
-class _Copy:
-    """A copy of an object, without what is staged of it; in a batch it is kept."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
-        self._unused = [obj]
-
-    def take(self) -> Any:
-        """Return the copy; a copy of that, if it was taken before: a layout may unpack one batch twice."""
-        try:
-            return self._unused.pop()
-        except IndexError:
-            return _way_to_copy(type(self.obj))(self.obj)
 
 
 def _way_to_copy(cls: type) -> Any:
@@ -79,14 +55,14 @@ def unshared(cls: type, handler: Handler, is_leaf: Callable[[Any], bool]) -> Han
         values = tuple(base.values(obj) if isinstance(obj, dict) else base.__iter__(obj))
         staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
         _fill(base, made, keys, [None] * len(keys), staged, [None] * len(staged))
-        return (*values, *staged.values(), OnHost(_Copy(made))), _Stored(keys, tuple(staged))
+        return (*values, *staged.values(), OnHost(made)), (keys, tuple(staged))
 
     def unflatten(metadata: Any, children: Any) -> Any:
-        if not isinstance(metadata, _Stored):
+        if duplicate is None or len(metadata) != 2:
             return handler.unflatten(metadata, children)
-        *values, copied = children
+        *values, kept = children
         keys, names = metadata
-        made = copied.take()
+        made = duplicate(kept)  # again: a layout may unpack one batch twice
         _fill(base, made, keys, values[: len(keys)], names, values[len(keys) :])
         return made
 

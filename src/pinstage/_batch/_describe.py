@@ -7,23 +7,79 @@ are usual (plain tensors on the right device, plain arrays, what holds no tensor
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .. import _native
+from .._compat.views import has_no_memory, is_dual, may_be_dual
 from .._steps import step
-from .._torch import has_no_memory, is_dual, may_be_dual
-from ._dtypes import CODES
-from ._keeping import Keeping
-from ._leaves import ATOM_TYPES, is_atom
+from ..errors import LayoutError
+from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
 from ._nodes import is_container, moves_as_a_whole
-from ._on_host import WRAPPERS, Whole
 from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
 from ._structure import Structure, walk
-from ._table import MOST_DIMS, RowKind, Table
+from ._table import CODES, MOST_DIMS, RowKind, Table
+
+
+class Keeping:
+    """Which leaves of a stager's batches stay on the host.
+
+    Args:
+        keep: their paths, or those of containers of them, as errors and `Slot` name them; or a function of path and
+            leaf.
+
+    Attributes:
+        says: the function; None for paths.
+        paths: the paths; none for a function.
+
+    Raises:
+        TypeError: `keep` is neither.
+    """
+
+    def __init__(self, keep: Iterable[str] | Callable[[str, Any], object]) -> None:
+        self.says: Callable[[str, Any], object] | None = keep if callable(keep) else None
+        self.paths: tuple[str, ...] = ()
+        if not callable(keep):
+            given: Any = [keep] if isinstance(keep, str) else keep
+            self.paths = tuple(given) if isinstance(given, Iterable) else (given,)
+            if not all(isinstance(path, str) for path in self.paths):
+                raise TypeError(
+                    f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\""
+                )
+        self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
+
+    def apply(self, leaves: list[Any], structure: Structure) -> None:
+        """Wrap those leaves of a batch that stay.
+
+        Raises:
+            LayoutError: there is nothing at one of the paths in the first batch.
+        """
+        known, paths, places = self._last
+        if known is not structure:
+            paths = structure.paths()
+            found = {kept: [at for at, path in enumerate(paths) if _is_in(path, kept)] for kept in self.paths}
+            missing = next((kept for kept in found if not found[kept]), None)
+            if known is None and missing is not None:  # later batches may have nothing there
+                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise LayoutError(
+                    f"keep_on_host={missing!r} leads to nothing in this batch; its leaves are at {there}", missing
+                )
+            places = [index for some in found.values() for index in some]
+            self._last = structure, paths, places
+        if self.says is not None:
+            places = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
+        for index in places:
+            if type(leaves[index]) is not OnHost:
+                leaves[index] = OnHost(leaves[index])
+
+
+def _is_in(path: str, container: str) -> bool:
+    return path.startswith(container) and path[len(container) :][:1] in ("", "[", ".")
+
 
 _DLPACK = {"cpu": 1, "cuda": 2}
 """Kinds of devices by DLPack's numbers, as the extension knows them."""
@@ -124,29 +180,22 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         IsContainer: a leaf is none; walk again.
         LayoutError: as `take_apart`.
     """
-    plainly, place = partial(_describe_leaf, structure, device, arrays), _dlpack_device(device)
-    try:
-        figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
-    except IsUnknown as unknown:
-        raise unknown_classes(leaves, structure, unknown.args[0]) from None
+    plainly, place = (
+        partial(_describe_leaf, leaves, structure, device, arrays),
+        (_DLPACK[device.type], device.index or 0),
+    )
+    figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
-
-
-@lru_cache
-def _dlpack_device(device: torch.device) -> tuple[int, int]:
-    return _DLPACK[device.type], device.index or 0
 
 
 class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
     """A leaf is of a class that has become a container."""
 
 
-class IsUnknown(Exception):  # noqa: N818 - as well
-    """A leaf, of this index, holds tensors, and nobody knows its class."""
-
-
-def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int) -> Described:
+def _describe_leaf(
+    leaves: list[Any], structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int
+) -> Described:
     """Say what a leaf is.
 
     The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
@@ -171,7 +220,7 @@ def _describe_leaf(structure: Structure, device: torch.device, arrays: bool, lea
             raise IsContainer
         if moves_as_a_whole(cls):
             return Described(RowKind.MOVED)
-        raise IsUnknown(index)
+        raise unknown_classes(leaves, structure, index)
     return Described(RowKind.OTHER)
 
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._sizes import round_up
+from ._blocks import view_of
 from ._describe import contiguous_stride
-from ._dtypes import ALIGNMENT, DTYPES, INTEGERS
-from ._table import RowKind, Table
-from ._views import view_of
+from ._table import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, lay_out
 
 DIRECT_BYTES = 1024 * 1024
 """From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in
@@ -94,16 +94,10 @@ def arrange(table: Table) -> Gathering:
         assert code is not None
         if end > start:
             groups.append(Group(code, start, end - start, trailing, members, folded))
-        end = -(-end // ALIGNMENT) * ALIGNMENT
-    for index in strided:
-        rows["offset"][index] = end
-        end += -(-int(rows["nbytes"][index]) // ALIGNMENT) * ALIGNMENT
-    gathered = end
-    direct = []
-    for index in large:
-        rows["offset"][index] = end
-        direct.append((index, end, int(rows["nbytes"][index])))
-        end += -(-int(rows["nbytes"][index]) // ALIGNMENT) * ALIGNMENT
+        end = round_up(end, ALIGNMENT)
+    gathered = lay_out(rows, strided, end)
+    end = lay_out(rows, large, gathered)
+    direct = [(index, int(rows["offset"][index]), int(rows["nbytes"][index])) for index in large]
     return Gathering(table.moved_to(rows, end), groups, strided, gathered, direct)
 
 

@@ -1,9 +1,14 @@
-"""How a class of containers is taken apart, and put together again."""
+"""How a class of containers is taken apart, and put together again; checks of functions that users wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import LayoutError
 
 MOST_CLASSES = 1000
 """Classes that are remembered: a program may make some for each batch, and they would never be collected."""
@@ -24,3 +29,38 @@ class Handler(NamedTuple):
     are numbered, unless there are path entries."""
     asks: bool = False
     """Whether both functions get a dict as their last argument, the same for all that is walked or rebuilt at once."""
+
+
+class WrongFunctionsError(LayoutError):
+    """The functions of a class do not take an object apart, or put it together wrongly.
+
+    Attributes:
+        cls: the class; where it is in the batch is found out by whoever has the batch.
+    """
+
+    def __init__(self, cls: type, text: str) -> None:
+        super().__init__(f"{cls.__module__}.{cls.__qualname__}: {text}", "")
+        self.cls = cls
+
+
+def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
+    """Return how these functions take an object apart, or say what is wrong with the result of `flatten`."""
+    return Handler(lambda obj: _parts(cls, flatten(obj)), unflatten)
+
+
+def _parts(cls: type, found: Any) -> tuple[Any, ...]:
+    """Check what flatten returned; return it, with a tuple of children."""
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+        raise WrongFunctionsError(cls, f"flatten returned a {type(found).__name__}{size}; return (children, context)")
+    children, *rest = found
+    if isinstance(children, torch.Tensor | np.ndarray | str) or not hasattr(children, "__iter__"):
+        raise WrongFunctionsError(
+            cls, f"flatten returned a {type(children).__name__} as children; return ((child, ...), context)"
+        )
+    children = tuple(children)
+    if len(rest) == 2 and rest[1] is not None:
+        rest[1] = tuple(rest[1])
+        if len(rest[1]) != len(children):
+            raise WrongFunctionsError(cls, f"flatten returned {len(children)} children and {len(rest[1])} path entries")
+    return children, *rest

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from .._sizes import count
 from ..errors import LayoutError
+from ._blocks import cut
 from ._describe import Parts, contiguous_stride, take_apart
-from ._dtypes import ALIGNMENT, DTYPES, name_of
 from ._pack import pack
 from ._structure import Structure
-from ._table import PACKED, RowKind, Table
-from ._views import cut
+from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table, name_of
 
 
 class Slot(NamedTuple):
@@ -115,36 +114,6 @@ class Layout:
         self._check_slab(src, "src")
         return self._structure.rebuild(cut(self._table, src, list(others)))
 
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        """Return the offset table as a structured array.
-
-        Returns:
-            Fields ``path`` (text), ``offset``, ``nbytes`` (int64), ``dtype`` (text), ``ndim`` (int64), ``shape`` and
-            ``stride`` (int64, as wide as the largest number of dimensions; -1 where a row has fewer).
-        """
-        slots = self.slots
-        width = max((len(slot.shape) for slot in slots), default=0)
-
-        def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
-            return (*sizes, *[-1] * (width - len(sizes)))
-
-        rows = [
-            (s.path, s.offset, s.nbytes, name_of(s.dtype), len(s.shape), padded(s.shape), padded(s.stride))
-            for s in slots
-        ]
-        path_width = max((len(slot.path) for slot in slots), default=1) or 1
-        name_width = max((len(name_of(slot.dtype)) for slot in slots), default=1)
-        fields: list[Any] = [
-            ("path", f"U{path_width}"),
-            ("offset", np.int64),
-            ("nbytes", np.int64),
-            ("dtype", f"U{name_width}"),
-            ("ndim", np.int64),
-            ("shape", np.int64, (width,)),
-            ("stride", np.int64, (width,)),
-        ]
-        return np.array(rows, dtype=fields)
-
     def _parts_of(self, batch: Any) -> Parts:
         parts = take_apart(batch)
         if parts.table != self._table or not parts.structure.matches(self._structure):
@@ -212,23 +181,14 @@ class Layout:
         return f"<Layout nbytes={self.nbytes} slots={self._table.packed} {self._structure}>"
 
     def __str__(self) -> str:
-        header = ("path", "offset", "bytes", "dtype", "shape")
-        rows = [
-            header,
-            *(
-                (s.path or "(batch)", str(s.offset), str(s.nbytes), name_of(s.dtype), str(list(s.shape)))
-                for s in self.slots
-            ),
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = []
-        for path, offset, nbytes, dtype, shape in rows:
-            lines.append(
-                f"{path:<{widths[0]}}  {offset:>{widths[1]}}  {nbytes:>{widths[2]}}  {dtype:<{widths[3]}}  "
-                f"{shape}".rstrip()
-            )
-        slots = f"{len(self.slots)} {'slot' if len(self.slots) == 1 else 'slots'}"
-        lines.append(f"{slots}, {self.nbytes} bytes, {self.nbytes - self._table.payload_bytes} of them padding")
+        rows = [("path", "offset", "bytes", "dtype", "shape")]
+        for slot in self.slots:
+            numbers = str(slot.offset), str(slot.nbytes)
+            rows.append((slot.path or "(batch)", *numbers, name_of(slot.dtype), str(list(slot.shape))))
+        path, offset, nbytes, dtype, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"{a:<{path}}  {b:>{offset}}  {c:>{nbytes}}  {d:<{dtype}}  {e}" for a, b, c, d, e in rows]
+        padding = self.nbytes - self._table.payload_bytes
+        lines.append(f"{count(len(self.slots), 'slot')}, {self.nbytes} bytes, {padding} of them padding")
         return "\n".join(lines)
 
 
@@ -263,13 +223,8 @@ def _restore(structure: Structure, table: Table) -> Layout:
 def _slot(path: str, row: Any) -> Slot:
     ndim = int(row["ndim"])
     shape, stride = (tuple(row[name][:ndim].tolist()) for name in ("shape", "stride"))
-    return Slot(path, int(row["offset"]), int(row["nbytes"]), _dtype(row), shape, stride, int(row["block"]))
-
-
-def _dtype(row: Any) -> torch.dtype:
-    dtype: torch.dtype | None = DTYPES[row["dtype"]]
-    assert dtype is not None
-    return dtype
+    dtype: Any = DTYPES[row["dtype"]]
+    return Slot(path, int(row["offset"]), int(row["nbytes"]), dtype, shape, stride, int(row["block"]))
 
 
 def _in_words(row: Any) -> str:

@@ -1,9 +1,8 @@
-"""What a leaf may be, told by its type; and what is inside of it, where the type does not tell."""
+"""Leaves: what they may be, told by their types; and what is inside of them, where the type does not tell."""
 
 from __future__ import annotations
 
 import array
-import ctypes
 import datetime as dt
 import enum
 import gc
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Set
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +21,49 @@ from torch.utils.data import DataLoader, Dataset
 
 from ._attributes import builtin_base, slots_of, stored_attributes
 from ._handler import MOST_CLASSES
-from ._on_host import OnHost
+
+T = TypeVar("T")
+
+
+class OnHost:
+    """Something in a batch that stays on the host; see `on_host`."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __repr__(self) -> str:
+        return f"on_host({type(self.obj).__qualname__})"
+
+
+def on_host(x: T) -> T:
+    """Mark something in a batch that stays on the host. The staged batch has `x` itself in its place.
+
+    It is neither searched for tensors nor compared, so it may be anything: lengths that a kernel needs on the host, or
+    metadata that can't be hashed. From a loader's worker it arrives as a copy, made by pickle.
+
+    Args:
+        x: the object that stays.
+
+    Returns:
+        A wrapper, for the batch only; type checkers see the type of `x`. It has the attributes of neither.
+    """
+    return OnHost(x)  # type: ignore[return-value]
+
+
+class Whole:
+    """A tensor that was looked into, and moves by its own ``.to()`` after all."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+
+WRAPPERS = frozenset({OnHost, Whole})
+"""What is in them goes on without them, as their ``obj``."""
+
 
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
@@ -116,12 +157,9 @@ def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the same memory as a writable array: torch warns of read-only ones, and staging only reads."""
-    if array.size == 0:
-        return np.empty_like(array)
-    reach = sum((size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    buffer = (ctypes.c_char * reach).from_address(array.__array_interface__["data"][0])
-    buffer.owner = array
-    return np.ndarray(array.shape, array.dtype, buffer, strides=array.strides)
+    interface = array.__array_interface__
+    owner = types.SimpleNamespace(array=array, __array_interface__=interface | {"data": (interface["data"][0], False)})
+    return np.asarray(owner)
 
 
 def holds_tensor(leaf: Any) -> bool:

@@ -14,9 +14,10 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from .._torch import pytree_functions, tell_once
+from .._compat.calls import pytree_functions
+from .._compat.probes import warn_once
 from ._handler import Flatten, Handler, Unflatten
-from ._on_host import OnHost
+from ._leaves import OnHost
 
 GROUP = "pinstage.nodes"
 """The group of entry points of others; the name of each is the package whose classes it knows."""
@@ -69,7 +70,7 @@ def _nodes_of(package: str) -> Nodes | None:
         else:
             return None
     except Exception as error:  # noqa: BLE001 - of whatever version of that library
-        tell_once(f"classes of {package} are not known as such: {error!r}; give them to pinstage.register_node")
+        warn_once(f"classes of {package} are not known as such: {error!r}; give them to pinstage.register_node")
         return None
     return found  # type: ignore[no-any-return]
 

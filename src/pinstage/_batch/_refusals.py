@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._torch import check_is_plain
+from .._compat.views import check_is_plain
 from ..errors import LayoutError
 from ._attributes import has_attributes_only, stored_attributes
 from ._leaves import from_array, holds_tensor, is_atom
@@ -66,7 +67,9 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
     Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
     if it gives other items when it is asked again.
     """
-    found = _unknown(leaves, structure) or {type(leaves[index]): structure.path(index)}
+    found: dict[type, str] = {}
+    _find_unknown(leaves, structure, None, found)
+    found = found or {type(leaves[index]): structure.path(index)}
     (first, path), *more = found.items()
     name = first.__qualname__
     if issubclass(first, np.ndarray | set | frozenset):
@@ -89,33 +92,18 @@ def _line(cls: type) -> str:
     return f"pinstage.register_node({cls.__qualname__}{functions})"
 
 
-def _unknown(leaves: list[Any], structure: Structure) -> dict[type, str]:
-    """Return the classes that nobody knows, in a batch and inside of its objects, with the path of one object each.
+def _find_unknown(leaves: list[Any], structure: Structure, where: str | None, found: dict[type, str]) -> None:
+    """Add the classes that hold tensors and aren't known, with the path of one object each, and those inside of them.
 
     Depth first, in the order of the batch. One object of each class is looked into.
     """
-    found: dict[type, str] = {}
-    pending: list[Iterator[tuple[Any, str]]] = [zip(leaves, structure.paths(), strict=True)]
-    while pending and len(found) < _MOST_NAMED:
-        leaf, path = next(pending[-1], (None, None))
-        if path is None:
-            pending.pop()
-            continue
-        if type(leaf) in found or not _is_unknown(leaf):
-            continue
-        found[type(leaf)] = path
-        try:
-            inner, below = walk(stored_attributes(leaf))
-        except LayoutError:  # it has no end
-            continue
-        pending.append(zip(inner, [f"{path}.{_attribute(name)}" for name in below.paths()], strict=True))
-    return found
-
-
-def _attribute(path: str) -> str:
-    """Turn the first key of a path into an attribute: ``['a'][0]`` into ``a[0]``."""
-    name, _, rest = path.removeprefix("['").partition("']")
-    return name + rest
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if len(found) < _MOST_NAMED and type(leaf) not in found and _is_unknown(leaf):
+            # Inside of an object the first key is an attribute: ['a'][0] is a[0].
+            name, _, rest = path.removeprefix("['").partition("']")
+            found[type(leaf)] = here = path if where is None else f"{where}.{name}{rest}"
+            with suppress(LayoutError):  # it has no end
+                _find_unknown(*walk(stored_attributes(leaf)), here, found)
 
 
 def _is_unknown(leaf: Any) -> bool:

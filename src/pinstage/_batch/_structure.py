@@ -8,7 +8,7 @@ from typing import Any
 from pinstage._native import _core
 
 from ..errors import LayoutError
-from ._checks import WrongFunctionsError
+from ._handler import WrongFunctionsError
 from ._nodes import HANDLERS, forget_classes, registration_of
 
 _MOST_REMEMBERED = 32

@@ -7,15 +7,66 @@ A header, then a row for each leaf of the batch, in its order; all of it int64. 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from .. import _native
+from .._compat.views import learn_tensors
+from .._sizes import round_up
 from ..errors import LayoutError
+
+_NAMES = (
+    "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
+    "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
+)  # fmt: skip
+"""In the order of their codes, which stand in tables: a name is added at the end."""
+
+DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _NAMES)
+"""By code; None where this torch does not have it. A tensor of another dtype travels by its own ``.to()``."""
+
+CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+
+ALIGNMENT = 16
+"""Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores (complex128; a view
+of another dtype needs an offset that is a multiple of its element), and of the widest load of a GPU thread, which
+cuBLAS, bulk copies and vectorised kernels ask for."""
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What stands for dtypes of a size where bits count and values do not."""
+
+_FORMATS = {
+    "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "lq",
+    "uint64": "LQ", "float16": "e", "float32": "f", "float64": "d", "complex64": "Zf", "complex128": "Zd",
+}  # fmt: skip
+"""numpy's characters for dtypes (each that has the right size counts)."""
+
+
+def _tell_the_extension() -> None:
+    samples = {}
+    for dtype, code in CODES.items():
+        _native.core.add_dtype(code, dtype.itemsize, _FORMATS.get(_NAMES[code], ""))
+        with suppress(RuntimeError, TypeError, NotImplementedError):  # such tensors are described in Python
+            samples[code] = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
+    learn_tensors(samples)
+
+
+_tell_the_extension()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
+    return str(dtype).removeprefix("torch.")
+
 
 _HEADER = struct.Struct("=9q")
 MOST_DIMS = 64
@@ -108,7 +159,8 @@ class Table(NamedTuple):
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
-        return _entries(self.rows)
+        rows = self.rows
+        return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return which leaves are of some kinds."""
@@ -136,5 +188,9 @@ class Table(NamedTuple):
         return Table.of_bytes, (self.data,)
 
 
-def _entries(rows: np.ndarray[Any, np.dtype[np.void]]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
+def lay_out(rows: np.ndarray[Any, np.dtype[np.void]], order: Iterable[int], start: int = 0) -> int:
+    """Give rows of a table places in the slab, one behind the other; return the end of the last one."""
+    for index in order:
+        rows["offset"][index] = start
+        start += round_up(int(rows["nbytes"][index]), ALIGNMENT)
+    return start

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ._describe import Parts, take_apart
-from ._dtypes import ALIGNMENT
 from ._gather import flat
 from ._pack import pack
-from ._table import PACKED, RowKind
+from ._table import ALIGNMENT, PACKED, RowKind
 
 
 def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:

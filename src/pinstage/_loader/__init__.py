@@ -24,7 +24,7 @@ torch's iterator reads; `_broker` who has which slab; `_messages` what workers s
 workers.
 """
 
-from ._loader import DataLoader, wrap_loader
+from ._loader import DataLoader, WrappedLoader, wrap_loader
 from ._stats import LoaderStats
 
-__all__ = ["DataLoader", "LoaderStats", "wrap_loader"]
+__all__ = ["DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"]

@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-from .._pool import Fence, Lease, size_class
+from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
 from ._descriptors import send_descriptor
 from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch
 from ._sending import SendingQueue
@@ -310,17 +310,17 @@ class SlabBroker:
             else:
                 self._loans[loan.number] = loan
                 granted = _encoded("granted", loan.number, loan.lease.nbytes)
-                self._send(self._channels[worker], granted, loan.lease.fd)
+                self._send(self._channels[worker], granted, descriptor_of(loan.lease))
             self._leased.popleft()  # last: the second thread finds it here or there
 
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
+            with contextlib.suppress(StagingWarning):  # made an error: not here, the workers wait
                 warnings.warn(
                     f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
                     "`pinstage doctor`",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from .. import _torch
 from .._batch import Keeping, Parts, Structure, Table, take_apart
+from .._compat.loader import collation
 from ._messages import Message
 from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import WorkerSlabs
@@ -67,7 +67,7 @@ class SlabCollate:
         slabs.waited_seconds = 0.0
         stacks: Stacks = {}
         is_looked_at = self._keeping is not None and self._keeping.says is not None
-        lazily = _torch.is_default_collate(self._collate) and not is_looked_at
+        lazily = self._collate is torch.utils.data.default_collate and not is_looked_at
         batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
         parts = take_apart(batch, keeping=self._keeping)
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
@@ -100,9 +100,9 @@ class SlabCollate:
         for worker, channel in enumerate(self._channels):
             if worker != info.id:
                 channel.close()
-        stacking = _torch.stacking()
-        if stacking is not None and stacking is _torch.shipped_stacking():
-            _torch.set_stacking(stack_privately)  # also for a collate_fn that calls torch's
+        collate = collation()
+        if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
+            collate.default_collate_fn_map[torch.Tensor] = stack_privately  # also for a collate_fn that calls torch's
         self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
         return self._slabs
 

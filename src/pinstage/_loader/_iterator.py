@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from .._batch import pack, take_apart
+from .._compat.loader import Workers, end_workers, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, send_packed
 from .._steps import step
-from .._torch import Workers, end_workers, next_batch
-from ..errors import BudgetExceededError, StagingError
+from ..errors import BudgetExceededError, PinstageError, StagingWarning
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
@@ -63,11 +63,11 @@ class LoaderIterator:
         to do.
 
         Raises:
-            StagingError: the loader was closed meanwhile.
+            PinstageError: the loader was closed meanwhile.
         """
         began = time.perf_counter()
         if self._is_closed_by_loader:
-            raise StagingError("cannot go on with this pass: its loader was closed; begin another one")
+            raise PinstageError("cannot go on with this pass: its loader was closed; begin another one")
         try:
             self._run_ahead.bound()
             batch = self._next_batch()
@@ -112,7 +112,7 @@ class LoaderIterator:
             f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
             f"is slow: the largest has {format_bytes(nbytes)}, max_bytes is {format_bytes(stats.max_bytes)} "
             f'({stats.max_bytes_reason}); pass max_bytes="{size_to_paste(self._most_slabs * nbytes * 9 // 8)}"',
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=3,
         )
 
@@ -150,7 +150,7 @@ class InlineIterator(LoaderIterator):
             )
             fallback = True
         self._counters.count(transfer, fallback=fallback)
-        return transfer.get()
+        return transfer.wait()
 
     def _close(self) -> None:
         self.closed = True
@@ -261,7 +261,7 @@ class WorkersIterator(LoaderIterator):
             batches = self._batches
             if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
                 self._ending.reap()
-            return transfer.get()
+            return transfer.wait()
         finally:
             self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from .._compat.loader import close_writing_end, is_resumption, queue_file
 from .._stage import HandOver, Transfer, copy_event_of, send_packed
-from .._torch import close_writing_end, is_resumption, queue_file
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._batch import Keeping, OwnStorage, check_own_storage
-from .._memory import SharedMemory, cap_bytes, default_memory
-from .._pool import HostBudget, SlabPool, check_owner, check_pool
+from .._memory import SharedMemory, default_memory
+from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
+from .._sizes import Size
 from .._stage import Stager, check_depth, target_for
 from ._stats import Counters
 
@@ -22,50 +23,49 @@ class Settings(NamedTuple):
 
     device: torch.device
     pool: SlabPool | None
-    max_bytes: int | str | HostBudget | None
+    max_bytes: Size
+    budget: HostBudget | None
     depth: int
+    keep_on_host: tuple[str, ...] | Callable[[str, Any], object] | None
+    own_storage: OwnStorage
     owner: str
-    keep: tuple[str, ...] | Callable[[str, Any], object] | None = None
-    own_storage: OwnStorage = "auto"
 
     def keeping(self) -> Keeping | None:
         """Return what says which leaves stay on the host."""
-        return None if self.keep is None else Keeping(self.keep)
+        return None if self.keep_on_host is None else Keeping(self.keep_on_host)
 
 
 def checked(
     device: torch.device | str | int | None,
     pool: SlabPool | None,
-    max_bytes: int | str | HostBudget | None,
+    max_bytes: Size,
+    budget: HostBudget | None,
     depth: int,
-    owner: str,
-    keep: Iterable[str] | Callable[[str, Any], object] | None,
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None,
     own_storage: OwnStorage,
+    owner: str,
 ) -> Settings:
     """Return the settings, after a look at whether they can be met.
 
     Raises:
-        TypeError, ValueError, StagingError: as `DataLoader`.
+        TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
     """
     check_depth(depth)
     check_owner(owner)
-    if pool is not None:
-        check_pool(pool)
-        if max_bytes not in ("auto", None, pool.max_bytes):
-            raise ValueError(
-                f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-            )
+    if pool is None:
+        cap_of(max_bytes, budget)
+    else:
+        check_pool(pool, max_bytes, budget)
+        max_bytes = pool.max_bytes
         if not pool.memory.is_shared:
             raise ValueError(
                 f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-                "SlabPool(SharedMemory(device), max_bytes=...)"
+                "SlabPool(..., memory=SharedMemory(device))"
             )
-    if max_bytes not in ("auto", None) and not isinstance(max_bytes, HostBudget) and cap_bytes(max_bytes)[0] <= 0:
-        raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
-    if keep is not None and not callable(keep):
-        keep = Keeping(keep).paths
-    cap = max_bytes if pool is None else pool.max_bytes
-    return Settings(target_for(device).device, pool, cap, depth, owner, keep, check_own_storage(own_storage))
+    if keep_on_host is not None and not callable(keep_on_host):
+        keep_on_host = Keeping(keep_on_host).paths
+    target = target_for(device)
+    return Settings(target.device, pool, max_bytes, budget, depth, keep_on_host, check_own_storage(own_storage), owner)
 
 
 class Slabs:
@@ -102,22 +102,21 @@ class Slabs:
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
-                self.pool = SlabPool(memory, max_bytes=self.settings.max_bytes)
+                self.pool = SlabPool(self.settings.max_bytes, budget=self.settings.budget, memory=memory)
             return self.pool
 
     def stager(self) -> Stager:
         """Return the stager of passes without workers. Makes it first, if needed."""
         with self._lock:
             if self._stager is None:
-                device = self.target.device
+                device, settings = self.target.device, self.settings
                 if self.pool is None:
-                    self.pool = SlabPool(default_memory(device), max_bytes=self.settings.max_bytes)
-                settings = self.settings
+                    self.pool = SlabPool(settings.max_bytes, budget=settings.budget, memory=default_memory(device))
                 self._stager = Stager(
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep=settings.keep,
+                    keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator sees to that
                 )

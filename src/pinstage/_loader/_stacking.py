@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _native, _torch
+from .. import _native
 from .._batch import Parts, pack
+from .._compat.loader import collation
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
 """What most leaves of samples are. None of them is a container."""
@@ -49,8 +50,8 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
     `stacks` gets the samples, by the id of the empty tensor. Where code of the user's would see that tensor, and could
     compute with it, torch's function runs as it is.
     """
-    is_torchs = _torch.stacking() in (_torch.shipped_stacking(), stack_privately)
-    if not (is_torchs and _torch.collates_as_shipped() and _in_plain_containers(samples[0])):
+    collate = collation()
+    if not (collates_as_shipped(collate) and _in_plain_containers(samples[0])):
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
@@ -61,7 +62,15 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         stacks[id(stand_in)] = Stack(stand_in, batch, found)
         return stand_in
 
-    return _torch.collate_with(samples, collate_tensors)
+    return collate.collate(samples, collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: collate_tensors})
+
+
+def collates_as_shipped(collate: Any) -> bool:
+    """Say whether the functions of default collation, in torch's module, are torch's, or known to ask for no value."""
+    others = dict(collate.default_collate_fn_map)
+    stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
+    found = {getattr(function, "__module__", None) for function in others.values()}
+    return stacks and found <= {collate.__name__, "tensordict.tensorclass"}  # which stacks TensorDicts, as torch does
 
 
 def _in_plain_containers(sample: Any) -> bool:
@@ -82,8 +91,7 @@ def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     if _stacks_plainly(batch):
         # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
-    shipped: Any = _torch.shipped_stacking()
-    return shipped(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def _stacks_plainly(batch: Any) -> bool:

@@ -117,7 +117,7 @@ class Counters:
             self.fallback_batches += fallback
             if fallback:
                 self.largest_fallback = max(self.largest_fallback, transfer.nbytes)
-            self.passthrough_leaves += transfer.passthrough
+            self.passthrough_leaves += transfer.passthrough_leaves
             self.slab_wait_seconds += slab_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._host import process_exists
-from .._memory import SharedMapping, SharedMemory
+from .._memory import SharedMapping, attach
 from ._descriptors import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
@@ -162,7 +162,7 @@ class WorkerSlabs:
         try:
             fd = receive_descriptor(self._channel)
             try:
-                mapping = SharedMemory.attach(fd, nbytes)
+                mapping = attach(fd, nbytes)
             finally:
                 os.close(fd)
         except EOFError:

@@ -12,9 +12,10 @@ Importing this room pins nothing, imports no CUDA bindings, and initialises no C
 """
 
 from .. import _host
+from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
-    CudaError,
+    Device,
     as_called_here,
     copy_error,
     disregard_captures,
@@ -24,25 +25,29 @@ from ._cuda import (
 from ._host_alloc import HostAllocMemory
 from ._limits import cap_bytes, remedy
 from ._pageable import PageableMemory
+from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
-from ._shared import SharedMapping, SharedMemory
+from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, on_device, record_current_streams
 
-REFUSALS = (MemoryError, OSError, CudaError)
+REFUSALS = (MemoryError, OSError, PinningError)
 """What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
 
 __all__ = [
     "REFUSALS",
     "Block",
+    "Device",
     "DeviceEvent",
     "HostAllocMemory",
+    "HostRange",
     "MemoryResource",
     "PageableMemory",
     "RegisteredMemory",
     "SharedMapping",
     "SharedMemory",
     "as_called_here",
+    "attach",
     "cap_bytes",
     "default_memory",
     "copy_error",
@@ -63,7 +68,7 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     WSL2, where the device uses the host's page tables (Grace Hopper), or cannot register. ``PageableMemory`` where
     there is no CUDA, or ``device`` is the CPU.
 
-    Pins nothing and makes no context. Warns (``RuntimeWarning``) where PyTorch has a GPU but memory cannot be
+    Pins nothing and makes no context. Warns (``StagingWarning``) where PyTorch has a GPU but memory cannot be
     page-locked, since staging is slow then.
 
     Args:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from .. import _host
-from .._sizes import format_bytes, parse_bytes
+from .._sizes import Size, format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same
@@ -15,8 +15,6 @@ WSL_PINNED_BYTES = 1 << 30
 
 UNKNOWN_BYTES = 1 << 30
 """Taken for available where no limit can be read: enough to stage with, and little on any machine with a GPU."""
-
-_PER_HOST = "/host"
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
@@ -37,9 +35,7 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
         ValueError: ``LOCAL_WORLD_SIZE`` is not a positive number.
     """
     ranks = _ranks()
-    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
-    if (available := _host.meminfo("MemAvailable", root)) is not None:
-        limits.append((available, "memory available on this machine"))
+    limits = _left(root)
     if _host.is_wsl(root):
         limits.append((WSL_PINNED_BYTES, "limit of WSL2"))
     least, which = min(limits, default=(UNKNOWN_BYTES, "assumed: no limit can be read here"))
@@ -52,34 +48,26 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     return cap, reason
 
 
-def cap_bytes(max_bytes: int | str | None) -> tuple[int, str]:
-    """Read a cap on the bytes that one process may hold, and say where it comes from.
+def cap_bytes(max_bytes: Size) -> tuple[int, str]:
+    """Read a cap on the bytes that a pool may hold, and say where it comes from.
 
     Args:
-        max_bytes: ``"auto"``, or None, which is the same; a size as `parse_bytes` reads it; or such a size with
-            ``"/host"`` behind it, a cap for all ranks of this host together, of which each takes an equal part. Their
-            number is ``LOCAL_WORLD_SIZE``, as torchrun sets it; 1 where no launcher says that there are several.
+        max_bytes: ``"auto"``, or a size as `parse_bytes` reads it.
 
     Returns:
         The cap in bytes, and the reason.
 
     Raises:
         TypeError: neither an integer nor text.
-        ValueError: no size, or the number of ranks on this host cannot be known.
+        ValueError: not a size, 0, or ``LOCAL_WORLD_SIZE`` is not a positive number.
     """
-    text = max_bytes.strip().lower() if isinstance(max_bytes, str) else ""
-    if max_bytes is None or text == "auto":
+    if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
         return auto_max_bytes()
-    if not text.endswith(_PER_HOST):
-        return parse_bytes(max_bytes), f"given: {max_bytes}"
-    if "LOCAL_WORLD_SIZE" not in os.environ and os.environ.get("WORLD_SIZE", "1").strip() != "1":
-        raise ValueError(
-            f"max_bytes={max_bytes!r} cannot be divided: WORLD_SIZE={os.environ['WORLD_SIZE']!r}, and LOCAL_WORLD_SIZE "
-            "(how many ranks this host has) is not set; launch with torchrun, set it, or pass each rank's own size"
-        )
-    ranks = _ranks()
-    whole = parse_bytes(text.removesuffix(_PER_HOST))
-    return whole // ranks, f"given: {max_bytes}, divided by {ranks} local ranks"
+    if max_bytes is None:
+        raise TypeError("max_bytes cannot be None: a pool always has a cap; pass 'auto', or a size such as '2GiB'")
+    if (cap := parse_bytes(max_bytes)) == 0:
+        raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+    return cap, f"given: {max_bytes}"
 
 
 def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
@@ -91,6 +79,28 @@ def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
     if (total := _host.meminfo("MemTotal", root)) is not None:
         limits.append((total, "memory of this machine"))
     return min(limits, default=(1 << 63, "no limit can be read here"))
+
+
+def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
+    """Ask whether so much memory is left, before it is touched: the kernel would end the process for the rest.
+
+    Raises:
+        MemoryError: it isn't, by the cgroup or by the machine.
+    """
+    left, whose = min(_left(root), default=(nbytes, ""))
+    if nbytes > left:
+        raise MemoryError(
+            f"{format_bytes(nbytes)} asked, {format_bytes(max(left, 0))} left ({whose}); ask for less, end other "
+            "programs, or raise the container's memory limit"
+        )
+
+
+def _left(root: Path) -> list[tuple[int, str]]:
+    """Return what each limit leaves for use, and whose it is."""
+    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
+    if (available := _host.meminfo("MemAvailable", root)) is not None:
+        limits.append((available, "memory available on this machine"))
+    return limits
 
 
 def remedy(nbytes: int, root: Path = Path("/")) -> str:

@@ -1,6 +1,5 @@
 """Memory that other processes can map, page-locked in this one."""
 
-import fcntl
 import os
 from contextlib import ExitStack
 from typing import Self
@@ -64,33 +63,11 @@ class SharedMemory(Resource):
         """Whether another process can map the same bytes: yes."""
         return True
 
-    @staticmethod
-    def attach(fd: int, nbytes: int) -> SharedMapping:
-        """Map a block's bytes into this process, which touches no CUDA.
-
-        Args:
-            fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
-            nbytes: the block's ``nbytes``, or fewer.
-
-        Returns:
-            A mapping that the caller closes.
-
-        Raises:
-            ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
-            OSError: ``fd`` is not an open file, or the kernel refused.
-        """
-        size = os.fstat(fd).st_size
-        if not 0 < nbytes <= size:
-            raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
-        return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)
-
     def _take(self, nbytes: int) -> Block:
         device = _cuda.device_index(self._device) if self._pinned else -1
         with ExitStack() as undo:
-            fd = os.memfd_create("pinstage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = _pages.make_shared_file(nbytes)
             undo.callback(os.close, fd)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             address = _pages.map_shared(fd, nbytes)
             undo.callback(_pages.unmap, address, nbytes)
             if self._pinned:
@@ -107,3 +84,23 @@ class SharedMemory(Resource):
             _cuda.unregister(block.ptr, block._device)
         _pages.unmap(block.ptr, block.nbytes)
         os.close(block.fd)
+
+
+def attach(fd: int, nbytes: int) -> SharedMapping:
+    """Map the bytes of a `SharedMemory` block into this process, which touches no CUDA.
+
+    Args:
+        fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
+        nbytes: the block's ``nbytes``, or fewer.
+
+    Returns:
+        A mapping that the caller closes.
+
+    Raises:
+        ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
+        OSError: ``fd`` is not an open file, or the kernel refused.
+    """
+    size = os.fstat(fd).st_size
+    if not 0 < nbytes <= size:
+        raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
+    return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)

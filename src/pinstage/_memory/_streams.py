@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from .._compat.calls import cuda_calls
 from .._steps import NOTHING
-from .._torch import cuda_calls
 from ..errors import LeaseError
 from ._cuda import has_context
 

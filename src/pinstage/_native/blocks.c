@@ -1,7 +1,7 @@
 /* Where the leaves of one batch live: tensors made from the offset table, and the copies into them.
  *
  * Tensors are made by torch's stable C shim, and made objects of Python's by libtorch_python's `THPVariable_Wrap`; see
- * `pinstage._torch`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
+ * `pinstage._compat`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
  * share one are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
  * what one copy of all its bytes costs (300 leaves of 1 MiB: 5.80 ms, as one of 300 MiB; a call for each 6.50). */
 #include "core.h"
@@ -473,8 +473,8 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     return send_runs(self, slab, 0, self->header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* copy_leaves([(row, address)...], stream): send whole leaves from page-locked memory of their own; the result is that of
- * `copy`. */
+/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from page-locked memory of their own, where the
+ * address is that of the first one; the result is that of `copy`. */
 static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *leaves, *result = NULL;
@@ -484,19 +484,21 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
     for (Py_ssize_t i = 0; i < count && is_good; i++) {
-        long long index;
+        long long index, start, end;
         unsigned long long address;
-        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LK", &index, &address);
+        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
         if (!is_good) break;
         const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
-        if (row == NULL || !is_packed(row)) {
-            PyErr_SetString(PyExc_ValueError, "there is no such leaf");
+        if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes) {
+            PyErr_SetString(PyExc_ValueError, "there are no such bytes of a leaf");
             is_good = false;
             break;
         }
         const Block *block = &self->blocks[self->block_of[index]];
-        if (row->nbytes)
-            copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
+        if (start < end) {
+            char *to = block->address + (row->offset - block->start) + start;
+            copies_add(&copies, to, (const char *)(uintptr_t)address, end - start);
+        }
     }
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     copies_end(&copies);
@@ -711,7 +713,7 @@ static PyMethodDef blocks_type_methods[] = {
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
     {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
-     "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
+     "copy_leaves([(row, start, end, address)...], stream): from page-locked memory of their own"},
     {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
     {"leaves", blocks_leaves, METH_O,
      "leaves(others): all leaves of the batch; others are those that are not packed, in order"},

@@ -84,7 +84,7 @@ typedef struct {
     PyObject *level_owner, *level_name;                /* see `may_be_dual` */
     PyObject *count_modes;                             /* in which torch makes other things; see `blocks.c` */
     union {
-        void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._torch`, which finds and probes them */
+        void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._compat.views`, which finds and probes them */
         struct {
             /* torch's stable C shim: they return a code where they fail */
             int (*storage_size)(void *handle, int64_t *out);

@@ -1,4 +1,4 @@
-"""Who of a pool's users has how much, how much each may have, and who waits."""
+"""How much each owner has and may have, and which requests wait."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .._sizes import round_up
 
 
 class Account:
-    """What one owner has, and the share that it was given.
+    """What one owner has, and its quota.
 
     Attributes:
         name: of the owner.
         busy_bytes: of its slabs, leased and in flight, and of those that are being allocated for it; as of the last
             `PoolState.room`.
-        at_least: bytes that no other owner may have; 0 for no guarantee.
-        at_most: bytes that it may have; None for no bound but the pool's cap.
+        min_bytes: bytes that no other owner may have; 0 for no guarantee.
+        max_bytes: bytes that it may have; None for no limit but the pool's cap.
         largest: the largest slab that it can ever get.
         waits: how many of its requests waited.
         wait_seconds: that they waited in all.
     """
 
-    __slots__ = ("at_least", "at_most", "busy_bytes", "largest", "name", "wait_seconds", "waits")
+    __slots__ = ("busy_bytes", "largest", "max_bytes", "min_bytes", "name", "wait_seconds", "waits")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.busy_bytes = self.at_least = self.largest = self.waits = 0
-        self.at_most: int | None = None
+        self.busy_bytes = self.min_bytes = self.largest = self.waits = 0
+        self.max_bytes: int | None = None
         self.wait_seconds = 0.0
 
 
@@ -65,7 +65,7 @@ class Accounts(dict[str, Account]):
 
     def __init__(self, max_bytes: int, granularity: int) -> None:
         super().__init__()
-        self.are_shared = False  # whether any owner has a guarantee or a bound; else nobody need ask for `room`
+        self.have_quotas = False  # else `room` needn't be asked
         self._max_bytes = max_bytes
         self._granularity = granularity
 
@@ -76,47 +76,47 @@ class Accounts(dict[str, Account]):
         self[name] = account
         return account
 
-    def share(self, name: str, at_least: int, at_most: int | None) -> None:
-        """Give an owner a share, in the place of what it had.
+    def set_quota(self, name: str, min_bytes: int, max_bytes: int | None) -> None:
+        """Set an owner's quota in place of the one that it had.
 
         Raises:
-            ValueError: not a name, a guarantee above the bound, no bytes, or guarantees above the cap.
+            ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above the cap.
         """
-        if at_most is not None and not max(1, at_least) <= at_most:
+        if max_bytes is not None and not max(1, min_bytes) <= max_bytes:
             raise ValueError(
-                f"share of {name!r} is impossible: at_least={at_least}, at_most={at_most}; pass "
-                "at_least <= at_most, and at_most >= 1"
+                f"quota of {name!r} is impossible: min_bytes={min_bytes}, max_bytes={max_bytes}; pass "
+                "min_bytes <= max_bytes, and max_bytes >= 1"
             )
-        at_least = round_up(at_least, self._granularity)
-        guaranteed = at_least + sum(a.at_least for a in self.values() if a.name != name)
+        min_bytes = round_up(min_bytes, self._granularity)
+        guaranteed = min_bytes + sum(a.min_bytes for a in self.values() if a.name != name)
         if guaranteed > self._max_bytes:
             raise ValueError(
-                f"shares do not fit: {guaranteed} bytes would be guaranteed in all, max_bytes is {self._max_bytes}; "
+                f"quotas do not fit: {guaranteed} bytes would be guaranteed in all, max_bytes is {self._max_bytes}; "
                 "guarantee less, or raise max_bytes"
             )
         account = self[name]
-        account.at_least, account.at_most = at_least, at_most
+        account.min_bytes, account.max_bytes = min_bytes, max_bytes
         everyone = self.values()
-        self.are_shared = any(a.at_least or a.at_most is not None for a in everyone)
+        self.have_quotas = any(a.min_bytes or a.max_bytes is not None for a in everyone)
         for each in everyone:
             each.largest = self.largest(each, self._max_bytes)
 
     def largest(self, account: Account, whole: int) -> int:
         """Return the largest slab that an owner can ever get of a whole: when nothing is in use."""
-        most = whole - sum(a.at_least for a in self.values() if a is not account)
-        if account.at_most is not None:
-            most = min(most, account.at_most)
+        most = whole - sum(a.min_bytes for a in self.values() if a is not account)
+        if account.max_bytes is not None:
+            most = min(most, account.max_bytes)
         return most // self._granularity * self._granularity
 
     def room(self, account: Account, ahead: Sequence[Waiter], whole: int) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.
 
-        First come, first served, within what shares allow:
+        First come, first served, within what quotas allow:
 
         1. nobody gets what is guaranteed to another owner, used by that or not;
-        2. nobody gets more than its own bound;
+        2. nobody gets more than its own limit;
         3. behind a request of the same owner one waits;
-        4. one who waits because of its own bound is passed over: its own owner has what it waits for;
+        4. one who waits because of its own limit is passed over: its own owner has what it waits for;
         5. behind any other one gets what is guaranteed to one, since nobody else may have that; and no more.
 
         Args:
@@ -125,19 +125,19 @@ class Accounts(dict[str, Account]):
             whole: bytes that all of them may have.
         """
         busy = account.busy_bytes
-        room = whole - busy - sum(max(a.busy_bytes, a.at_least) for a in self.values() if a is not account)
-        if account.at_most is not None:
-            room = min(room, account.at_most - busy)
+        room = whole - busy - sum(max(a.busy_bytes, a.min_bytes) for a in self.values() if a is not account)
+        if account.max_bytes is not None:
+            room = min(room, account.max_bytes - busy)
         for request in ahead:
             if request.account is account:
                 return 0
             if not self._is_held_back(request):
-                room = min(room, account.at_least - busy)
+                room = min(room, account.min_bytes - busy)
         return room // self._granularity * self._granularity
 
     def _is_held_back(self, request: Waiter) -> bool:
-        """Say whether a request waits because of its own owner's bound."""
+        """Say whether a request waits because of its own owner's limit."""
         account = request.account
-        if account.at_most is None:
+        if account.max_bytes is None:
             return False
-        return account.busy_bytes + round_up(request.nbytes, self._granularity) > account.at_most
+        return account.busy_bytes + round_up(request.nbytes, self._granularity) > account.max_bytes

@@ -23,16 +23,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, SupportsIndex
+from typing import Any
 
-from .._memory import Block, MemoryResource, as_called_here
+from .._compat.calls import ownership
+from .._memory import Block, MemoryResource, PageableMemory, as_called_here
 from .._reaper import running
-from .._sizes import format_bytes, parse_bytes
-from .._torch import ownership
-from ..errors import HostBudgetError
+from .._sizes import Size, format_bytes, parse_bytes
+from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 from ._waiting import Line
 
-VARIABLE = "PINSTAGE_LEDGER_DIR"
+VARIABLE = "PINSTAGE_BUDGET_DIR"
 """Names another folder, such as a volume that several containers share."""
 
 LOOK_SECONDS = 1.0
@@ -59,17 +59,16 @@ _limited: weakref.WeakSet[LimitedMemory] = weakref.WeakSet()
 class HostBudget:
     """One cap on the bytes of all pools of a host that use it, in any number of processes.
 
-    Pass it as the ``max_bytes`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back
-    what it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of
-    other processes free idle slabs. What a process held is free again when the process has ended, even if it was
-    killed.
+    Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back what
+    it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of other
+    processes free idle slabs. What a process held is free again when the process has ended, even if it was killed.
 
     Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the one that
-    ``PINSTAGE_LEDGER_DIR`` names. Containers that share that folder share the budget.
+    ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
 
     Args:
         max_bytes: the cap, as an int or text such as ``"64GiB"``. The same in all processes.
-        name: which budget; None for the user's default one.
+        name: of the budget, for example that of the job. Pools with a budget of this name share it.
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text.
@@ -77,41 +76,36 @@ class HostBudget:
     """
 
     max_bytes: int
-    name: str | None
+    name: str
 
-    def __init__(self, max_bytes: SupportsIndex | str, *, name: str | None = None) -> None:
+    def __init__(self, max_bytes: Size, *, name: str) -> None:
         self.max_bytes = parse_bytes(max_bytes)
         self.name = name
         if self.max_bytes <= 0:
             raise ValueError(f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'")
-        if name is not None and (not name or not isinstance(name, str)):
-            raise ValueError(f"a budget's name must be text: {name!r}; leave it out for the user's own")
+        if not name or not isinstance(name, str):
+            raise ValueError(f"a budget's name must be text: {name!r}; pass one such as 'job7'")
 
-    @staticmethod
-    def shares() -> list[HostShare]:
-        """Return what each pool on this host has of its budget, and what it uses that for.
+    def usage(self) -> list[PoolUsage]:
+        """Return what each pool of this budget holds, in all processes.
 
         Reads the files of the pools, which write them when they grow or shrink, and once a second.
 
         Raises:
             HostBudgetError: the folder cannot be used, or a file in it is damaged.
         """
-        if not os.path.lexists(_path()):
-            return []
-        with _folder(_path()) as folder:
-            return sorted(_living(folder), key=lambda share: (share.budget or "", share.pid, share.pool))
+        return [pool for pool in usage_of_host() if pool.budget == self.name]
 
     def __repr__(self) -> str:
-        name = "" if self.name is None else f", name={self.name!r}"
-        return f"HostBudget({format_bytes(self.max_bytes)!r}{name})"
+        return f"HostBudget({format_bytes(self.max_bytes)!r}, name={self.name!r})"
 
 
 @dataclass(frozen=True, slots=True)
-class HostShare:
-    """What one pool has of a `HostBudget`. Leased, in flight, free and the owners are up to a second old."""
+class PoolUsage:
+    """What one pool holds of a `HostBudget`. Leased, in flight, free and the owners are up to a second old."""
 
-    budget: str | None
-    """The budget's name; None for the user's default one."""
+    budget: str
+    """The budget's name."""
     max_bytes: int
     """The cap of all pools of this budget together."""
     pid: int
@@ -120,8 +114,8 @@ class HostShare:
     """Its program, and its rank if it has one."""
     pool: str
     """Distinguishes it from other pools of the same process."""
-    nbytes: int
-    """Bytes that it may hold."""
+    held_bytes: int
+    """Bytes that it holds, or is about to allocate."""
     wanted_bytes: int
     """Bytes that it waits for."""
     answered: bool
@@ -136,13 +130,25 @@ class HostShare:
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The fields of `OwnerStats` for each owner."""
     shared: dict[str, int] = field(default_factory=dict)
-    """The part of `nbytes` that other processes may hold, too: bytes by the memory's inode, counted once."""
+    """The part of `held_bytes` that other processes may hold, too: bytes by the memory's inode, counted once."""
 
 
-def held_bytes(shares: list[HostShare]) -> int:
+def usage_of_host() -> list[PoolUsage]:
+    """Return what each pool of this user holds of its budget, ordered by budget and process.
+
+    Raises:
+        HostBudgetError: as `HostBudget.usage`.
+    """
+    if not os.path.lexists(_path()):
+        return []
+    with _folder(_path()) as folder:
+        return sorted(_living(folder), key=lambda usage: (usage.budget, usage.pid, usage.pool))
+
+
+def held_bytes(pools: list[PoolUsage]) -> int:
     """Return what pools hold together: memory that several of them hold counts once."""
-    regions = {inode: nbytes for share in shares for inode, nbytes in share.shared.items()}
-    return sum(share.nbytes - sum(share.shared.values()) for share in shares) + sum(regions.values())
+    regions = {inode: nbytes for pool in pools for inode, nbytes in pool.shared.items()}
+    return sum(pool.held_bytes - sum(pool.shared.values()) for pool in pools) + sum(regions.values())
 
 
 class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns into waiting
@@ -162,7 +168,7 @@ class LimitedMemory:
 
     def __init__(self, memory: MemoryResource, budget: HostBudget) -> None:
         self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
-        self.others: list[HostShare] = []
+        self.others: list[PoolUsage] = []
         """Other pools of this budget, as the last look found them."""
         self.is_entered = ownership(_turn)
         """Says whether the calling thread is reading or writing the files."""
@@ -176,17 +182,17 @@ class LimitedMemory:
         _limited.add(self)
         with _folder(self._path) as folder:
             self._room(folder)
-            for share in [share for share in self.others if share.max_bytes != budget.max_bytes]:
+            for other in [other for other in self.others if other.max_bytes != budget.max_bytes]:
                 raise ValueError(
-                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {share.max_bytes} "
-                    f"bytes in process {share.pid} ({share.program}); give it the same cap everywhere, or another name"
+                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {other.max_bytes} "
+                    f"bytes in process {other.pid} ({other.program}); give it the same cap everywhere, or another name"
                 )
             self._write(folder, 0)
 
     def holders(self) -> str:
         """Say, for errors, who had the rest of the budget; empty if nobody."""
-        largest = sorted((share for share in self.others if share.nbytes), key=lambda share: -share.nbytes)[:4]
-        names = [f"{format_bytes(share.nbytes)} in process {share.pid} ({share.program})" for share in largest]
+        largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
+        names = [f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})" for pool in largest]
         total = format_bytes(held_bytes(self.others))
         return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
@@ -232,7 +238,7 @@ class LimitedMemory:
         """Begin to tell how a pool is, and to lend what is idle there. The pool isn't kept alive.
 
         Args:
-            pool: has `closed`; `is_waited_for()`; `report(waits, seconds)` for the fields of `HostShare` from
+            pool: has `closed`; `is_waited_for()`; `report(waits, seconds)` for the fields of `PoolUsage` from
                 `leased_bytes` on; and `lend(nbytes)`, which frees idle slabs of so many bytes, or all.
             line: knows how many requests waited.
         """
@@ -244,7 +250,7 @@ class LimitedMemory:
             if not self._held:
                 self._close()
 
-    def _serve(self, watched: weakref.ref[Any], line: Line) -> None:
+    def _serve(self, watched: weakref.ref[Any], line: Any) -> None:
         while True:
             with contextlib.suppress(Empty):
                 self._refusals.get(timeout=self._pause)
@@ -256,7 +262,7 @@ class LimitedMemory:
                 self._look(pool, line)
             del pool, running[self]
 
-    def _look(self, pool: Any, line: Line) -> None:
+    def _look(self, pool: Any, line: Any) -> None:
         """Update the file; see whether there is room; lend what others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
@@ -268,7 +274,7 @@ class LimitedMemory:
             if self._wanted <= room or not (is_refused or (pool is not None and pool.is_waited_for())):
                 self._wanted, self.allowed = 0, self._budget.max_bytes
             self._write(folder, self._held)
-        missing = sum(share.wanted_bytes for share in self.others) - room
+        missing = sum(other.wanted_bytes for other in self.others) - room
         # A process that is served often wants the next slab at once.
         self._pause = _WAIT_SECONDS if self._wanted else 2 * _WAIT_SECONDS if missing > 0 else LOOK_SECONDS
         if missing > 0:
@@ -276,7 +282,7 @@ class LimitedMemory:
 
     def _room(self, folder: int) -> int:
         """Look at the others; return by how much the pool may grow."""
-        self.others = [share for share in _living(folder, self._key) if share.budget == self._budget.name]
+        self.others = [pool for pool in _living(folder, self._key) if pool.budget == self._budget.name]
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
     def _write(self, folder: int, held: int) -> None:
@@ -287,7 +293,7 @@ class LimitedMemory:
             self._file = os.open(self._key + _SUFFIX, flags, 0o600, dir_fd=folder)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         who = {"budget": self._budget.name, "max_bytes": self._budget.max_bytes, "pid": os.getpid()}
-        what = {"program": _program(), "pool": self._key, "nbytes": held, "wanted_bytes": self._wanted}
+        what = {"program": _program(), "pool": self._key, "held_bytes": held, "wanted_bytes": self._wanted}
         text = json.dumps(who | what | self._told).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
@@ -297,6 +303,59 @@ class LimitedMemory:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Claim(LimitedMemory):
+    """Bytes of a budget that are taken at once and held until `release`: a region's.
+
+    Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
+
+    Args:
+        budget: that they are counted in.
+        nbytes: how many.
+        inode: of memory that other processes may hold, too, and which is counted once; None for other memory.
+
+    Raises:
+        BudgetExceededError: the budget is smaller.
+        AcquireTimeoutError: the rest of the budget is in use.
+    """
+
+    closed = True  # for `_serve`, which ends when nothing is held
+
+    def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
+        self._nbytes, self._inode = nbytes, inode
+        super().__init__(PageableMemory(), budget)
+        deadline = time.monotonic() + LEND_SECONDS
+        while not self._holds():
+            never_fits = nbytes > budget.max_bytes
+            if never_fits or time.monotonic() > deadline:
+                self.end()
+                text = f"{format_bytes(nbytes)} asked of {budget!r}{self.holders()}; ask for less, or raise the budget"
+                error = BudgetExceededError if never_fits else AcquireTimeoutError
+                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+            time.sleep(_WAIT_SECONDS)
+        _thread.start_new_thread(self._serve, (weakref.ref(self), None))
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        self._give(self._nbytes)
+
+    def _holds(self) -> bool:
+        with contextlib.suppress(HostIsFull):
+            self.check_room(self._nbytes, take=True)
+        return self._held > 0
+
+    def _room(self, folder: int) -> int:
+        room = super()._room(folder)
+        return self._nbytes if any(str(self._inode) in other.shared for other in self.others) else room
+
+    def _look(self, pool: Any, line: Any) -> None:  # noqa: ARG002 - it has nothing to lend
+        with _folder(self._path) as folder:
+            self._write(folder, self._held)
+
+    def _write(self, folder: int, held: int) -> None:
+        self._told = {"leased_bytes": held, "shared": {str(self._inode): held} if held and self._inode else {}}
+        super()._write(folder, held)
 
 
 def _path() -> Path:
@@ -344,7 +403,7 @@ def _lock(folder: int) -> None:
         time.sleep(0.0005)
 
 
-def _living(folder: int, but: str = "") -> list[HostShare]:
+def _living(folder: int, but: str = "") -> list[PoolUsage]:
     """Return what the pools of living processes wrote, but for one; remove the files of those that have ended."""
     found = []
     for name in [name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name != but + _SUFFIX]:
@@ -353,25 +412,25 @@ def _living(folder: int, but: str = "") -> list[HostShare]:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=folder)
         except BlockingIOError:
-            found.append(_share(file, name))
+            found.append(_read(file, name))
         finally:
             os.close(file)
     return found
 
 
-def _share(file: int, name: str) -> HostShare:
+def _read(file: int, name: str) -> PoolUsage:
     """Read a pool's file. Fields of other versions are ignored."""
     try:
         status = os.fstat(file)
         record = json.loads(os.pread(file, status.st_size, 0))
         record["answered"] = time.time() - status.st_mtime < 3 * LOOK_SECONDS
-        share = HostShare(**{key: record[key] for key in HostShare.__slots__ if key in record})
-        if min(share.max_bytes, share.nbytes, share.wanted_bytes, *share.shared.values()) < 0:
+        usage = PoolUsage(**{key: record[key] for key in PoolUsage.__slots__ if key in record})
+        if min(usage.max_bytes, usage.held_bytes, usage.wanted_bytes, *usage.shared.values()) < 0:
             raise ValueError("less than no bytes")
     except (AttributeError, TypeError, ValueError) as error:
         remedy = f"end the process that has it open, or name another folder in {VARIABLE}"
         raise HostBudgetError(f"a host budget's file is damaged: {_path() / name}: {error}; {remedy}") from error
-    return share
+    return usage
 
 
 def _program() -> str:

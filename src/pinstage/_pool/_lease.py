@@ -7,10 +7,10 @@ says that the last of them has died.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import math
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
@@ -38,7 +38,7 @@ class Lease:
     `guard`. While one of these streams captures a graph, leaving the block is a `LeaseError`, and the lease stays held:
     call `release` behind the last replay.
 
-    Views (`tensor`, `as_tensor`, `numpy`, `memoryview`) show the slab itself, without a copy. Its content is whatever
+    Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its content is whatever
     the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
 
     Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child
@@ -77,53 +77,54 @@ class Lease:
         """Whether the lease has been given back."""
         return self._slab is None
 
-    @property
-    def fd(self) -> int | None:
-        """File descriptor of the slab's bytes where the pool's memory is shared, else None. Never close it."""
-        return self._held("fd").block.fd
-
     def data_ptr(self) -> int:
         """Return the slab's address. It keeps nothing alive, and is valid until the release only."""
         return self._held("data_ptr()").ptr
 
-    def tensor(self) -> torch.Tensor:
-        """Return the leased bytes as a tensor.
-
-        Returns:
-            uint8 tensor of shape ``[nbytes]`` on the CPU. It is page-locked if the pool's memory is.
-
-        Raises:
-            LeaseError: the lease was released.
-        """
-        return torch.frombuffer(self._export("tensor()"), dtype=torch.uint8, count=self._nbytes)
-
-    def as_tensor(self, shape: tuple[int, ...] | int, dtype: torch.dtype | np.typing.DTypeLike) -> torch.Tensor:
-        """Return the start of the leased bytes as a tensor of the given shape and dtype.
+    def tensor(
+        self,
+        shape: int | Sequence[int] | None = None,
+        dtype: torch.dtype | np.typing.DTypeLike = torch.uint8,
+        *,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """Return leased bytes as a tensor, without a copy.
 
         Args:
-            shape: of the tensor.
+            shape: of the tensor. None is one dimension of as many elements as fit.
             dtype: torch's, or numpy's, by type or name (``np.float32``, ``"float32"``).
+            offset: byte at which the tensor starts, a multiple of the size of an element.
+
+        Returns:
+            Contiguous tensor on the CPU. It is page-locked if the pool's memory is.
 
         Raises:
             LeaseError: the lease was released.
             TypeError: torch has no such dtype, or it is None.
-            ValueError: the shape needs more than `nbytes` bytes, or has a negative size.
+            ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
         """
+        if shape is None and dtype is torch.uint8 and not offset:
+            return torch.frombuffer(self._export("tensor()"), dtype=dtype, count=self._nbytes)
         if dtype is None:
             raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):
             dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        size = dtype.itemsize
+        if offset < 0 or offset % size:
+            raise ValueError(f"offset must be a multiple of {size} for {dtype}, and not negative: {offset}")
+        if shape is None:
+            shape = (self._nbytes - offset) // size
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         count = math.prod(sizes)
-        if any(size < 0 for size in sizes) or count * dtype.itemsize > self._nbytes:
+        if any(length < 0 for length in sizes) or offset + count * size > self._nbytes:
             raise ValueError(
-                f"tensor does not fit the lease: shape {sizes} of {dtype} needs {count * dtype.itemsize} bytes, leased "
-                f"{self._nbytes}; acquire more, or ask for a smaller tensor"
+                f"tensor does not fit the lease: shape {sizes} of {dtype} at offset {offset} needs "
+                f"{offset + count * size} bytes, leased {self._nbytes}; acquire more, or ask for a smaller tensor"
             )
-        exporter = self._export("as_tensor()")
+        exporter = self._export("tensor()")
         if count == 0:
             return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever the default device
-        return torch.frombuffer(exporter, dtype=dtype, count=count).view(sizes)
+        return torch.frombuffer(exporter, dtype=dtype, count=count, offset=offset).view(sizes)
 
     def numpy(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the leased bytes as a uint8 array of shape ``[nbytes]``.
@@ -133,17 +134,9 @@ class Lease:
         """
         return np.frombuffer(self._export("numpy()"), dtype=np.uint8, count=self._nbytes)
 
-    def memoryview(self) -> builtins.memoryview:
-        """Return the leased bytes as a writable memoryview of format ``B`` and length `nbytes`.
-
-        Raises:
-            LeaseError: the lease was released.
-        """
-        return builtins.memoryview(self._export("memoryview()")).cast("B")[: self._nbytes]
-
-    def __buffer__(self, flags: int, /) -> builtins.memoryview:
-        """Serve ``memoryview(lease)`` on Python 3.12 and later (PEP 688)."""
-        return self.memoryview()
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return the leased bytes as a writable memoryview, for ``memoryview(lease)`` (Python 3.12 and later)."""
+        return memoryview(self._export("memoryview()")).cast("B")[: self._nbytes]
 
     def guard(self, event: Fence | None) -> None:
         """Add an event that the slab has to wait for, however the lease ends.
@@ -272,3 +265,12 @@ def guard_until_release(lease: Lease, event: Fence | None) -> None:
     if slab is None or slab.lease is not lease._ref:
         lease._refuse("guard()")
     slab.event = event
+
+
+def descriptor_of(lease: Lease) -> int | None:
+    """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None. Never close it.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    return lease._held("descriptor_of()").block.fd

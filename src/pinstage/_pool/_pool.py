@@ -10,9 +10,9 @@ from functools import partial
 from typing import NoReturn, SupportsIndex
 
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
-from .._sizes import format_bytes, parse_bytes
+from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
-from ..errors import BudgetExceededError, UnreleasedLeaseWarning
+from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._classes import reuse_limit
@@ -28,22 +28,43 @@ _PAUSE_SECONDS = 0.02
 """How often a reservation that waits for other processes looks again."""
 
 
-def check_pool(pool: object) -> None:
-    """See that a pool is one.
+def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
+    """Return the cap of a pool in bytes, and where it comes from.
+
+    Raises:
+        TypeError: `max_bytes` is neither an integer nor text, or `budget` is not a `HostBudget`.
+        ValueError: `max_bytes` is not a positive size.
+    """
+    if budget is None:
+        return cap_bytes(max_bytes)
+    if not isinstance(budget, HostBudget):
+        raise TypeError(f"budget must be a HostBudget: {budget!r}; pass HostBudget('64GiB', name='job7')")
+    if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
+        return budget.max_bytes, f"given: {budget!r}"
+    cap, reason = cap_bytes(max_bytes)
+    return min(cap, budget.max_bytes), f"{reason}, within {budget!r}"
+
+
+def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
+    """Check that a pool is a `SlabPool`, and that its user states no other cap.
 
     Raises:
         TypeError: it is something else.
+        ValueError: `max_bytes` or `budget` is given, too.
     """
     if not isinstance(pool, SlabPool):
-        cap = repr(pool) if isinstance(pool, int | str | HostBudget) else "..."
-        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool(max_bytes={cap})")
+        cap = repr(pool) if isinstance(pool, int | str) else "..."
+        raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool({cap})")
+    if budget is not None or max_bytes not in ("auto", pool.max_bytes):
+        given = f"max_bytes={max_bytes!r}" if budget is None else f"budget={budget!r}"
+        raise ValueError(f"pool and {given.partition('=')[0]} exclude each other: {given}; give the cap to the pool")
 
 
 def check_open(pool: SlabPool) -> None:
     """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
 
     Raises:
-        PoolClosedError, ForkedPoolError, StagingError: as `SlabPool.acquire`, whatever the size.
+        PoolError: as `SlabPool.acquire`, whatever the size.
     """
     pool._check_entry()
     pool._check_open()
@@ -87,16 +108,16 @@ class SlabPool:
     """A thread-safe pool of host slabs in size classes, under a hard cap.
 
     Args:
-        memory: where slabs come from; `default_memory()` if None: page-locked where CUDA is usable, else pageable.
-        max_bytes: cap on the bytes held, idle slabs included. An int; text such as ``"2GiB"``; ``"8GiB/host"``, which
-            torchrun's local ranks divide equally; a `HostBudget`, which pools of several processes share; or
-            ``"auto"``, a quarter of the memory that is available. `PoolStats.max_bytes_reason` says where the number
-            comes from.
+        max_bytes: cap on the bytes held, idle slabs included: an int, or text such as ``"2GiB"``. ``"auto"`` is a
+            quarter of the memory that is available, divided by the ranks of this host, or the whole `budget` if there
+            is one. `PoolStats.max_bytes_reason` says where the number comes from.
+        budget: a second cap, which pools of several processes share.
+        memory: where slabs come from; `memory.default_memory` if None: page-locked where CUDA is usable, else pageable.
 
     Raises:
-        TypeError: `memory` is not a memory resource, but for example a class or a size.
-        ValueError: `max_bytes` is not a positive size, the number of ranks on this host is unknown, or another pool of
-            this host has a `HostBudget` of this name with another cap.
+        TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a memory resource.
+        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of this name with
+            another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to whole pages where
@@ -108,20 +129,15 @@ class SlabPool:
     """
 
     def __init__(
-        self, memory: MemoryResource | None = None, *, max_bytes: int | str | HostBudget | None = "auto"
+        self, max_bytes: Size = "auto", *, budget: HostBudget | None = None, memory: MemoryResource | None = None
     ) -> None:
-        if isinstance(max_bytes, HostBudget):
-            cap, reason = max_bytes.max_bytes, f"given: {max_bytes!r}"
-        else:
-            cap, reason = cap_bytes(max_bytes)
-        if cap <= 0:
-            raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+        cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
-            raise TypeError(f"memory must be a MemoryResource: {memory!r}; the cap is an option, max_bytes=...")
+            raise TypeError(f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()")
         self._memory: MemoryResource = default_memory() if memory is None else memory
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
-        self._host = LimitedMemory(self._memory, max_bytes) if isinstance(max_bytes, HostBudget) else None
+        self._host = None if budget is None else LimitedMemory(self._memory, budget)
         self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
         self._has_told = False
         self._user: str | None = None
@@ -150,25 +166,24 @@ class SlabPool:
         """Whether the pool was closed."""
         return self._state.closed
 
-    def acquire(self, nbytes: int | str, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
+    def acquire(self, nbytes: Size, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
         """Lease a slab of at least `nbytes`.
 
-        Blocks only at the cap, or at the limit of the owner's share, until another lease is released or an event is
-        done. The order is first come, first served, except for what is guaranteed to an owner (see `share`). The call
+        Blocks only at the cap, or at the owner's limit, until another lease is released or an event is done. The order
+        is first come, first served, except for what is guaranteed to an owner (see `set_quota`). The call
         also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
         waits for the device). `reserve` beforehand avoids both.
 
         Args:
             nbytes: bytes needed, at least 1; text such as ``"4MiB"`` is accepted.
             timeout: seconds to wait at most; 0 does not wait, None waits forever.
-            owner: the name of whoever takes the slab: counted in `PoolStats.owners`, and limited by the share of that
-                name.
+            owner: a name for the user of the slab: it is counted in `PoolStats.owners`, and has the quota of that name.
 
         Raises:
             MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
-                enough. If the pool has one, the request waits for it, and a `RuntimeWarning` says so once. The pool
+                enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
                 tries to grow that far again after a minute, or by `reserve`.
-            BudgetExceededError: more than `max_bytes`, or than shares leave to the owner; it can never fit.
+            BudgetExceededError: more than `max_bytes`, or than quotas leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -186,7 +201,9 @@ class SlabPool:
         with step("acquire"):
             with state.lock:
                 account, sizes = state.accounts[owner], state.sizes
-                if not (state.closed or state.line.waiters or state.accounts.are_shared):  # case 1 of `PoolState.serve`
+                if not (
+                    state.closed or state.line.waiters or state.accounts.have_quotas
+                ):  # case 1 of `PoolState.serve`
                     limit = reuse_limit(nbytes, state.granularity)
                     for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
                         slab = take_free(state.stacks[size])
@@ -195,34 +212,34 @@ class SlabPool:
                             return Lease(state, slab, nbytes, account)
             return self._serve_or_wait(account, nbytes, timeout)
 
-    def share(self, owner: str, *, at_least: int | str = 0, at_most: int | str | None = None) -> None:
+    def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and allocates nothing.
 
         Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
         Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
         because of its own owner's limit does not hold up those behind it.
 
-        A frozen pool shares the slabs that it has. Slabs beyond a new share stay where they are until they are
+        Quotas of a frozen pool are parts of what it holds. Slabs beyond a new quota stay where they are until they are
         released. A second call for the same owner replaces the first.
 
         Args:
             owner: the name, as given to `acquire`.
-            at_least: bytes that no other owner may have; text such as ``"1GiB"`` is accepted.
-            at_most: bytes that it may have; None for no limit but the cap.
+            min_bytes: bytes that no other owner may have; text such as ``"1GiB"`` is accepted.
+            max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `at_least` is more than `at_most`, `at_most` is 0, or more than the cap would be guaranteed.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(at_least), None if at_most is None else parse_bytes(at_most)
+        least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
         self._check_entry()
         with self._state.lock:
             self._check_open()
-            self._state.accounts.share(owner, least, most)
+            self._state.accounts.set_quota(owner, least, most)
         self._state.line.wake_all()
 
-    def reserve(self, nbytes: int | str, *, count: int = 1) -> None:
+    def reserve(self, nbytes: Size, *, count: int = 1) -> None:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
 
         Idle slabs that would serve such a request count. Takes the time of the allocations.
@@ -263,7 +280,7 @@ class SlabPool:
         if state.closed:
             self.trim()
 
-    def trim(self, to_bytes: int | str = 0) -> int:
+    def trim(self, to_bytes: Size = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
 
         Blocks: freeing page-locked memory makes CUDA wait for the device, so call it outside the hot path.
@@ -367,7 +384,7 @@ class SlabPool:
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
                 f"{self._state.figures()}; {growth.refusal}; this is said once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
         return None
@@ -388,7 +405,7 @@ class SlabPool:
         self._check_open()
         if nbytes > account.largest:
             state = self._state
-            raise _refusals.never_fits(state.figures(), nbytes, account if state.accounts.are_shared else None)
+            raise _refusals.never_fits(state.figures(), nbytes, account if state.accounts.have_quotas else None)
 
     def _check_open(self) -> None:
         if self._state.closed:

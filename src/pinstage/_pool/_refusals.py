@@ -11,8 +11,8 @@ from ..errors import (
     BudgetExceededError,
     ForkedPoolError,
     PoolClosedError,
+    PoolError,
     PoolFrozenError,
-    StagingError,
 )
 from ._accounts import Account
 
@@ -26,7 +26,7 @@ class Figures(NamedTuple):
     max_bytes: int
     reason: str
     others: int | None
-    """What other pools hold of a `HostBudget`; None if the cap is the pool's own."""
+    """What other pools hold of the `HostBudget`; None if the pool's own cap is lower than that leaves."""
 
     def __str__(self) -> str:
         return (
@@ -38,7 +38,7 @@ class Figures(NamedTuple):
         """Return how to write a cap under which this pool may hold so many bytes."""
         if self.others is None:
             return f'max_bytes="{size_to_paste(nbytes)}"'
-        return f'HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
+        return f'budget=HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
 
     def numbers(self, nbytes: int) -> dict[str, int]:
         return {
@@ -52,18 +52,18 @@ class Figures(NamedTuple):
 
 def closed(figures: Figures, user: str | None) -> PoolClosedError:
     if user is None:
-        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
-    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}")
+        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool", **figures.numbers(0))
+    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}", **figures.numbers(0))
 
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
     if account is not None:
-        shares = f"shares leave {account.name!r} at most {format_bytes(account.largest)}, "
-        remedy = "raise max_bytes, change share(), or ask for less"
+        quotas = f"quotas leave {account.name!r} at most {format_bytes(account.largest)}, "
+        remedy = "raise max_bytes, change set_quota(), or ask for less"
     else:
-        shares, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
+        quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {shares}{figures}; {remedy}",
+        f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{figures}; {remedy}",
         **figures.numbers(nbytes),
     )
 
@@ -116,9 +116,9 @@ def forked() -> ForkedPoolError:
     )
 
 
-def entered_again() -> StagingError:
+def entered_again() -> PoolError:
     """Return the error of a call from a finaliser in the middle of another call of the same thread."""
-    return StagingError(
+    return PoolError(
         "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
         "again; a finaliser may release() leases and close() the pool, nothing else"
     )

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from .._compat.calls import ownership
 from .._memory import MemoryResource
 from .._reaper import reaper
-from .._torch import ownership
 from ..errors import PoolFrozenError
 from . import _refusals
 from ._accounts import Account, Waiter
@@ -78,7 +78,7 @@ class PoolState(Holdings):
         """Serve a request from what is there, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
-        cases of shares and of turns. Within that, the cases are, in this order:
+        cases of quotas and of turns. Within that, the cases are, in this order:
 
         1. an idle slab of which at most 12.5% would be waste, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: allocate a slab of the request's class;
@@ -94,7 +94,7 @@ class PoolState(Holdings):
             PoolFrozenError, MemoryError: it is refused.
         """
         room, idle = account.largest, self.scan()
-        if ahead or self.accounts.are_shared:
+        if ahead or self.accounts.have_quotas:
             self._count_busy(idle)
             room = self.accounts.room(account, ahead, self._whole())
         capacity = min(size_class(nbytes, self.granularity), room)
@@ -195,7 +195,8 @@ class PoolState(Holdings):
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if so many must be freed first."""
-        most, refusal = self.max_bytes if self.host is None else self.host.allowed, self.refusal
+        most = self.max_bytes if self.host is None else min(self.max_bytes, self.host.allowed)
+        refusal = self.refusal
         if refusal is not None:
             if time.monotonic() >= refusal.until:
                 self.refusal = None
@@ -241,7 +242,7 @@ class PoolState(Holdings):
             leased_bytes=leased,
             in_flight_bytes=in_flight,
             available_bytes=max(0, self.accounts.room(account, (), self._whole())),
-            **{name: getattr(account, name) for name in ("at_least", "at_most", "waits", "wait_seconds")},
+            **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
         )
 
     # -- without the lock
@@ -309,7 +310,8 @@ class PoolState(Holdings):
 
     def figures(self) -> Figures:
         leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self._parts())
-        others = None if self.host is None else held_bytes(self.host.others)
+        host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
+        others = None if host is None else held_bytes(host.others)
         return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
 
 

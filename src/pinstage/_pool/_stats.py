@@ -20,10 +20,10 @@ class OwnerStats:
     """Bytes of slabs that it released whose event is not done or of which a view is alive."""
     available_bytes: int
     """What it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
-    at_least: int
-    """Bytes that are guaranteed to it, by `SlabPool.share`; 0 for none."""
-    at_most: int | None
-    """Bytes that it may hold, by `SlabPool.share`; None for no bound but the cap."""
+    min_bytes: int
+    """Bytes that are guaranteed to it by `SlabPool.set_quota`; 0 for none."""
+    max_bytes: int | None
+    """Bytes that it may hold by `SlabPool.set_quota`; None for no limit but the cap."""
     waits: int
     """Its requests that had to wait."""
     wait_seconds: float

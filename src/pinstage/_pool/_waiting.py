@@ -48,7 +48,7 @@ def check_timeout(timeout: object) -> None:
 class Line:
     """Waiters, first come first served.
 
-    Each looks for itself, with those before it in mind. A release wakes the first; where there are shares, which may
+    Each looks for itself, with those before it in mind. A release wakes the first; where there are quotas, which may
     let another one pass, each that finds nothing wakes the next.
 
     Attributes:
@@ -110,7 +110,7 @@ class Line:
                     waits = 1
                     self.waits += 1
                     me.account.waits += 1
-                if self._accounts.are_shared and behind:
+                if self._accounts.have_quotas and behind:
                     with contextlib.suppress(RuntimeError):
                         behind[0].wake()
                 left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)

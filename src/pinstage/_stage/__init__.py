@@ -19,7 +19,7 @@ from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
 from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
-from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, landings, to_host
+from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, fetch, landings
 from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
 
 __all__ = [
@@ -42,11 +42,11 @@ __all__ = [
     "copy_event_of",
     "duplicate_rest",
     "event_of",
+    "fetch",
     "landings",
     "packed_bytes_of",
     "send_packed",
     "shuttle_for",
     "target_for",
-    "to_host",
     "wait_here",
 ]

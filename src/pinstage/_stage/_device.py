@@ -26,11 +26,12 @@ from .._batch import (
     make_publicly,
     pack,
 )
+from .._compat.calls import cuda_calls, ids_of
+from .._compat.views import check_is_plain, warn_of_tensors
 from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from .._torch import check_is_plain, cuda_calls, ids_of, warn_of_tensors
-from ..errors import StagingError
+from ..errors import CudaUnavailableError
 
 # -- streams and events ------------------------------------------------------------------------------------------------
 
@@ -229,8 +230,8 @@ class Target(Protocol):
         """
         ...
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:
-        """Copy leaves, by row and address, from page-locked memory of their own; otherwise as `copy`."""
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
+        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
         ...
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
@@ -276,13 +277,15 @@ class CudaTarget:
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise StagingError(f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda")
+            raise CudaUnavailableError(
+                f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda"
+            )
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
         if not _native.core.find_driver():
-            raise StagingError(
+            raise CudaUnavailableError(
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
@@ -376,7 +379,7 @@ class CudaTarget:
         """See `Target`."""
         return self._at_once.has_room()
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: torch.cuda.Stream) -> int:
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: torch.cuda.Stream) -> int:
         """See `Target`."""
         copies = blocks.copy_leaves(leaves, stream.cuda_stream)
         if copies < 0:
@@ -480,7 +483,7 @@ class CpuTarget:
         """See `Target`."""
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
         """See `Target`."""
         return blocks.copy_leaves(leaves, 0)
 
@@ -521,7 +524,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
 
     Raises:
         ValueError: neither a CUDA device nor the CPU.
-        StagingError: CUDA is not available.
+        CudaUnavailableError: CUDA is not available.
     """
     warn_of_tensors()
     if device is None:

@@ -23,13 +23,13 @@ class NotABatch:
     if not TYPE_CHECKING:  # a type checker finds it by itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{_missing(self)}has no {name!r}; call get() for the batch", name=name, obj=self)
+            raise AttributeError(f"{_missing(self)}has no {name!r}; call wait() for the batch", name=name, obj=self)
 
         def __getitem__(self, key: Any) -> NoReturn:
-            raise TypeError(f"{_missing(self)}cannot be indexed by {key!r}; call get() for the batch")
+            raise TypeError(f"{_missing(self)}cannot be indexed by {key!r}; call wait() for the batch")
 
         def __iter__(self) -> NoReturn:
-            raise TypeError(f"{_missing(self)}cannot be iterated over; call get() for the batch")
+            raise TypeError(f"{_missing(self)}cannot be iterated over; call wait() for the batch")
 
 
 def _missing(transfer: NotABatch) -> str:

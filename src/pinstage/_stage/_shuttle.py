@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._compat.calls import ids_of
+from .._compat.views import check_is_plain
 from .._memory import DeviceEvent
 from .._pool import Fence
-from .._torch import check_is_plain, ids_of
 from ._device import EventCache, on_stream
 
 NO_STREAM = (0, 0, 0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from .._batch import (
     walk,
     windows,
 )
+from .._compat.probes import warn_once
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
 from .._pool import (
     Fence,
@@ -49,15 +50,14 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
-from .._sizes import count, format_bytes, parse_bytes, table_text
+from .._region import pieces_of
+from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
-from .._torch import tell_once
-from ..errors import AcquireTimeoutError, StagingError
+from ..errors import AcquireTimeoutError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
-from ._ring import Ring, RingLease
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, to_host
+from ._to_host import HostTransfer, fetch
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Leaf: TypeAlias = "torch.Tensor | Array"
+Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
 """Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
@@ -117,10 +119,10 @@ class StagerStats:
     """Bytes of alignment that travelled with them."""
     passthrough_leaves: int
     """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
-    refused_batches: int
+    fallback_batches: int
     """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
-    """Calls of `to_host`."""
+    """Calls of `fetch` and `to_host`."""
     fetch_copies: int
     """Device-to-host copies issued by them."""
     fetched_bytes: int
@@ -148,7 +150,7 @@ class StagerStats:
                 ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
                 ("padding", format_bytes(self.padding_bytes)),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
-                ("to_host", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
+                ("fetched", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
             ],
         )
         return f"{text}\n{self.pool!r}"
@@ -167,14 +169,11 @@ class Stager:
             pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.share` can limit
-            it.
-        ring: number of fixed device slabs to use in turn, instead of fresh memory for each batch. A layout that comes
-            back to a slab has its tensors at the same addresses. A slab is used again when nobody holds its batch any
-            more and the work issued on it is done, or after `Transfer.release`. None: fresh memory.
-        ring_bytes: size of each of these slabs; None takes the first batch's.
-        threads: how many threads may pack a batch of 1 MiB or more, including the calling one; None takes the CPUs that
-            the process may use, at most 12.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
+        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.set_quota`
+            can limit it.
+        pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
+            the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
             views of a lease). They travel from where they are, each by its own copy. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
@@ -183,26 +182,26 @@ class Stager:
             their own dtype: at most 1 MiB for leaves below 64 KiB, at most 4 MiB otherwise. A leaf that you keep, save
             or pickle keeps its block. True: all leaves, for programs that pickle or save what they stage, or compile
             functions that change many inputs in place. False: none. The device has one slab, and each leaf is a view
-            of it. A ring has views of its slabs, whatever this says.
+            of it.
         run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
             that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
             None sets no bound.
-        keep: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots` write
-            them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
+        keep_on_host: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots`
+            write them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
             neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
-            even if results of `to_host` in the calling thread hold the slabs.
+            even if results of `fetch` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep` is neither of these, or `pool`, `ring`, `threads`, `run_ahead` or `timeout` is of another
+        TypeError: `keep_on_host` is neither of these, or `pool`, `pack_threads`, `run_ahead` or `timeout` is of another
             type.
-        ValueError: an unsupported device, both `pool` and `max_bytes`, a ring without slabs, a negative `timeout`, a
-            `run_ahead` below 1, or another `own_storage`.
-        StagingError: a CUDA device, but no CUDA.
+        ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
+            `pack_threads` below 1, or another `own_storage`.
+        CudaUnavailableError: a CUDA device, but no CUDA.
 
     If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
-    says so once, with the reason and what to do, and `StagerStats.refused_batches` counts these batches.
+    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `StagingWarning`
+    says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
     pool when it is at its cap. In a forked child nothing can be staged.
@@ -213,49 +212,42 @@ class Stager:
         device: torch.device | str | int | None = None,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str | HostBudget | None = "auto",
-        owner: str = "stager",
-        ring: int | None = None,
-        ring_bytes: int | str | None = None,
-        threads: int | None = None,
-        borrow_pinned: bool = False,
+        max_bytes: Size = "auto",
+        budget: HostBudget | None = None,
+        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
         own_storage: OwnStorage = "auto",
         run_ahead: int | None = RUN_AHEAD,
-        keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+        borrow_pinned: bool = False,
+        pack_threads: int | Literal["auto"] = "auto",
         timeout: float | None = 60.0,
+        owner: str = "stager",
     ) -> None:
         check_owner(owner)
         if pool is not None:
-            check_pool(pool)
-            if max_bytes not in ("auto", None):
-                raise ValueError(
-                    f"pool and max_bytes exclude each other: max_bytes={max_bytes!r}; give the cap to the pool"
-                )
-        if ring is None and ring_bytes is not None:
-            raise ValueError(f"ring_bytes={ring_bytes!r} needs a ring: pass ring=")
+            check_pool(pool, max_bytes, budget)
         if timeout is not None:
             check_timeout(timeout)
         self._target = target_for(device)
         self._timeout = timeout
         self._owner = owner
-        slab_bytes = None if ring_bytes is None else parse_bytes(ring_bytes)
-        self._ring = None if ring is None else Ring(self._target, ring, slab_bytes)
-        self._threads = most_threads(threads)
+        self._threads = most_threads(pack_threads)
         self._borrow_pinned = borrow_pinned
         self._own_storage = check_own_storage(own_storage)
         self._most_ahead = check_run_ahead(run_ahead)
         self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
-        self._keeping = None if keep is None else Keeping(keep)
+        self._keeping = None if keep_on_host is None else Keeping(keep_on_host)
         self._owns_pool = pool is None
-        self._pool = SlabPool(default_memory(self._target.device), max_bytes=max_bytes) if pool is None else pool
+        if pool is None:
+            pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
+        self._pool = pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
         self._pool_state = state_of(self._pool)
-        self._moves_few = ring is None and keep is None and own_storage is not False
+        self._moves_few = keep_on_host is None and own_storage is not False
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._sources = Sources()
-        self._fetches = self._fetch_copies = self._fetched_bytes = self._refused_batches = 0
+        self._fetches = self._fetch_copies = self._fetched_bytes = self._fallback_batches = 0
         self._pageable: SlabPool | None = None  # made where nothing can be page-locked
 
     @property
@@ -271,18 +263,22 @@ class Stager:
     @overload
     def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(self, batch: dict[K, Array]) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(self, batch: dict[K, Array] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array]) -> Transfer[list[torch.Tensor]]: ...
+    def stage(self, batch: list[Array] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
     @overload
-    def stage(self, batch: tuple[Array, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    def stage(self, batch: Tensors) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
+    @overload
+    def stage(self, batch: tuple[Leaf, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(self, batch: Mapping[K, Leaf]) -> Transfer[Mapping[K, torch.Tensor]]: ...
     @overload
     def stage(self, batch: B) -> Transfer[B]: ...
     def stage(self, batch: Any) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
-        stream; `Transfer.get` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
+        stream; `Transfer.wait` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
         copy's event. When the call returns, everything that was packed has been read.
 
         A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
@@ -297,11 +293,10 @@ class Stager:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
 
         Raises:
-            LayoutError: something in the batch cannot be staged, or a path of `keep` leads to nothing in the first
-                batch; see its ``path``.
+            LayoutError: something in the batch cannot be staged, or a path of `keep_on_host` leads to nothing in the
+                first batch; see its ``path``.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
-            RingError: the batch is larger than the ring's device slabs, or all of them are held.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         return self._stage(batch)
@@ -329,19 +324,13 @@ class Stager:
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
-        table, ring = parts.table, self._ring
-        ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
-        try:
-            sent = self._send(parts, ring_lease, is_watched, is_bounded, borrows)
-            others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
-            self._count_table(table, sent)
-            return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event, ring_lease)
-        except BaseException:
-            if ring_lease is not None:
-                ring_lease.release()  # who keeps the error must not keep the slab
-            raise
+        table = parts.table
+        sent = self._send(parts, is_watched, is_bounded, borrows)
+        others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
+        self._count_table(table, sent)
+        return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
-    def send(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
+    def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
@@ -355,7 +344,6 @@ class Stager:
         Raises:
             ValueError: the lease is smaller than the layout, or `others` are too few or too many.
             LeaseError: the lease was released.
-            RingError: the batch is larger than the ring's device slabs, or all of them are held.
         """
         with step("stage"):
             structure, table = content_of(layout)
@@ -368,19 +356,16 @@ class Stager:
                     f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not "
                     "live in the slab; pass layout.others(batch)"
                 )
-            host, ring, target = lease.data_ptr(), self._ring, self._target
-            ring_lease = ring.take(table.nbytes) if ring is not None and table.nbytes else None
+            host, target = lease.data_ptr(), self._target
             guard_until_release(lease, target.stream)  # an interrupt may come before the release
             event = None
             try:
                 transfer = send_packed(
-                    target, structure, table, host, list(others), self._own_storage, ring_lease, pinned=self._is_pinned
+                    target, structure, table, host, list(others), self._own_storage, pinned=self._is_pinned
                 )
                 event = copy_event_of(transfer)
             except BaseException:
                 event = target.record(target.stream)
-                if ring_lease is not None:
-                    ring_lease.release()
                 raise
             finally:
                 lease.release(after=event)
@@ -390,15 +375,19 @@ class Stager:
     @overload
     def to_device(self, batch: Array) -> torch.Tensor: ...
     @overload
-    def to_device(self, batch: dict[K, Array]) -> dict[K, torch.Tensor]: ...
+    def to_device(self, batch: dict[K, Array] | dict[K, Leaf]) -> dict[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: list[Array]) -> list[torch.Tensor]: ...
+    def to_device(self, batch: list[Array] | list[Leaf]) -> list[torch.Tensor]: ...
     @overload
-    def to_device(self, batch: tuple[Array, ...]) -> tuple[torch.Tensor, ...]: ...
+    def to_device(self, batch: Tensors) -> Tensors: ...  # type: ignore[overload-overlap]
+    @overload
+    def to_device(self, batch: tuple[Leaf, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(self, batch: Mapping[K, Leaf]) -> Mapping[K, torch.Tensor]: ...
     @overload
     def to_device(self, batch: B) -> B: ...
     def to_device(self, batch: Any) -> Any:
-        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).get()``."""
+        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``."""
         target = self._target
         with step("stage"):
             with step("walk"):
@@ -412,12 +401,12 @@ class Stager:
                     return structure.rebuild(leaves)
             parts = take_apart(batch, keeping=self._keeping, walked=walked)
             table = parts.table
-            if table.moved or self._ring is not None:
-                return self._transfer(parts, is_watched=False).get()
-            sent = self._send(parts, None, is_watched=False)
+            if table.moved:
+                return self._transfer(parts, is_watched=False).wait()
+            sent = self._send(parts, is_watched=False)
             self._count_table(table, sent)
         blocks, event, _, stream = sent
-        with step("get"):
+        with step("hand_over"):
             if stream is target.stream:  # else it is the current one
                 target.hand_over(event, blocks.tensors, target.consumer(None))
             with step("views"):
@@ -425,7 +414,7 @@ class Stager:
             with step("unflatten"):
                 return structure.rebuild(leaves)
 
-    def to_host(self, tree: B, *, copy: bool = False) -> HostTransfer[B]:
+    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
@@ -440,11 +429,11 @@ class Stager:
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
-            copy: return ordinary tensors, each with its own memory, instead of views of a slab. Use it for results that
-                you keep: views hold a slab of the pool.
+            copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
+                slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
 
         Returns:
-            The transfer; its `HostTransfer.get` waits for the copies, and is the only way to their bytes.
+            The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is not a known container.
@@ -454,13 +443,30 @@ class Stager:
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
-        with step("to_host"), self._target.selected():
-            transfer: HostTransfer[B] = to_host(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+        with step("fetch"), self._target.selected():
+            transfer: HostTransfer[B] = fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
         return transfer
+
+    def to_host(self, tree: B) -> B:
+        """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
+
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool.
+        Otherwise as `fetch`.
+
+        Args:
+            tree: containers as `Layout` knows them, with anything in them.
+
+        Returns:
+            A tree of the same types.
+
+        Raises:
+            LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
+        """
+        return self.fetch(tree).wait()
 
     @overload
     def prefetch(
@@ -472,16 +478,24 @@ class Stager:
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
     def prefetch(
-        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[dict[K, Array] | dict[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[dict[K, torch.Tensor]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[list[Array] | list[Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[list[torch.Tensor]]: ...
     @overload
+    def prefetch(  # type: ignore[overload-overlap]
+        self, source: Iterable[Tensors], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Tensors]: ...
+    @overload
     def prefetch(
-        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[tuple[Leaf, ...]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[Mapping[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Mapping[K, torch.Tensor]]: ...
     @overload
     def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
@@ -501,7 +515,7 @@ class Stager:
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches, so a ring needs as many.
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches,
             background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
                 that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
                 for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
@@ -514,15 +528,10 @@ class Stager:
             the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is not an int, is negative, or is larger than the ring allows; or
-                ``background=True`` with a depth of 0, or over a loader that Accelerate prepared.
+            TypeError, ValueError: `depth` is not an int, or is negative; or ``background=True`` with a depth of 0, or
+                over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        if self._ring is not None and self._ring.count < depth + 2:
-            raise ValueError(
-                f"ring={self._ring.count} is too small for depth={depth}: the batch in use, those ahead and the one "
-                f"being staged are held at once; pass ring={depth + 2}, or a smaller depth"
-            )
         pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
         stage = partial(self._stage, is_bounded=False, borrows=pinned)
         return prefetcher_of(stage, self._target, source, depth, background)
@@ -539,7 +548,7 @@ class Stager:
                 packed_bytes=self._packed_bytes,
                 padding_bytes=self._padding_bytes,
                 passthrough_leaves=self._passthrough_leaves,
-                refused_batches=self._refused_batches,
+                fallback_batches=self._fallback_batches,
                 fetches=self._fetches,
                 fetch_copies=self._fetch_copies,
                 fetched_bytes=self._fetched_bytes,
@@ -581,7 +590,6 @@ class Stager:
     def _send(
         self,
         parts: Parts,
-        ring_lease: RingLease | None,
         is_watched: bool,
         is_bounded: bool = True,
         borrows: bool = False,
@@ -596,7 +604,6 @@ class Stager:
 
         Args:
             parts: of the batch.
-            ring_lease: of a device slab to be used; None for fresh memory.
             is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
                 sent on the current stream needs no event, which takes some microseconds.
             is_bounded: see `_stage`.
@@ -609,15 +616,10 @@ class Stager:
             is_small = nbytes <= most and not target.is_capturing()
             consumer = target.consumer(None)
             stream = consumer if is_small else target.stream
-            if ring_lease is None:
-                sharing, slab = sharing_of(self._own_storage, table.packed), None
-            else:
-                sharing, slab = Sharing.ONE, ring_lease.ready(stream)
-                if is_small:
-                    target.hand_over(None, ring_lease.hand_out(stream), stream)
+            sharing = sharing_of(self._own_storage, table.packed)
             if is_small:
-                return self._send_small(parts, sharing, slab, stream, is_watched)
-            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
+                return self._send_small(parts, sharing, stream, is_watched)
+            borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
             rest = parts if borrowed is None else borrowed.rest
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)
@@ -625,7 +627,7 @@ class Stager:
             if lease is not None:
                 guard_until_release(lease, stream)  # an interrupt may come before the release
             copies = 0
-            make = partial(target.blocks, table, sharing, stream, slab)
+            make = partial(target.blocks, table, sharing, stream)
             try:
                 if borrowed is not None:
                     reaper.start()
@@ -647,14 +649,12 @@ class Stager:
                     reaper.tasks.put(Kept(event, borrowed.lenders))
         return Sent(blocks, event, copies, stream)
 
-    def _send_small(
-        self, parts: Parts, sharing: Sharing, slab: torch.Tensor | None, stream: Any, is_watched: bool
-    ) -> Sent:
+    def _send_small(self, parts: Parts, sharing: Sharing, stream: Any, is_watched: bool) -> Sent:
         """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
         target, nbytes = self._target, parts.table.nbytes
         if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
             check_open(self._pool)
-        blocks = target.blocks(parts.table, sharing, stream, slab)
+        blocks = target.blocks(parts.table, sharing, stream)
         if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
             with step("pack"):
                 copies = target.fill(blocks, parts, stream) if nbytes else 0
@@ -746,8 +746,8 @@ class Stager:
             return self._pool.acquire(nbytes, timeout=self._timeout, owner=self._owner)
         except AcquireTimeoutError as error:
             error.add_note(
-                "results of Stager.to_host() hold their slabs until their tensors die: drop them sooner, or pass "
-                "copy=True"
+                "results of Stager.fetch(copy=False) hold their slabs until their tensors die: drop them sooner, or "
+                "leave copy=False out"
             )
             raise
 
@@ -758,7 +758,7 @@ class Stager:
             try:
                 return self._acquire(size)
             except REFUSALS as error:
-                if isinstance(error, StagingError):
+                if isinstance(error, PoolError):
                     raise
                 if size == nbytes:
                     self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
@@ -771,7 +771,7 @@ class Stager:
         try:
             return self._acquire(nbytes)
         except REFUSALS as error:
-            if isinstance(error, StagingError):
+            if isinstance(error, PoolError):
                 raise
             self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
             return self._acquire_pageable(nbytes)
@@ -780,21 +780,21 @@ class Stager:
         with self._lock:
             self._is_pinned = False
             if self._pageable is None:
-                self._pageable = SlabPool(PageableMemory(), max_bytes=self._pool.max_bytes)
-        tell_once(
+                self._pageable = SlabPool(self._pool.max_bytes, memory=PageableMemory())
+        warn_once(
             "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
         )
         return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
 
     def _count_refusal(self, nbytes: int, what: str, error: Exception) -> None:
         with self._lock:
-            self._refused_batches += 1
-            is_first = self._refused_batches == 1
+            self._fallback_batches += 1
+            is_first = self._fallback_batches == 1
         if is_first:
             warnings.warn(
                 f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
                 "once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
 

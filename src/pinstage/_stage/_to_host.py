@@ -5,7 +5,7 @@
     tree --take apart--> leaves of each device
       small, or strided   --gather, on the current stream--> device slab  --one copy-->  |
       large and dense     --------------------------------------------------a copy each-->  host slab (leased)
-                                                                                            | get(): event, views
+                                                                                            | wait(): event, views
 
 The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
 copies are done and the last view has died.
@@ -35,9 +35,9 @@ from .._batch import (
     gather,
     walk,
 )
+from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._steps import step
-from .._torch import check_is_plain
 from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
@@ -62,9 +62,9 @@ class Share(NamedTuple):
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
-    """Tensors on their way to the host. Made by `Stager.to_host`.
+    """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    `get` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
+    `wait` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
     """
 
     __slots__ = ("_copy", "_event", "_fetched", "_host", "_leaves", "_nbytes", "_structure", "_tables", "copies")
@@ -97,7 +97,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return self._nbytes
 
     def query(self) -> bool:
-        """Say whether the bytes are on the host, so that `get` will not block. Does not block."""
+        """Say whether the bytes are on the host, so that `wait` will not block. Does not block."""
         return self._event is None or self._event.query()
 
     def synchronize(self) -> None:
@@ -106,15 +106,15 @@ class HostTransfer(NotABatch, Generic[B_co]):
             with step("wait"):
                 self._event.synchronize()
 
-    def get(self) -> B_co:
+    def wait(self) -> B_co:
         """Wait until the bytes are on the host, and return them.
 
         Blocks as `synchronize` does. Later calls return the same object.
 
         Returns:
-            A tree of the same types. Tensors that travelled are views of one page-locked slab. The slab goes back to
-            the pool when the last view has died, and this transfer, which keeps its result. With ``copy=True`` they are
-            ordinary tensors. What was on the host already is the same object as before.
+            A tree of the same types. Tensors that were copied have memory of their own. With ``copy=False`` they are
+            views of one page-locked slab, which goes back to the pool when the last view and this transfer, which keeps
+            its result, are freed. What was on the host already is the same object as before.
         """
         fetched: B_co
         if self._leaves is None:
@@ -154,7 +154,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return leaves
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
 
     def __repr__(self) -> str:
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
@@ -172,7 +172,7 @@ class Landing(NamedTuple):
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `get`."""
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `wait`."""
     assert transfer._leaves is not None
     found, start = list(transfer._leaves), 0
     for table in transfer._tables:
@@ -194,7 +194,7 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
     """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
 
     Args:
-        transfer: before `get`.
+        transfer: before `wait`.
         leaves: what it was made from, a list of tensors.
     """
     assert transfer._leaves is not None
@@ -203,7 +203,7 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
             transfer._leaves[index] = leaf.clone()
 
 
-def to_host(
+def fetch(
     tree: Any,
     home: torch.device,
     acquire: Callable[[int], Lease],
@@ -212,7 +212,7 @@ def to_host(
     copy: bool,
     hold: bool = True,
 ) -> HostTransfer[Any]:
-    """Start the copies of a tree's tensors to the host; see `Stager.to_host`.
+    """Start the copies of a tree's tensors to the host; see `Stager.fetch`.
 
     Args:
         tree: what to fetch.
@@ -240,7 +240,7 @@ def to_host(
         guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
         try:
             host = lease.tensor()
-            events, copies = _fetch(shares, leaves, host, sources, hold)
+            events, copies = _start(shares, leaves, host, sources, hold)
             after = event = events[0] if len(events) == 1 else Events(events) if events else None
         except BaseException as error:
             clear_own_frames(error)  # who keeps the error must not keep views of the slab
@@ -299,7 +299,7 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
     return found
 
 
-def _fetch(
+def _start(
     shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
 ) -> tuple[list[Fence], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""

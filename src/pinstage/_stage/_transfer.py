@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
 from .._batch import (
     Blocks,
-    Layout,
     OwnStorage,
     RowKind,
-    Sharing,
     Structure,
     Table,
     moves_in_silence,
     sharing_of,
     tensors_in,
 )
+from .._compat.calls import memory_of
+from .._compat.probes import warn_once
 from .._pool import Fence
 from .._steps import step
-from .._torch import memory_of, tell_once
-from ..errors import RingError
 from ._device import Target
 from ._not_a_batch import B_co, NotABatch
-from ._ring import RingLease
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class Sent(NamedTuple):
@@ -55,7 +49,6 @@ class Transfer(NotABatch, Generic[B_co]):
         "_moved",
         "_moved_event",
         "_others",
-        "_ring_lease",
         "_sent",
         "_structure",
         "_table",
@@ -71,7 +64,6 @@ class Transfer(NotABatch, Generic[B_co]):
         others: list[Any],
         moved: list[Any],
         moved_event: Fence | None,
-        ring_lease: RingLease | None,
     ) -> None:
         self._target = target
         self._structure = structure
@@ -80,17 +72,9 @@ class Transfer(NotABatch, Generic[B_co]):
         self._others = others
         self._moved = moved
         self._moved_event = moved_event
-        self._ring_lease = ring_lease
-        self._leaves: list[Any] | None = None  # between `_cut` and `get`
+        self._leaves: list[Any] | None = None  # between `_cut` and `wait`
         self._is_whole = False
-        if ring_lease is not None:
-            ring_lease.slab.content = structure, table
         self._batch: Any = None
-
-    @property
-    def layout(self) -> Layout:
-        """Where each leaf lies in the slab."""
-        return Layout(self._structure, self._table)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +92,7 @@ class Transfer(NotABatch, Generic[B_co]):
         return len(self._sent.blocks)
 
     @property
-    def passthrough(self) -> int:
+    def passthrough_leaves(self) -> int:
         """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
         return len(self._moved)
 
@@ -117,16 +101,16 @@ class Transfer(NotABatch, Generic[B_co]):
         return all(event is None or event.query() for event in (self._sent.event, self._moved_event))
 
     def synchronize(self) -> None:
-        """Block the host until the bytes are on the device. Rarely needed: with `get`, only the stream waits."""
+        """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the stream waits."""
         for event in (self._sent.event, self._moved_event):
             if event is not None:
                 event.synchronize()
 
-    def get(self, stream: torch.cuda.Stream | None = None) -> B_co:
+    def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
 
         Does not block: the stream waits for the copy, the host does not. To use the batch on another stream too, call
-        `get` again with that stream; it returns the same batch.
+        `wait` again with that stream; it returns the same batch.
 
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
@@ -134,20 +118,12 @@ class Transfer(NotABatch, Generic[B_co]):
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device. Which of them share memory is said
             by the stager's `own_storage`.
-
-        Raises:
-            RingError: the transfer was released.
         """
-        with step("get"):
-            ring_lease, (blocks, event, _, writer) = self._ring_lease, self._sent
+        with step("hand_over"):
+            blocks, event, _, writer = self._sent
             consumer = self._target.consumer(stream)
-            if ring_lease is not None and ring_lease.is_released:
-                raise RingError(
-                    "transfer was released: its device slab may hold another batch; get() the batch before release()"
-                )
             if consumer is not writer:
-                used = blocks.tensors if ring_lease is None else ring_lease.hand_out(consumer)
-                self._target.hand_over(event, used, consumer)
+                self._target.hand_over(event, blocks.tensors, consumer)
             if self._moved:
                 tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
                 self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
@@ -162,35 +138,13 @@ class Transfer(NotABatch, Generic[B_co]):
             return batch
 
     def _cut(self) -> None:
-        """Make the leaves that `get` puts together, if they are not there yet."""
+        """Make the leaves that `wait` puts together, if they are not there yet."""
         if self._leaves is None:
             with step("views"):
                 self._leaves = self._sent.blocks.leaves(self._others)
 
-    def release(self) -> None:
-        """Give the device slab back to the ring, although tensors of the batch are still alive.
-
-        Call it when all work on the batch has been issued. Only a ring needs it, and only if the tensors stay alive on
-        purpose, such as the inputs of a captured CUDA graph. The slab is used again when each stream that `get` was
-        given has done the work issued on it so far. Without a ring it does nothing. Does not block.
-        """
-        if self._ring_lease is not None:
-            self._ring_lease.release()
-            # The slab of the batch, and its views, would count as somebody who uses it.
-            self._batch, self._sent = None, self._sent._replace(blocks=())  # type: ignore[arg-type]
-            self._leaves, self._others = None, []
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what get() returns")
-
-    def __enter__(self) -> B_co:
-        """Return the batch, as `get` does; it is released at the end of the block."""
-        return self.get()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
 
     def __repr__(self) -> str:
         nbytes = self._table.nbytes
@@ -233,7 +187,7 @@ def _move(thing: Any, device: torch.device) -> Any:
         return thing.to(device, non_blocking=device.type != "cpu")
     cls = type(thing)
     if not moves_in_silence(cls):
-        tell_once(
+        warn_once(
             f"{cls.__module__}.{cls.__qualname__} holds tensors and is no known container: it moves by its own .to(), "
             f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
         )
@@ -272,7 +226,6 @@ def send_packed(
     host: int | None,
     others: list[Any],
     own_storage: OwnStorage,
-    ring_lease: RingLease | None = None,
     *,
     pinned: bool,
 ) -> Transfer[Any]:
@@ -287,15 +240,11 @@ def send_packed(
         host: address of ``table.nbytes`` bytes; None if the table needs none.
         others: the leaves that are not packed, in order.
         own_storage: see `Stager`.
-        ring_lease: of a ring; None takes fresh device memory.
         pinned: whether the memory is page-locked.
     """
     stream, event, copies = target.stream, None, 0
     with target.selected():
-        if ring_lease is None:
-            blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
-        else:
-            blocks = target.blocks(table, Sharing.ONE, stream, ring_lease.ready(stream))
+        blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
         if table.nbytes and host is not None:
             try:
                 copies = target.copy(blocks, host, 0, table.nbytes, stream, pinned=pinned)
@@ -303,6 +252,6 @@ def send_packed(
                 event = target.record(stream)
     sent = Sent(blocks, event, copies, stream)
     others, moved, moved_event = move_others(target, structure, table, others)
-    transfer: Transfer[Any] = Transfer(target, structure, table, sent, others, moved, moved_event, ring_lease)
+    transfer: Transfer[Any] = Transfer(target, structure, table, sent, others, moved, moved_event)
     transfer._cut()
     return transfer

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import make_sharded, parts_of_sharded
+from .._compat.calls import make_sharded, parts_of_sharded
 
 _QUICK = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple, torch.Size, torch.dtype, torch.device})
 """What pickle copies by itself; asked first, for it is most of what a state dict is made of."""

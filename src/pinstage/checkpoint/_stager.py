@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
-from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout
-from .._sizes import format_bytes
-from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, to_host, wait_here
+from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout, descriptor_of
+from .._sizes import Size, format_bytes
+from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, fetch, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
@@ -49,7 +49,7 @@ class CheckpointStager(AsyncStager):
         pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
             closes.
         max_bytes: cap of the pool that is made; see `SlabPool`.
-        budget: memory that the made pool shares with those of other processes.
+        budget: a second cap, which pools of several processes share; see `HostBudget`.
         hold: what waits for copies from a GPU. ``"stream"``: all later work of the current stream, so the tensors may
             be changed at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so forward
             and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way, such as
@@ -60,7 +60,7 @@ class CheckpointStager(AsyncStager):
 
     Raises:
         TypeError: `pool` is not a `SlabPool`.
-        ValueError: `pool` beside `max_bytes` or `budget`, another word for `hold`, or a negative `timeout`.
+        ValueError: both `pool` and a cap, another word for `hold`, or a negative `timeout`.
 
     Not for use by several threads at the same time.
     """
@@ -69,7 +69,7 @@ class CheckpointStager(AsyncStager):
         self,
         *,
         pool: SlabPool | None = None,
-        max_bytes: int | str = "auto",
+        max_bytes: Size = "auto",
         budget: HostBudget | None = None,
         hold: Literal["stream", "step"] = "stream",
         timeout: float | None = None,
@@ -77,16 +77,11 @@ class CheckpointStager(AsyncStager):
         if hold not in ("stream", "step"):
             raise ValueError(f"no such hold: {hold!r}; pass 'stream' or 'step'")
         if pool is not None:
-            check_pool(pool)
-            if max_bytes != "auto" or budget is not None:
-                raise ValueError(
-                    f"the pool has its own cap: max_bytes={max_bytes!r}, budget={budget!r}. Pass pool alone, or leave "
-                    "it out"
-                )
+            check_pool(pool, max_bytes, budget)
         if timeout is not None:
             check_timeout(timeout)
         self._owns_pool = pool is None
-        self._pool = SlabPool(SharedMemory(), max_bytes=budget or max_bytes) if pool is None else pool
+        self._pool = SlabPool(max_bytes, budget=budget, memory=SharedMemory()) if pool is None else pool
         self._timeout = timeout
         self._sources = Sources()
         self._save: Save | None = None
@@ -172,11 +167,11 @@ class CheckpointStager(AsyncStager):
         def acquire(nbytes: int) -> Lease:
             nonlocal slab
             lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
-            slab = Slab(lease.numpy(), lease.fd)
+            slab = Slab(lease.numpy(), descriptor_of(lease))
             return lease
 
         try:
-            transfer = to_host(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
+            transfer = fetch(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
             duplicate_rest(transfer, snapshot.tensors)
             return transfer, slab
         except BaseException as error:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import pinstage as ps
 
 from .._batch import Sharing, dense_stride, sharing_of
+from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
-from .._torch import memory_of
 from ._bus import REFERENCE, REFERENCE_BUS, Bus
 from ._pinning import Pinning, ask_torch, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
@@ -88,9 +88,7 @@ class Audit:
 
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
-        """Leaves on the host that ``pin_memory=True`` leaves pageable without a word; none where that is unknown."""
-        if self.pinning.unknown is not None:
-            return ()
+        """Leaves on the host that ``pin_memory=True`` leaves pageable without a word."""
         return tuple(leaf for leaf in self.leaves if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned))
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +103,6 @@ class Audit:
                 "left_bytes": _sum(left),
                 "stopped_by": {name: len(leaves) for name, leaves in self._by_stop().items()},
                 "error": self.pinning.error,
-                "unknown": self.pinning.unknown,
             },
             "to_each": self.each._asdict(),
             "slab": self.slab._asdict(),
@@ -146,9 +143,7 @@ class Audit:
 
     def _verdict(self) -> list[Section]:
         pinned, left = f"{sum(leaf.loader_pins for leaf in self.leaves):,}", self.left_pageable
-        if self.pinning.unknown is not None:
-            lines = [Line(f"what pin_memory=True would pin is not known: {self.pinning.unknown}", "info")]
-        elif self.pinning.error is not None:
+        if self.pinning.error is not None:
             lines = [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
         else:
             text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}"

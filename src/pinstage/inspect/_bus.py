@@ -75,7 +75,7 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
     memory: ps.MemoryResource = ps.PageableMemory()
     if device.type == "cuda":
         memory = ps.RegisteredMemory(device=device) if kind == REGISTERED else ps.HostAllocMemory(device=device)
-    with ps.SlabPool(memory, max_bytes=2 * nbytes + MIB) as pool, pool.acquire(nbytes) as lease:
+    with ps.SlabPool(2 * nbytes + MIB, memory=memory) as pool, pool.acquire(nbytes) as lease:
         yield lease.tensor().zero_()
 
 

@@ -9,11 +9,10 @@ import re
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
-import pinstage as ps
-
+from .._compat.probes import Problem
 from .._host import threads_within
+from .._pool import PoolUsage
 from .._sizes import count, format_bytes
-from .._torch import Problem
 from ._bus import GIB, PAGEABLE, PINNED, Point
 from ._gpus import Driver, Gpu
 from ._report import rate, share
@@ -52,7 +51,7 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
     if quota is not None and quota < usable:
         found += f"; torch starts threads for {usable}, which then wait for each other"
         n = threads_within(usable, quota)
-        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(threads={n}); or more quota"
+        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n}); or more quota"
         return Check("CPUs", "warning", found, remedy)
     if real < FEW_CPUS:
         return Check("CPUs", "warning", found, f"give this process {FEW_CPUS} or more for loading and packing")
@@ -68,20 +67,17 @@ def memory(max_bytes: int, reason: str) -> Check:
     return Check(name, "ok", found)
 
 
-def host_budgets(shares: Sequence[ps.HostShare]) -> Check:
+def host_budgets(pools: Sequence[PoolUsage]) -> Check:
     """Check what is taken of each `HostBudget`, and by whom."""
     name = "host budgets"
-    if not shares:
+    if not pools:
         return Check(name, "ok", "no pool has one")
-    caps = {share.budget: share.max_bytes for share in shares}
-    taken = {budget: sum(share.nbytes for share in shares if share.budget == budget) for budget in caps}
-    found = "; ".join(
-        f"{budget or 'without a name'}: {format_bytes(taken[budget])} of {format_bytes(caps[budget])}"
-        for budget in caps
-    )
-    if silent := [share.pid for share in shares if not share.answered]:
+    caps = {pool.budget: pool.max_bytes for pool in pools}
+    held = {budget: sum(pool.held_bytes for pool in pools if pool.budget == budget) for budget in caps}
+    found = "; ".join(f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps)
+    if silent := [pool.pid for pool in pools if not pool.answered]:
         return Check(name, "warning", found, f"end or continue {silent}, which do not answer and give nothing back")
-    if over := [budget or "without a name" for budget in caps if taken[budget] > caps[budget]]:
+    if over := [budget for budget in caps if held[budget] > caps[budget]]:
         return Check(name, "warning", found, f"{over} is exceeded: its file was removed; end some of its processes")
     return Check(name, "info", found)
 

@@ -17,8 +17,10 @@ import torch
 
 import pinstage as ps
 
-from .. import _host, _torch
+from .. import _host
+from .._compat.problems import problems
 from .._memory import why_unusable
+from .._pool import usage_of_host
 from .._sizes import count, format_bytes
 from . import _checks
 from ._bus import MIB, PAGEABLE, PINNED, REGISTERED, Point, measure
@@ -81,10 +83,10 @@ def diagnose(
     ]
     for gpu in gpus:
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
-    checks += _checks.private_names(_torch.problems())
+    checks += _checks.private_names(problems())
     checks += host_checks(root, affinity)
     try:
-        checks.append(_checks.host_budgets(ps.HostBudget.shares()))
+        checks.append(_checks.host_budgets(usage_of_host()))
     except ps.errors.HostBudgetError as error:
         remedy = "do as it says, or use no HostBudget"
         checks.append(Check("host budgets", "warning", str(error), remedy))
@@ -102,7 +104,7 @@ def diagnose(
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
-    cap = ps.SlabPool(ps.PageableMemory()).stats()
+    cap = ps.SlabPool(memory=ps.PageableMemory()).stats()
     return [
         _checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),

@@ -1,7 +1,7 @@
 """What ``DataLoader(pin_memory=True)`` would pin, found by asking torch's own function.
 
-The DataLoader gives each batch to a function (`pinstage._torch.pin_as_loader`), which enters some containers, calls
-``pin_memory()`` where an object has it, and hands back what it does not know as it is. That function is run on the
+The DataLoader gives each batch to a function (`pinstage._compat.loader.pin_as_loader`), which enters some containers,
+calls ``pin_memory()`` where an object has it, and hands back what it does not know as it is. It is run on the
 batch itself, so the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried
 out: nothing is pinned or copied, no GPU is needed, and no other thread notices.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .._torch import pin_as_loader, why_pinning_cannot_be_asked
+from .._compat.loader import pin_as_loader
 from ._walk import FoundLeaf
 
 
@@ -26,7 +26,6 @@ class Pinning:
     pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
     stopped_by: tuple[str | None, ...]  # for each leaf that would not, the name of the type that stops torch
     error: str | None = None  # what would be raised instead
-    unknown: str | None = None  # why torch cannot be asked; then nothing counts as pinned
 
 
 def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
@@ -34,9 +33,6 @@ def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
 
     The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
     """
-    unknown = why_pinning_cannot_be_asked()
-    if unknown is not None:
-        return Pinning((False,) * len(found), (None,) * len(found), unknown=unknown)
     _, seen, error = _ask(batch)
     on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
     if error is None and on_device is not None:  # torch would have raised in the call that was not carried out

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pinstage as ps
-
+from .._pool import PoolUsage, usage_of_host
 from .._sizes import count, format_bytes
 from ._report import Line, Section, TextTable, as_text, duration, show, watch
 
@@ -24,36 +23,35 @@ _COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">i
 def run_top(*, once: bool, as_json: bool) -> int:
     """Show the budgets of this host, again and again on a terminal, until Ctrl-C; return the exit status."""
     if as_json:
-        show(to_dict(ps.HostBudget.shares()))
+        show(to_dict(usage_of_host()))
     elif once or not sys.stdout.isatty():
-        sys.stdout.write(as_text(sections(ps.HostBudget.shares())) + "\n")
+        sys.stdout.write(as_text(sections(usage_of_host())) + "\n")
     else:
-        watch(lambda: sections(ps.HostBudget.shares()), _PAUSE_SECONDS)
+        watch(lambda: sections(usage_of_host()), _PAUSE_SECONDS)
     return 0
 
 
-def to_dict(shares: Sequence[ps.HostShare]) -> dict[str, Any]:
+def to_dict(usage: Sequence[PoolUsage]) -> dict[str, Any]:
     return {
         "budgets": [
             {
                 "name": name,
                 "max_bytes": pools[0].max_bytes,
-                "taken_bytes": sum(pool.nbytes for pool in pools),
+                "held_bytes": sum(pool.held_bytes for pool in pools),
                 "wanted_bytes": sum(pool.wanted_bytes for pool in pools),
                 "pools": [dataclasses.asdict(pool) for pool in pools],
             }
-            for name, pools in _by_budget(shares)
+            for name, pools in _by_budget(usage)
         ]
     }
 
 
-def sections(shares: Sequence[ps.HostShare]) -> list[Section]:
+def sections(usage: Sequence[PoolUsage]) -> list[Section]:
     """Return a table for each budget, with a row for each pool and each of its owners."""
     found: list[Section] = []
-    for name, pools in _by_budget(shares):
-        taken, cap = sum(pool.nbytes for pool in pools), pools[0].max_bytes
-        title = "HostBudget" if name is None else f"HostBudget {name}"
-        title += f": {format_bytes(taken)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
+    for name, pools in _by_budget(usage):
+        held, cap = sum(pool.held_bytes for pool in pools), pools[0].max_bytes
+        title = f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
         rows = [row for pool in pools for row in _rows(pool)]
         marks = ["warning" if pool.wanted_bytes or not pool.answered else "" for pool in pools]
         styles = [mark for mark, pool in zip(marks, pools, strict=True) for _ in _rows(pool)]
@@ -66,13 +64,13 @@ def sections(shares: Sequence[ps.HostShare]) -> list[Section]:
     return found or [Line("no pool on this host has a HostBudget")]
 
 
-def _by_budget(shares: Sequence[ps.HostShare]) -> Iterator[tuple[str | None, list[ps.HostShare]]]:
-    for name, pools in itertools.groupby(shares, key=lambda share: share.budget):
+def _by_budget(usage: Sequence[PoolUsage]) -> Iterator[tuple[str, list[PoolUsage]]]:
+    for name, pools in itertools.groupby(usage, key=lambda pool: pool.budget):
         yield name, list(pools)
 
 
-def _rows(pool: ps.HostShare) -> list[tuple[str, ...]]:
-    whose = (str(pool.pid), pool.program, "", _bytes(pool.nbytes))
+def _rows(pool: PoolUsage) -> list[tuple[str, ...]]:
+    whose = (str(pool.pid), pool.program, "", _bytes(pool.held_bytes))
     wanted = _bytes(pool.wanted_bytes)
     if not pool.answered:
         return [(*whose, "-", "-", "-", wanted, "-", "-")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,23 +22,32 @@ class TrainerLoaders:
 
     Args:
         device: the trainer's.
-        options: of `Stager`.
         in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
         stager: for batches that no worker packs; None makes one.
+        max_bytes, budget, pool, depth, keep_on_host: as for `wrap_loader`.
     """
 
     def __init__(
-        self, device: torch.device, options: dict[str, Any], *, in_workers: bool, stager: ps.Stager | None = None
+        self,
+        device: torch.device,
+        *,
+        in_workers: bool,
+        stager: ps.Stager | None = None,
+        max_bytes: ps.Size = "auto",
+        budget: ps.HostBudget | None = None,
+        pool: ps.SlabPool | None = None,
+        depth: int = 2,
+        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
         self.in_workers = in_workers
-        self._owns_pool = in_workers and options.get("pool") is None
+        self._owns_pool = in_workers and pool is None
         if self._owns_pool:
             memory = ps.SharedMemory(device) if device.type == "cuda" else ps.SharedMemory(register=False)
-            options = options | {"pool": ps.SlabPool(memory, max_bytes=options["max_bytes"]), "max_bytes": None}
-        self.stager = ps.Stager(device, **options) if stager is None else stager
-        self._owner = options.get("owner", "stager")
-        pool = ("pool",) if in_workers else ("max_bytes",)
-        self._wrapping = {name: options[name] for name in ("keep", "own_storage", *pool) if name in options}
+            pool = ps.SlabPool(max_bytes, budget=budget, memory=memory)
+            max_bytes, budget = "auto", None
+        caps: dict[str, Any] = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
+        self.stager = ps.Stager(device, **caps, keep_on_host=keep_on_host) if stager is None else stager
+        self._wrapping = {**caps, "depth": depth, "keep_on_host": keep_on_host}
         self._counters: list[Any] = []
         """Of all loaders that were wrapped, freed ones included."""
         self._num_workers = 0
@@ -51,8 +60,8 @@ class TrainerLoaders:
         pool = self.stager.pool
         if self._owns_pool:
             half = pool.max_bytes // 2 // pool.memory.granularity * pool.memory.granularity
-            for owner in ("training", self._owner):
-                pool.share(owner, at_least=half if does else 0)
+            for owner in ("training", "stager"):
+                pool.set_quota(owner, min_bytes=half if does else 0)
 
     def wrap(self, loader: Any, *, is_training: bool, always: bool = False) -> Any:
         """Return a loader with the same batches on the device.
@@ -68,7 +77,7 @@ class TrainerLoaders:
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
         if settings is None and _iterates_as_torch_does(inner):
-            owner = "training" if is_training else self._owner
+            owner = "training" if is_training else "stager"
             try:
                 wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
             except TypeError:  # it has workers already

@@ -15,10 +15,11 @@ def prepare(
     accelerator: accelerate.Accelerator,
     loader: Any,
     *,
+    max_bytes: ps.Size = "auto",
+    budget: ps.HostBudget | None = None,
     pool: ps.SlabPool | None = None,
-    max_bytes: int | str = "auto",
     depth: int = 2,
-    keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> Any:
     """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
 
@@ -31,18 +32,22 @@ def prepare(
         accelerator: its device and options are used.
         loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. If that is
             stateful, its first pass is packed in the main process: its workers run already.
-        pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
+        budget: as for `DataLoader`.
+        pool: as for `DataLoader`.
         depth: as for `DataLoader`.
-        keep: as for `DataLoader`.
+        keep_on_host: as for `DataLoader`.
 
     Returns:
         The prepared loader, which also has `DataLoader.stats`.
 
     Raises:
-        TypeError, ValueError, StagingError: as `wrap_loader`.
+        TypeError, ValueError, CudaUnavailableError: as `wrap_loader`.
     """
-    options = {"device": accelerator.device, "pool": pool, "max_bytes": max_bytes, "depth": depth, "keep": keep}
+    options: dict[str, Any] = {
+        "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth,
+        "keep_on_host": keep_on_host,
+    }  # fmt: skip
     with _stateful_loaders_staged(accelerator, options) as staged:
         prepared = accelerator.prepare_data_loader(loader)
     if not staged:

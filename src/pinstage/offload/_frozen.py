@@ -13,15 +13,14 @@ Memory is copied by storage, not by tensor, so that tied weights, views and stri
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
 
+from .._compat.storages import version_of
 from .._pool import SlabPool, check_pool
 from .._sizes import format_bytes
 from .._stage import Arrival, Shuttle, shuttle_for, target_for
-from .._torch import version_of
 from ..errors import BudgetExceededError
 from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of, view_of
 from ._offloaded import Offloaded, OffloadedStats
@@ -34,7 +33,7 @@ ACQUIRE_SECONDS = 60.0
 """Timeout for a slab, as a `Stager` has it."""
 
 _holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDictionary()
-"""Who holds a tensor: by the tensor's id, and by the address of the slab that it is a view of."""
+"""Who holds a tensor: by the tensor's id, and by its storage's address on the host."""
 
 
 class Held(NamedTuple):
@@ -65,14 +64,16 @@ class FrozenModule(Offloaded):
         self._arrivals: list[Arrival] = []
         self._versions: list[int] = []
         self._inside = self._closed = False
-        tensors = dict(_tensors_of(module))
+        tensors = _tensors_of(module)
         for path, tensor in tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
             self._slabs, self._held = _copy_to_slabs(tensors, pool)
         for held in self._held:
             held.tensor.data = held.host
-        _holders.update(dict.fromkeys(self._keys(), self))
+        self._keys = {id(held.tensor) for held in self._held}
+        self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
+        _holders.update(dict.fromkeys(self._keys, self))
 
     def stats(self) -> OffloadedStats:
         """Return how many bytes are where. Doesn't block."""
@@ -93,10 +94,9 @@ class FrozenModule(Offloaded):
             return
         if self._closed:
             raise RuntimeError(f"the handle of {self!r} is closed; make another one by frozen_module")
-        now = dict(_tensors_of(self._module))
-        then = {held.path: held.tensor for held in self._held}
-        moved = [held.path for held in self._held if not held.is_at(self._slabs[held.slab])]
-        moved += [path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)]
+        now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
+        moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
+        moved.update(held.path for held in self._held if not held.is_at(self._slabs[held.slab]))
         if moved:
             raise RuntimeError(
                 f"{sorted(moved)[0]} of {self!r} was moved, replaced, added or removed outside its block. Change "
@@ -144,7 +144,9 @@ class FrozenModule(Offloaded):
             if held.is_at(self._slabs[held.slab]):
                 continue  # an interrupt ended an earlier call
             is_changed = version_of(held.tensor) != version
-            if not held.is_at(self._arrivals[held.slab].there) or (is_changed and _is_parameter(held.tensor)):
+            if not held.is_at(self._arrivals[held.slab].there) or (
+                is_changed and isinstance(held.tensor, torch.nn.Parameter)
+            ):
                 lost.append(held.path)
             elif is_changed:
                 changed.add(held.owner)
@@ -168,17 +170,13 @@ class FrozenModule(Offloaded):
         The slabs return to the pool when the module's tensors die or are moved, for example by ``module.to("cuda")``.
         """
         self.offload()
-        for key in self._keys():
+        for key in self._keys:
             _holders.pop(key, None)
         self._held, self._slabs, self._closed = [], [], True
 
-    def _keys(self) -> list[int]:
-        """Return the keys of `_holders`."""
-        return [*(id(held.tensor) for held in self._held), *(slab.data_ptr() for slab in self._slabs)]
-
     def _copy_back(self, held: Held) -> Any:
         """Copy a buffer to its slab; return the event."""
-        if _is_parameter(held.tensor) or not held.tensor.numel():
+        if isinstance(held.tensor, torch.nn.Parameter) or not held.tensor.numel():
             return None
         first, last = range_of(held.host)
         part = slice(held.begin, held.begin + last - first)
@@ -198,14 +196,9 @@ class FrozenModule(Offloaded):
         return f"<{type(self._module).__name__} in frozen_module, to {self._shuttle.device}>"
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers with their paths, each object once."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers by path, each object once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _check(path: str, tensor: torch.Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Shuttle
-from .._torch import Changes, version_of
 from ._block import ALIGNMENT, OffloadedBlock, bytes_of, range_of, view_of
 
 GAPS = 2

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._errors import TraceError
+from ...errors import TraceError
 from .._report import clean
 from ._stream import Event, TraceFile
 
@@ -45,7 +45,7 @@ _NAMES = {
         (MOVING_OP, re.compile(r"aten::(copy_|_?pin_memory|cuda|cpu|item|_local_scalar_dense)$")),
         (STEP, re.compile(r"ProfilerStep#\d+$")),
         (WAIT, re.compile(r"enumerate\(DataLoader\)|pinstage\.loader\.wait")),
-        (OUR_OP, re.compile(r"pinstage\.(?!(to_host|gather|wait)$)")),
+        (OUR_OP, re.compile(r"pinstage\.(?!(fetch|gather|wait)$)")),
     ),
 }
 """Kinds by name. An operator that may copy between host and device isn't counted without such a copy in it."""

@@ -95,7 +95,7 @@ def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
         found.append(
             f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
             f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.to_host fetches "
+            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.fetch copies "
             "them together, and lets the host run ahead until it needs them."
         )
     return found

@@ -1,4 +1,4 @@
-"""Owners and their shares: who holds what, what is guaranteed, what is bounded, and in which order one is served."""
+"""Owners and their quotas: what is counted, guaranteed and limited, and the order in which requests are served."""
 
 import concurrent.futures
 import itertools
@@ -68,7 +68,7 @@ def test_what_nobody_names_is_unnamed(pool):
 
 
 def test_a_stager_takes_slabs_in_its_name_or_in_one_that_is_given():
-    with SlabPool(PageableMemory(), max_bytes="1MiB") as pool:
+    with SlabPool("1MiB", memory=PageableMemory()) as pool:
         Stager("cpu", pool=pool).to_device([1.0])
         Stager("cpu", pool=pool).to_device(torch.ones(400_000)[::2])
         Stager("cpu", pool=pool, owner="eval").to_device(torch.ones(400_000)[::2])
@@ -80,13 +80,13 @@ def test_an_owner_without_a_name_is_refused(pool, memory, owner):
     with pytest.raises(ValueError, match=r"owner must be a name: .*; pass text"):
         pool.acquire(100, owner=owner)
     with pytest.raises(ValueError, match="owner must be a name"):
-        pool.share(owner)
+        pool.set_quota(owner)
     assert (pool.stats().owners, memory.allocations) == ({}, 0)
 
 
 def test_the_room_of_an_owner_is_what_it_can_lease(pool):
-    pool.share("checkpoint", at_most=500)
-    pool.share("loader", at_least=300)
+    pool.set_quota("checkpoint", max_bytes=500)
+    pool.set_quota("loader", min_bytes=300)
     with pool.acquire(208, owner="checkpoint"), pool.acquire(104, owner="loader"):
         owners = pool.stats().owners
         assert owners["checkpoint"].available_bytes == 500 - 208
@@ -97,18 +97,18 @@ def test_the_room_of_an_owner_is_what_it_can_lease(pool):
 # -- bounds
 
 
-def test_an_owner_gets_no_more_than_its_bound(pool):
-    pool.share("checkpoint", at_most=400)
+def test_an_owner_gets_no_more_than_its_limit(pool):
+    pool.set_quota("checkpoint", max_bytes=400)
     with pool.acquire(200, owner="checkpoint"), pytest.raises(AcquireTimeoutError):
         pool.acquire(200, owner="checkpoint", timeout=0)
     figures = pool.stats().owners["checkpoint"]
-    assert (figures.at_least, figures.at_most) == (0, 400)
+    assert (figures.min_bytes, figures.max_bytes) == (0, 400)
 
 
 def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
     from doubles import Gate
 
-    pool.share("checkpoint", at_most=400)
+    pool.set_quota("checkpoint", max_bytes=400)
     memory.allocate_gate = Gate()
     first = background(pool.acquire, 300, owner="checkpoint")
     memory.allocate_gate.wait_for_arrival()
@@ -119,7 +119,7 @@ def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
 
 
 def test_a_failed_allocation_leaves_the_account_as_it_was(pool, memory):
-    pool.share("checkpoint", at_most=400)
+    pool.set_quota("checkpoint", max_bytes=400)
     memory.fail_allocate(MemoryError("no pages"))
     with pytest.raises(MemoryError, match="no pages"):
         pool.acquire(400, owner="checkpoint")
@@ -127,15 +127,17 @@ def test_a_failed_allocation_leaves_the_account_as_it_was(pool, memory):
 
 
 def test_a_request_above_its_owners_bound_fails_at_once_and_says_why(pool, memory):
-    pool.share("checkpoint", at_most="400")
-    with pytest.raises(BudgetExceededError, match=r"requested 500 B, shares leave 'checkpoint' at most 400 B.*share"):
+    pool.set_quota("checkpoint", max_bytes="400")
+    with pytest.raises(
+        BudgetExceededError, match=r"requested 500 B, quotas leave 'checkpoint' at most 400 B.*set_quota"
+    ):
         pool.acquire(500, owner="checkpoint")
     assert memory.allocations == 0
 
 
 @slow_polling
 def test_a_release_wakes_the_one_behind_those_at_their_bound(pool, background):
-    pool.share("checkpoint", at_most=300)
+    pool.set_quota("checkpoint", max_bytes=300)
     lease, other = pool.acquire(300, owner="checkpoint"), pool.acquire(640, owner="loader")
     held_back = background(pool.acquire, 300, owner="checkpoint")
     waits(pool, 1)
@@ -150,7 +152,7 @@ def test_a_release_wakes_the_one_behind_those_at_their_bound(pool, background):
 
 @slow_polling
 def test_one_no_longer_at_its_bound_is_served_before_those_behind_it(pool, background):
-    pool.share("checkpoint", at_most=512)
+    pool.set_quota("checkpoint", max_bytes=512)
     lease, other = pool.acquire(512, owner="checkpoint"), pool.acquire(480, owner="loader")
     first = background(pool.acquire, 512, owner="checkpoint")
     waits(pool, 1)
@@ -167,8 +169,8 @@ def test_one_no_longer_at_its_bound_is_served_before_those_behind_it(pool, backg
 # -- guarantees
 
 
-def test_a_checkpoint_that_takes_all_it_can_get_leaves_the_loader_its_share(pool, background):
-    pool.share("loader", at_least=520)
+def test_a_greedy_checkpoint_leaves_the_loader_its_guarantee(pool, background):
+    pool.set_quota("loader", min_bytes=520)
     saving = [background(pool.acquire, 100, owner="checkpoint") for _ in range(20)]
     wait_until(lambda: pool.stats().waits >= 16)
     for _ in range(50):
@@ -181,30 +183,30 @@ def test_a_checkpoint_that_takes_all_it_can_get_leaves_the_loader_its_share(pool
 
 
 @slow_polling
-def test_a_share_that_leaves_no_room_ends_the_wait(pool, background):
+def test_a_quota_that_leaves_no_room_ends_the_wait(pool, background):
     with pool.acquire(900):
         waiter = background(pool.acquire, 500, owner="eval")
         waits(pool, 1)
-        pool.share("loader", at_least=600)
-        with pytest.raises(BudgetExceededError, match="shares leave 'eval'"):
+        pool.set_quota("loader", min_bytes=600)
+        with pytest.raises(BudgetExceededError, match="quotas leave 'eval'"):
             outcome(waiter)
 
 
 @slow_polling
-def test_a_wider_share_ends_the_wait(pool, background):
-    pool.share("checkpoint", at_most=300)
+def test_a_wider_quota_ends_the_wait(pool, background):
+    pool.set_quota("checkpoint", max_bytes=300)
     with pool.acquire(300, owner="checkpoint"):
         waiter = background(pool.acquire, 300, owner="checkpoint")
         waits(pool, 1)
-        pool.share("checkpoint")
+        pool.set_quota("checkpoint")
         outcome(waiter).release()
-    assert pool.stats().owners["checkpoint"].at_most is None
+    assert pool.stats().owners["checkpoint"].max_bytes is None
 
 
-def test_a_frozen_pool_shares_what_it_holds(pool, background):
+def test_quotas_of_a_frozen_pool_divide_what_it_holds(pool, background):
     pool.reserve(100, count=4)
     pool.freeze()
-    pool.share("loader", at_least=208)
+    pool.set_quota("loader", min_bytes=208)
     with pool.acquire(100, owner="eval"), pool.acquire(100, owner="eval"):
         with pytest.raises(AcquireTimeoutError):
             pool.acquire(100, owner="eval", timeout=0)
@@ -215,40 +217,40 @@ def test_a_frozen_pool_shares_what_it_holds(pool, background):
 def test_a_frozen_pool_whose_slabs_are_all_guaranteed_refuses_others_at_once(pool):
     pool.reserve(100, count=2)
     pool.freeze()
-    pool.share("loader", at_least=208)
+    pool.set_quota("loader", min_bytes=208)
     with pytest.raises(PoolFrozenError, match="largest slab 0 B"):
         pool.acquire(100, owner="eval")
 
 
 @pytest.mark.parametrize(
-    ("share", "message"),
+    ("quota", "message"),
     [
-        ({"at_least": 500, "at_most": 400}, "share of 'eval' is impossible: at_least=500, at_most=400; pass"),
-        ({"at_most": 0}, "impossible"),
-        ({"at_least": 601}, r"shares do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee"),
-        ({"at_least": -1}, "negative"),
-        ({"at_most": "much"}, "not a size"),
+        ({"min_bytes": 500, "max_bytes": 400}, "quota of 'eval' is impossible: min_bytes=500, max_bytes=400; pass"),
+        ({"max_bytes": 0}, "impossible"),
+        ({"min_bytes": 601}, r"quotas do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee"),
+        ({"min_bytes": -1}, "negative"),
+        ({"max_bytes": "much"}, "not a size"),
     ],
 )
-def test_a_share_that_cannot_be_is_refused_and_changes_nothing(pool, share, message):
-    pool.share("loader", at_least=400)
+def test_an_impossible_quota_is_refused_and_changes_nothing(pool, quota, message):
+    pool.set_quota("loader", min_bytes=400)
     with pytest.raises(ValueError, match=message):
-        pool.share("eval", **share)
+        pool.set_quota("eval", **quota)
     assert list(pool.stats().owners) == ["loader"]
     pool.acquire(600, owner="eval", timeout=0).release()
 
 
-def test_a_closed_pool_gives_no_shares(pool):
+def test_a_closed_pool_sets_no_quotas(pool):
     pool.close()
     with pytest.raises(PoolClosedError):
-        pool.share("loader", at_least=1)
+        pool.set_quota("loader", min_bytes=1)
 
 
 def test_a_guarantee_is_of_whole_units():
     memory = CountingMemory(granularity=64)
-    with SlabPool(memory, max_bytes=640) as pool:
-        pool.share("loader", at_least=65)
-        assert pool.stats().owners["loader"].at_least == 128
+    with SlabPool(640, memory=memory) as pool:
+        pool.set_quota("loader", min_bytes=65)
+        assert pool.stats().owners["loader"].min_bytes == 128
         with pytest.raises(BudgetExceededError):
             pool.acquire(513, owner="eval")
 
@@ -262,8 +264,8 @@ def test_a_loader_at_its_bound_goes_on_and_holds_no_more():
     import pinstage as ps
 
     data = [torch.full((1000,), float(i)) for i in range(16)]
-    with SlabPool(SharedMemory(register=False), max_bytes="1MiB") as pool:
-        pool.share("loader", at_most=40_000)
+    with SlabPool("1MiB", memory=SharedMemory(register=False)) as pool:
+        pool.set_quota("loader", max_bytes=40_000)
         loader = ps.DataLoader(data, batch_size=2, num_workers=2, device="cpu", pool=pool)
         got = [batch[:, 0].tolist() for batch in loader]
         assert got == [[float(i), float(i + 1)] for i in range(0, 16, 2)]
@@ -292,8 +294,8 @@ class Asked:
         return self.lease.capacity
 
 
-class SharesMachine(RuleBasedStateMachine):
-    """The pool against the rules as `SlabPool.share` tells them, written out once more.
+class QuotasMachine(RuleBasedStateMachine):
+    """The pool against the rules of `SlabPool.set_quota`, written out again.
 
     Each request waits in a thread. After each step the model says who has to be served by now, whom it must not be, and
     for whom there never will be room; of the pool it takes only how large a slab one was given.
@@ -303,15 +305,15 @@ class SharesMachine(RuleBasedStateMachine):
         super().__init__()
         self.executor = concurrent.futures.ThreadPoolExecutor(64)
         self.memory = CountingMemory()
-        self.pool = SlabPool(self.memory, max_bytes=CAP)
-        self.shares = dict.fromkeys(OWNERS, (0, NO_BOUND))
+        self.pool = SlabPool(CAP, memory=self.memory)
+        self.quotas = dict.fromkeys(OWNERS, (0, NO_BOUND))
         self.waiting, self.busy = [], []
         self.numbers = itertools.count()
 
     @initialize(least=st.sampled_from([0, 200, 512]), most=st.sampled_from([NO_BOUND, 300, 640]))
     def begin(self, least, most):
-        self.share("loader", least, NO_BOUND)
-        self.share("checkpoint", 0, most)
+        self.set_quota("loader", least, NO_BOUND)
+        self.set_quota("checkpoint", 0, most)
 
     # -- the model
 
@@ -319,17 +321,17 @@ class SharesMachine(RuleBasedStateMachine):
         return sum(asked.capacity for asked in self.busy if asked.owner == owner)
 
     def can_ever(self, owner, nbytes):
-        others = sum(least for name, (least, _) in self.shares.items() if name != owner)
-        return nbytes <= min(self.shares[owner][1], CAP - others)
+        others = sum(least for name, (least, _) in self.quotas.items() if name != owner)
+        return nbytes <= min(self.quotas[owner][1], CAP - others)
 
     def can_now(self, owner, nbytes, ahead):
-        used, (least, most) = self.used(owner), self.shares[owner]
+        used, (least, most) = self.used(owner), self.quotas[owner]
         if used + nbytes > most:
             return False
-        kept = sum(max(self.used(name), self.shares[name][0]) for name in OWNERS if name != owner)
+        kept = sum(max(self.used(name), self.quotas[name][0]) for name in OWNERS if name != owner)
         if used + nbytes + kept > CAP or any(asked.owner == owner for asked in ahead):
             return False
-        in_the_way = [a for a in ahead if self.used(a.owner) + a.nbytes <= self.shares[a.owner][1]]
+        in_the_way = [a for a in ahead if self.used(a.owner) + a.nbytes <= self.quotas[a.owner][1]]
         return not in_the_way or used + nbytes <= least
 
     def settle(self):
@@ -345,7 +347,7 @@ class SharesMachine(RuleBasedStateMachine):
             due[0].lease = outcome(due[0].future)  # fails if it is not served
             self.waiting.remove(due[0])
             self.busy.append(due[0])
-        assert not any(asked.future.done() for asked in self.waiting), "served out of turn, or beyond a share"
+        assert not any(asked.future.done() for asked in self.waiting), "served out of turn, or beyond a quota"
         if self.waiting and not self.busy:
             raise AssertionError("everybody waits, and nobody has anything: a deadlock")
 
@@ -411,15 +413,15 @@ class SharesMachine(RuleBasedStateMachine):
         least=st.sampled_from([0, 100, 333, 512]),
         most=st.sampled_from([NO_BOUND, 200, 512]),
     )
-    def share(self, owner, least, most):
-        others = sum(least for name, (least, _) in self.shares.items() if name != owner)
+    def set_quota(self, owner, least, most):
+        others = sum(least for name, (least, _) in self.quotas.items() if name != owner)
         bound = None if most == NO_BOUND else most
         if least > most or others + least > CAP:
-            with pytest.raises(ValueError, match="share"):
-                self.pool.share(owner, at_least=least, at_most=bound)
+            with pytest.raises(ValueError, match="quota"):
+                self.pool.set_quota(owner, min_bytes=least, max_bytes=bound)
             return
-        self.shares[owner] = least, most
-        self.pool.share(owner, at_least=least, at_most=bound)
+        self.quotas[owner] = least, most
+        self.pool.set_quota(owner, min_bytes=least, max_bytes=bound)
         self.settle()
 
     @rule(to_bytes=st.sampled_from([0, 300]))
@@ -451,8 +453,8 @@ class SharesMachine(RuleBasedStateMachine):
         assert self.memory.live_bytes == 0
 
 
-TestShares = SharesMachine.TestCase
-TestShares.settings = settings(
+TestQuotas = QuotasMachine.TestCase
+TestQuotas.settings = settings(
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""What stays on the host: `on_host` in a batch, and ``Stager(keep=...)``."""
+"""What stays on the host: `on_host` in a batch, and ``Stager(keep_on_host=...)``."""
 
 import pytest
 import torch
@@ -27,9 +27,9 @@ class Untouchable:
         return super().__getattribute__(name)
 
 
-@pytest.fixture(params=["fresh", "ring"])
-def stager(request):
-    with ps.Stager("cpu", max_bytes="1MiB", ring=3 if request.param == "ring" else None) as stager:
+@pytest.fixture
+def stager():
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
         yield stager
 
 
@@ -40,7 +40,7 @@ def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
     for _ in range(3):
         staged = stager.to_device({"x": torch.ones(2), "kept": ps.on_host(thing), "in a list": [ps.on_host(thing)]})
         assert staged["kept"] is staged["in a list"][0] is thing
-        fetched = stager.to_host({"x": staged["x"], "kept": ps.on_host(thing)}).get()
+        fetched = stager.to_host({"x": staged["x"], "kept": ps.on_host(thing)})
         assert fetched["kept"] is thing
     stats = stager.stats()
     assert (stats.packed_leaves, stats.passthrough_leaves) == (3, 0)
@@ -88,7 +88,7 @@ def test_what_is_kept_comes_out_of_a_loader_too(workers):
     assert loader.stats().passthrough_leaves == 0
 
 
-# -- Stager(keep=...) --------------------------------------------------------------------------------------------------
+# -- Stager(keep_on_host=...) ------------------------------------------------------------------------------------------
 
 
 def batch(count=2):
@@ -96,7 +96,7 @@ def batch(count=2):
 
 
 def assert_kept(keep):
-    with ps.Stager("cpu", max_bytes="1MiB", keep=keep) as stager:
+    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=keep) as stager:
         for count in (2, 2, 3, 1, 0):
             original = batch(count)
             staged = stager.to_device(original)
@@ -115,14 +115,17 @@ def test_leaves_stay_by_a_function_of_path_and_leaf():
 
 
 def test_one_path_may_be_given_alone():
-    says = r"keep=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
-    with ps.Stager("cpu", max_bytes="1MiB", keep="['a'].b") as stager, pytest.raises(LayoutError, match=says) as caught:
+    says = r"keep_on_host=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
+    with (
+        ps.Stager("cpu", max_bytes="1MiB", keep_on_host="['a'].b") as stager,
+        pytest.raises(LayoutError, match=says) as caught,
+    ):
         stager.to_device({"a": torch.ones(1)})
     assert caught.value.path == "['a'].b"
 
 
 def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
-    with ps.Stager("cpu", max_bytes="1MiB", keep=["['a']"]) as stager:
+    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=["['a']"]) as stager:
         kept = torch.ones(1)
         assert stager.to_device({"a": kept})["a"] is kept
         assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
@@ -130,12 +133,12 @@ def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
 
 @pytest.mark.parametrize("keep", [3, [3]])
 def test_what_is_neither_a_path_nor_a_function_is_refused(keep):
-    with pytest.raises(TypeError, match=r"keep takes paths or a function of path and leaf: .*; a path is"):
-        ps.Stager("cpu", keep=keep)
+    with pytest.raises(TypeError, match=r"keep_on_host takes paths or a function of path and leaf: .*; a path is"):
+        ps.Stager("cpu", keep_on_host=keep)
 
 
 def test_an_error_of_the_function_is_the_callers_and_no_slab_is_lost():
-    with ps.Stager("cpu", max_bytes="1MiB", keep=lambda path, leaf: 1 / 0) as stager:
+    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=lambda path, leaf: 1 / 0) as stager:
         with pytest.raises(ZeroDivisionError):
             stager.to_device([torch.ones(1)])
         assert stager.pool.stats().leased_slabs == 0

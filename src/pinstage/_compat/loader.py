@@ -1,0 +1,203 @@
+"""torch's loader: its collation, its iterator, and its workers.
+
+Its private names are those of the versions that are tested. If one of them is gone, `why_loader_is_unknown`
+says so, and batches are staged in the main process.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import wait
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from .._host import process_exists
+from .calls import is_profiling
+from .probes import in_this_torch
+
+_data: Any = torch.utils.data
+
+_LOADER_HAS = (
+    "_utils.collate.collate", "_utils.collate.collate_tensor_fn", "_utils.collate.default_collate_fn_map",
+    "_utils.signal_handling._remove_worker_pids",
+    "_utils.signal_handling._set_worker_pids", "_utils.worker._ResumeIteration",
+    "dataloader._DatasetKind.Map", "dataloader._MultiProcessingDataLoaderIter",
+)  # fmt: skip
+"""Names of `torch.utils.data` that are used here."""
+
+_ITERATOR_HAS = (
+    "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded", "_persistent_workers", "_rcvd_idx",
+    "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
+    "_workers_done_event",
+)  # fmt: skip
+"""Names of its iterator that are used here and in `_loader`."""
+
+_END_SECONDS = 5.0
+"""How long workers may take to end when they are asked, when they get SIGTERM, and when they are killed. torch's loader
+gives each of them as long."""
+
+
+@cache
+def why_loader_is_unknown() -> str | None:
+    """Say why torch's loader cannot be taken over; None if it can."""
+    try:
+        attrgetter(*_LOADER_HAS)(_data)
+    except AttributeError as error:
+        return in_this_torch(f"has another loader ({error})")
+    return None
+
+
+def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
+    """Say why batches of torch's iterator cannot be sent by us; None if they can.
+
+    Args:
+        batches: torch's iterator, with workers, just made.
+    """
+    missing = [name for name in _ITERATOR_HAS if not hasattr(batches, name)]
+    if {"_data_queue", "_workers"} <= set(missing):
+        kind = f"{type(batches).__module__}.{type(batches).__qualname__}"
+        return f"its iterator is a {kind}, which has work to do here; of PyG's loaders, filter_per_worker=True has none"
+    if missing:
+        return in_this_torch(f"has no {', '.join(missing)} any more in its loader's iterator")
+    source = batches._data_queue
+    if source is not batches._worker_result_queue or not hasattr(source, "_reader"):
+        return in_this_torch("reads what its workers write in another way")
+    return why_loader_is_unknown()
+
+
+# -- collation ---------------------------------------------------------------------------------------------------------
+
+
+def pin_as_loader(batch: Any) -> Any:
+    """Do what ``DataLoader(pin_memory=True)`` does with a batch."""
+    return _data._utils.pin_memory.pin_memory(batch)
+
+
+def collation() -> Any:
+    """Return torch's module for collation."""
+    return _data._utils.collate
+
+
+# -- the iterator ------------------------------------------------------------------------------------------------------
+
+
+def queue_file(source: Any) -> int:
+    """Return the file of a `multiprocessing.Queue` that can be read when there is a message."""
+    return int(source._reader.fileno())
+
+
+def close_writing_end(source: Any) -> None:
+    """Close this process's writing end of a `multiprocessing.Queue`: half a message of a killed process ends then."""
+    source._writer.close()
+
+
+def next_batch(batches: Any) -> Any:
+    """Return ``next(batches)`` of torch's iterator.
+
+    Without the range that torch marks there for profilers, while none runs: its end lets go of the interpreter lock,
+    and any other thread that wants it takes it.
+    """
+    if (
+        is_profiling()
+        or why_loader_is_unknown()
+        or type(batches) is not _data.dataloader._MultiProcessingDataLoaderIter
+    ):
+        return next(batches)
+    if batches._dataset_kind != _data.dataloader._DatasetKind.Map:
+        return next(batches)
+    batch: object = batches._next_data()
+    batches._num_yielded += 1
+    return batch
+
+
+def is_resumption(mark: Any) -> bool:
+    """Say whether what came out of the queue means that a persistent worker begins again."""
+    return isinstance(mark, _data._utils.worker._ResumeIteration)
+
+
+def end_workers(batches: Any) -> None:
+    """End the workers of torch's iterator, if it has any, by its own method."""
+    getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+class Workers:
+    """The workers of torch's iterator, apart from it: they can be ended when it is gone, and in another thread.
+
+    Args:
+        batches: torch's iterator.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.processes: list[Any] = list(batches._workers)
+        self.persistent = bool(batches._persistent_workers)
+        self._index_queues = list(batches._index_queues)
+        self._done = batches._workers_done_event
+        self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
+        self._forget_pids = _data._utils.signal_handling._remove_worker_pids
+
+    def take_over(self, batches: Any, instead: Callable[[], object]) -> None:
+        """Have `instead` called where the iterator would end them: its finaliser would wait up to five seconds each."""
+        # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
+        # which another one may have when the workers have ended.
+        if batches._worker_pids_set:
+            self._forget_pids(id(batches))
+            batches._worker_pids_set = False
+        _data._utils.signal_handling._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
+        batches._shutdown_workers = instead
+
+    def end(self) -> bool:
+        """Ask the workers to end, and make them; say whether all did. Blocks for three times `_END_SECONDS` at most."""
+        # First of all: torch would raise an error anywhere in the main thread when one of them is killed.
+        self._forget_pids(id(self))
+        if self._set_done():
+            for queue in self._index_queues:
+                with contextlib.suppress(OSError, ValueError):  # closed
+                    queue.put(None)
+            left = self._wait(self.processes)
+        else:
+            left = self.processes
+        for stop in ("terminate", "kill"):
+            for worker in left:
+                getattr(worker, stop)()
+            left = self._wait(left)
+        for queue in self._index_queues:
+            queue.cancel_join_thread()
+            queue.close()
+        return not left
+
+    def _set_done(self) -> bool:
+        """Set the event that workers look at; say whether that came to an end: a killed worker may have its lock."""
+        is_set = _thread.allocate_lock()
+        is_set.acquire()
+
+        def set_it() -> None:
+            self._done.set()
+            is_set.release()
+
+        try:
+            _thread.start_new_thread(set_it, ())
+        except RuntimeError:  # no thread can be had
+            return False
+        return is_set.acquire(timeout=_END_SECONDS)
+
+    def _wait(self, workers: list[Any]) -> list[Any]:
+        """Return those of some workers that have not ended in time."""
+        deadline = time.monotonic() + _END_SECONDS
+        left = list(workers)
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            wait([worker.sentinel for worker in left], seconds)
+            left = [worker for worker in left if not _has_ended(worker)]
+        return left
+
+
+def _has_ended(worker: Any) -> bool:
+    worker.join(0)
+    # One that another thread has just waited for, by starting a process say, counts as alive until that thread goes on.
+    return not worker.is_alive() or not process_exists(worker.pid)

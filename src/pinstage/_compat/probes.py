@@ -1,0 +1,47 @@
+"""What all probes of private names share: the errors they expect, and the words they say."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from ..errors import PinstageError, StagingWarning
+
+WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
+"""Errors of a private name that is gone, or does something else than it did."""
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warn of something that works in a slower way, once in a process."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, StagingWarning, stacklevel=3)
+
+
+class Problem(NamedTuple):
+    """A private name that does not do what is expected."""
+
+    name: str
+    """What it is about."""
+    reason: str
+    remedy: str
+    """What follows from it, and what to do."""
+
+
+def in_this_torch(what: str) -> str:
+    """Return the reason of a `Problem`."""
+    return f"torch {torch.__version__} {what}"
+
+
+def refuse(what: str, reason: str | None, remedy: str) -> None:
+    """Raise an error if there is a reason.
+
+    Raises:
+        PinstageError: there is one.
+    """
+    if reason is not None:
+        raise PinstageError(f"{what} is not possible here: {reason}; {remedy}")

@@ -1,0 +1,69 @@
+"""Whether a tensor's memory was changed: versions of tensors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .probes import WRONG, in_this_torch, refuse
+
+
+@cache
+def why_changes_are_not_seen() -> str | None:
+    """Say why it cannot be told that a tensor was changed in place; None if it can."""
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            tensor = torch.zeros(4, device="cpu")
+            changes = Changes(tensor)
+            before = changes.are_there()
+            tensor[1:].add_(1)
+            is_seen = (before, changes.are_there()) == (False, True)
+    except WRONG:
+        is_seen = False
+    return None if is_seen else in_this_torch("does not tell that a tensor was changed")
+
+
+def check_changes_are_seen() -> None:
+    """Refuse to save tensors elsewhere where it cannot be told that they were changed meanwhile.
+
+    Raises:
+        PinstageError: it cannot.
+    """
+    remedy = "use torch.autograd.graph.save_on_cpu(pin_memory=True)"
+    refuse("save_on_cpu", why_changes_are_not_seen(), remedy)
+
+
+class Changes:
+    """Tells whether a tensor, or a view of the same memory, was changed in place since. Keeps no memory of it alive.
+
+    Autograd counts changes; a detached tensor has the counter of the one that it comes from, and still has it when it
+    is given other memory.
+
+    Args:
+        tensor: of now.
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version: int = tensor._version
+        self._counter = tensor.detach()
+        self._counter.data = _NO_MEMORY
+
+    def are_there(self) -> bool:
+        """Say whether it was changed."""
+        return self._counter._version != self._version
+
+
+_NO_MEMORY = torch.empty(0, device="cpu")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was changed in place, as autograd counts."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that another is a view of, as autograd knows it."""
+    return getattr(tensor, "_base", None)

@@ -1,0 +1,170 @@
+"""What the extension has to know of tensors, and what it makes of slabs: views, by torch's C shim."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _native
+from ..errors import PinstageError
+from .probes import WRONG, in_this_torch, warn_once
+
+
+def may_be_dual() -> bool:
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or it cannot be told."""
+    level = getattr(torch.autograd.forward_ad, "_current_level", None)
+    return type(level) is not int or level >= 0
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
+    unpack: Callable[[torch.Tensor], Any] = torch.autograd.forward_ad.unpack_dual
+    return unpack(tensor).tangent is not None
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
+    kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
+    return any(is_one is not None and is_one(tensor) for is_one in kinds)
+
+
+def check_is_plain(made: torch.Tensor) -> None:
+    """Refuse what torch made in place of memory, or of a view of some.
+
+    Raises:
+        PinstageError: a mode is on in which it makes something else.
+    """
+    if type(made) is not torch.Tensor:
+        raise PinstageError(
+            f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
+            "(FakeTensorMode, say), or move the batch by .to()"
+        )
+
+
+_why_slow: list[str | None] = [None]
+
+
+def why_tensors_are_slow() -> str | None:
+    """Say why tensors are described and made by torch's public functions, one by one; None if the extension does it."""
+    return _why_slow[0]
+
+
+def warn_of_tensors() -> None:
+    """Warn, once, if the extension describes and makes tensors by torch's public functions."""
+    if _why_slow[0] is not None:
+        warn_once(
+            f"tensors are described and made in Python, which takes longer: {_why_slow[0]}; see `pinstage doctor`"
+        )
+
+
+def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
+    """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
+
+    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; that a tensor object holds an
+    ``at::Tensor``, and where, is not promised. Nor are ``THPVariable_Wrap``, what tells a tensor's flags, and what
+    counts modes. If one of them does something else, tensors are described and made by torch's public functions.
+
+    Args:
+        samples: a tensor of each dtype, by the dtype's code in tables.
+    """
+    core = _native.core
+    try:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            _why_slow[0] = _probe_tensors(core, samples)
+    except WRONG as error:
+        _why_slow[0] = in_this_torch(f"does not do what is expected of its C shim ({error!r})")
+    if _why_slow[0] is not None:
+        core.use_handle(0)
+
+
+_FUNCTIONS = (
+    ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
+    ("libtorch_cpu.so", "aoti_torch_get_storage_offset"),
+    ("libtorch_cpu.so", "aoti_torch_get_dtype"),
+    ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
+    ("libtorch_cpu.so", "aoti_torch__alloc_from_pool"),
+    ("libtorch_cpu.so", "aoti_torch_empty_strided"),
+    ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
+    ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
+    ("libtorch_python.so", "_Z16THPVariable_WrapON2at10TensorBaseE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE"),
+    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE"),
+    ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
+)
+"""Functions of torch that the extension calls, with their libraries, in the order of ``_native/core.h``."""
+
+
+def _addresses() -> tuple[int, ...]:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = {name: ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for name, _ in _FUNCTIONS}
+    found = (ctypes.cast(getattr(libraries[library], name), ctypes.c_void_p).value for library, name in _FUNCTIONS)
+    return tuple(address or 0 for address in found)
+
+
+def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
+    """Compare what the extension says of tensors, and makes, with torch's own methods; say what differs.
+
+    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
+    use none of them any more.
+    """
+    slab, unit = torch.arange(256, dtype=torch.uint8, device="cpu"), ctypes.sizeof(ctypes.c_void_p)
+    imaginary = torch.zeros(3, dtype=torch.complex64, device="cpu").conj()
+    tensors = [slab, slab[64:128], slab.view(torch.float32).requires_grad_(), imaginary, imaginary.imag]
+    places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
+    words = ({at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata} for one in tensors)
+    core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses())
+    core.use_handle(min(set.intersection(*words)))
+    for tensor in tensors:
+        size, offset, _, *flags = core.facts(tensor)
+        if (size, offset) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
+            return in_this_torch("tells another size of a storage by its C shim")
+        if flags != [tensor.requires_grad, tensor.is_neg(), tensor.is_conj()]:
+            return in_this_torch("tells other flags of a tensor by its C++ functions")
+    numbers = {code: core.facts(sample)[2] for code, sample in samples.items()}
+    if len(set(numbers.values())) < len(numbers):
+        return in_this_torch("does not tell dtypes from one another by its C shim")
+    for code, number in numbers.items():
+        core.add_scalar(code, number)
+    count = torch._C._len_torch_dispatch_stack
+    if type(torch.autograd.forward_ad._current_level) is not int:  # to open one would disturb other threads
+        return in_this_torch("does not tell whether a level of forward-mode AD is open")
+    core.watch(torch.autograd.forward_ad, "_current_level", count)
+    before = count()
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
+        inside = count()
+    if (type(before), inside, count()) != (int, before + 1, before):
+        return in_this_torch("does not tell whether it makes views or something else")
+    return _probe_views(core, slab)
+
+
+def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
+    """Cut a slab into views, and copy it to tensors, and look whether both are what torch would make."""
+    expected = [slab.view(torch.float32)[at : at + 16].view(4, 4).t() for at in (0, 16)]
+    (table, *_), *_ = core.describe(expected, frozenset(), None, (1, 0), True)
+    changed, saved = views = core.Blocks.of(table, 0, 0, 0, slab).leaves([])
+    blocks = core.Blocks.of(table, 2, 0, 0)
+    blocks.copy(slab.data_ptr(), 0, 256, 0, False)
+    for made, like in zip([*views, *blocks.leaves([])], expected * 2, strict=True):
+        is_view = any(made is view for view in views)
+        is_as_expected = (
+            type(made) is torch.Tensor
+            and torch.equal(made, like)
+            and made.stride() == like.stride()
+            and (made.data_ptr() == like.data_ptr()) == is_view
+            and made.untyped_storage().nbytes() == (256 if is_view else 64)
+            and (made._base, made._version, made.requires_grad) == (None, 0, False)
+        )
+        if not is_as_expected:
+            return in_this_torch("makes other tensors by its C shim than by its own methods")
+    product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
+    changed.zero_()
+    if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[:64].any():
+        return in_this_torch("makes views by its C shim that share their version, or not their memory")
+    [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
+    return None if torch.equal(gradient, saved) else in_this_torch("does not keep a view by its C shim for autograd")
