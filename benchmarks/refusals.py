@@ -21,6 +21,7 @@ import torch
 
 from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from pinstage.errors import StagingWarning
 
 MIB = 1 << 20
 CASES = (Size("64MiB", 64 * MIB), Size("512MiB", 512 * MIB))
@@ -78,7 +79,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
     setup: AbstractContextManager[Stage] = variant.setup(device, case.nbytes)
     total = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", StagingWarning)
         with setup as stager:
             for repeat in range(repeats + 1):
                 start = time.perf_counter()

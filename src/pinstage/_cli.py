@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
             _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
-        if hasattr(error, "exit_status"):
-            _exit(str(error), error.exit_status)
+        if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
+            _exit(str(error), 2)
         _exit(f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1)
 
 

@@ -30,8 +30,8 @@ from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,
     HostBudgetError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
 
 
@@ -765,7 +765,7 @@ def test_a_finaliser_among_the_files_is_refused_and_may_close(pools, background,
 
     def collected_there():
         with _host_budget._folder(folder):
-            with pytest.raises(StagingError, match="in the middle of a call of this very thread"):
+            with pytest.raises(PinstageError, match="in the middle of a call of this very thread"):
                 pool.acquire(MIB)  # it has to grow: another thread writes its file
             other.close()
 

@@ -35,8 +35,8 @@ from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,
     LayoutError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
 
 KIB, MIB = 1024, 1024 * 1024
@@ -702,7 +702,7 @@ def test_other_devices_are_refused(device):
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 def test_a_cuda_device_without_cuda_is_refused(device):
-    with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+    with pytest.raises(PinstageError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
         Stager(device)
 
 

@@ -84,7 +84,7 @@ def errors(pool: ps.SlabPool) -> int:
     except ps.errors.LayoutError as layout:
         _type: TypeError = layout
         assert_type(layout.path, str)
-    except ps.errors.StagingError:
+    except ps.errors.PinstageError:
         pass
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
 from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch, send_descriptor
 from ._sending import SendingQueue
 from ._slabs import Slabs
@@ -296,11 +296,11 @@ class SlabBroker:
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
+            with contextlib.suppress(StagingWarning):  # made an error: not here, the workers wait
                 warnings.warn(
                     f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
                     "`pinstage doctor`",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
 

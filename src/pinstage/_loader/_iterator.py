@@ -23,7 +23,7 @@ from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer
 from .._steps import step
-from ..errors import BudgetExceededError, StagingError
+from ..errors import BudgetExceededError, PinstageError, StagingWarning
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
@@ -70,11 +70,11 @@ class LoaderIterator:
         to do.
 
         Raises:
-            StagingError: the loader was closed meanwhile.
+            PinstageError: the loader was closed meanwhile.
         """
         began = time.perf_counter()
         if self._is_closed_by_loader:
-            raise StagingError("cannot go on with this pass: its loader was closed; begin another one")
+            raise PinstageError("cannot go on with this pass: its loader was closed; begin another one")
         try:
             self._run_ahead.bound()
             batch = self._next_batch()
@@ -119,7 +119,7 @@ class LoaderIterator:
             f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
             f"is slow: the largest has {format_bytes(nbytes)}, max_bytes is {format_bytes(stats.max_bytes)} "
             f'({stats.max_bytes_reason}); pass max_bytes="{size_to_paste(self._most_slabs * nbytes * 9 // 8)}"',
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=3,
         )
 

@@ -48,7 +48,7 @@ def checked(
     """Return the settings, after a look at whether they can be met.
 
     Raises:
-        TypeError, ValueError, StagingError: as `DataLoader`.
+        TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
     """
     check_depth(depth)
     check_owner(owner)

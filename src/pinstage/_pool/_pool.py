@@ -12,7 +12,7 @@ from typing import NoReturn, SupportsIndex
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
-from ..errors import BudgetExceededError, UnreleasedLeaseWarning
+from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._classes import reuse_limit
@@ -64,7 +64,7 @@ def check_open(pool: SlabPool) -> None:
     """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
 
     Raises:
-        PoolClosedError, ForkedPoolError, StagingError: as `SlabPool.acquire`, whatever the size.
+        PoolError: as `SlabPool.acquire`, whatever the size.
     """
     pool._check_entry()
     pool._check_open()
@@ -181,7 +181,7 @@ class SlabPool:
 
         Raises:
             MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
-                enough. If the pool has one, the request waits for it, and a `RuntimeWarning` says so once. The pool
+                enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
                 tries to grow that far again after a minute, or by `reserve`.
             BudgetExceededError: more than `max_bytes`, or than quotas leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
@@ -384,7 +384,7 @@ class SlabPool:
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
                 f"{self._state.figures()}; {growth.refusal}; this is said once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
         return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 
 from torch.utils.data import DataLoader
 
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._background import Background, Surroundings, read_here, stop_reading
 from ._device import Target
 from ._run_ahead import RunAhead
@@ -98,7 +98,7 @@ class Prefetcher(Generic[T]):
         Waits for the thread of an earlier pass over the same source, if that still reads.
 
         Raises:
-            StagingError: it still reads after the loader's ``timeout``, or after a minute.
+            PinstageError: it still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
         active = _active_loader()
@@ -343,12 +343,12 @@ def _refuse_hidden_loader(source: object, active: object) -> None:
         active: what `_active_loader` returned before.
 
     Raises:
-        StagingError: it did: nobody could set that loader's flags.
+        PinstageError: it did: nobody could set that loader's flags.
     """
     now = _active_loader()
     if now is not active and now is not source:
         outside, inside = type(source).__name__, type(now).__name__
-        raise StagingError(
+        raise PinstageError(
             f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient accumulation would see its end "
             f"too early; call stager.prefetch(loader) with the prepared loader, and put the {outside} around that"
         )

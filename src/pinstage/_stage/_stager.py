@@ -53,7 +53,7 @@ from .._reaper import reaper
 from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
-from ..errors import AcquireTimeoutError, StagingError
+from ..errors import AcquireTimeoutError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
@@ -197,10 +197,10 @@ class Stager:
             type.
         ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
             `pack_threads` below 1, or another `own_storage`.
-        StagingError: a CUDA device, but no CUDA.
+        CudaUnavailableError: a CUDA device, but no CUDA.
 
     If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
+    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `StagingWarning`
     says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
@@ -758,7 +758,7 @@ class Stager:
             try:
                 return self._acquire(size)
             except REFUSALS as error:
-                if isinstance(error, StagingError):
+                if isinstance(error, PoolError):
                     raise
                 if size == nbytes:
                     self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
@@ -771,7 +771,7 @@ class Stager:
         try:
             return self._acquire(nbytes)
         except REFUSALS as error:
-            if isinstance(error, StagingError):
+            if isinstance(error, PoolError):
                 raise
             self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
             return self._acquire_pageable(nbytes)
@@ -794,7 +794,7 @@ class Stager:
             warnings.warn(
                 f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
                 "once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
 

@@ -7,6 +7,5 @@
 from .._steps import StepTime, StepTimes, step_times
 from ._audit import Audit, audit
 from ._bus import Bus
-from ._errors import InspectError, TargetError, TraceError
 
-__all__ = ["Audit", "Bus", "InspectError", "StepTime", "StepTimes", "TargetError", "TraceError", "audit", "step_times"]
+__all__ = ["Audit", "Bus", "StepTime", "StepTimes", "audit", "step_times"]

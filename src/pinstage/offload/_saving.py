@@ -15,7 +15,7 @@ from .._pool import SlabPool, check_pool
 from .._sizes import parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._block import lease_now, range_of
 from ._scheduler import Load, OffloadScheduler, OffloadStats, Saved, Stayed
 
@@ -126,7 +126,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
     Raises:
         TypeError: `pool` is not a `SlabPool`, or `keep_on_device` not a function.
         ValueError: a negative size.
-        StagingError: this torch does not report in-place changes.
+        PinstageError: this torch does not report in-place changes.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
 
     def __enter__(self) -> save_on_cpu:
         if torch.compiler.is_compiling():
-            raise StagingError(
+            raise PinstageError(
                 "save_on_cpu cannot be entered in a function that torch.compile compiles: call the compiled function "
                 "inside the block"
             )
