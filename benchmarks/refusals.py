@@ -42,7 +42,7 @@ class WalledMemory:
         self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
 
     def allocate(self, nbytes: int) -> Any:
-        """See `ps.MemoryResource`."""
+        """See `ps.memory.MemoryResource`."""
         if nbytes > self._left:
             raise MemoryError(f"the wall leaves {self._left} bytes of {nbytes}")
         block = self._memory.allocate(nbytes)
@@ -50,7 +50,7 @@ class WalledMemory:
         return block
 
     def deallocate(self, block: Any) -> None:
-        """See `ps.MemoryResource`."""
+        """See `ps.memory.MemoryResource`."""
         self._memory.deallocate(block)
         self._left += block.nbytes
 
@@ -59,7 +59,7 @@ class WalledMemory:
 def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
-    wall = WalledMemory(ps.default_memory(device), int(share * AHEAD * nbytes * 1.125))
+    wall = WalledMemory(ps.memory.default_memory(device), int(share * AHEAD * nbytes * 1.125))
     with ps.SlabPool(2 * AHEAD * nbytes, memory=wall) as pool:
         yield ps.Stager(device, pool=pool)
 

@@ -200,7 +200,7 @@ def test_a_size_in_the_place_of_a_pool_is_refused_with_the_line_to_write(make):
         make("1GiB")
 
 
-@pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.PageableMemory])
+@pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.memory.PageableMemory])
 def test_a_size_or_a_class_in_the_place_of_memory_is_refused(memory):
     with pytest.raises(TypeError, match=r"memory must be a MemoryResource: .*; pass one such as PageableMemory"):
         pinstage.SlabPool(memory=memory)

@@ -10,9 +10,10 @@ import torch
 from strategies import DTYPES, EXPERIMENTAL, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pinstage import Layout, PageableMemory, SlabPool, Stager
+from pinstage import Layout, SlabPool, Stager
 from pinstage._batch import ALIGNMENT, Slot
 from pinstage.errors import LayoutError, PinstageError
+from pinstage.memory import PageableMemory
 
 pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
 

@@ -211,7 +211,7 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 
 @pytest.mark.usefixtures("alone")
 def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
-    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
         response = dcp.async_save(
             adam_state(),
             checkpoint_id=tmp_path,

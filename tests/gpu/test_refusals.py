@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 
-from pinstage import RegisteredMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
 from pinstage._memory import _cuda
 from pinstage.errors import StagingWarning
+from pinstage.memory import RegisteredMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 

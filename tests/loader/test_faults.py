@@ -586,7 +586,7 @@ def test_a_short_pass_without_slabs_is_told_at_its_end():
 
 def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
     """A worker that has a slab goes on with that one."""
-    take, taken, gate = ps.SharedMemory._take, [], Gate()
+    take, taken, gate = ps.memory.SharedMemory._take, [], Gate()
 
     def take_slowly(memory, nbytes):
         taken.append(nbytes)
@@ -594,7 +594,7 @@ def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
             gate.pass_through()
         return take(memory, nbytes)
 
-    monkeypatch.setattr("pinstage.SharedMemory._take", take_slowly)
+    monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_slowly)
     loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
     batches = iter(loader)
     gate.wait_for_arrival()  # the worker has the second batch; the first one stays in its slab until the loop wants it
@@ -609,7 +609,7 @@ def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypa
     def refuse(memory, nbytes):
         raise OSError("none left")
 
-    monkeypatch.setattr("pinstage.SharedMemory._take", refuse)
+    monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)
     loader = make()
     with pytest.warns(StagingWarning, match=r"without a slab of .*none left.*pinstage doctor") as told:
         assert numbers(loader) == list(range(40))
@@ -1012,7 +1012,7 @@ def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
 
 
 def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
-    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
         iterator = iter(loader)
         next(iterator)

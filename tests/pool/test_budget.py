@@ -5,8 +5,9 @@ import contextlib
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PageableMemory, SlabPool
+from pinstage import SlabPool
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
+from pinstage.memory import PageableMemory
 
 
 def idle_in_order(pool, *sizes):

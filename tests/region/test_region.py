@@ -493,7 +493,7 @@ def test_what_the_budget_has_not_is_refused(make, budget):
 
 
 def test_idle_slabs_make_room_for_a_region(make, budget):
-    with ps.SlabPool(memory=ps.PageableMemory(), budget=budget) as pool:
+    with ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget) as pool:
         pool.acquire(5 * MIB).release()
         make(budget=budget)
         assert pool.stats().held_bytes == 0

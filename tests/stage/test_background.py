@@ -426,7 +426,7 @@ def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
         source.go_on()
         wait_until(lambda: pool.stats().waits == 2 - is_first)
 
-    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
+    with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
         wait_until(lambda: not _background._threads)
@@ -656,7 +656,7 @@ def test_a_program_waits_at_its_end_for_what_is_being_staged():
 import threading, time, torch, pinstage as ps
 staging = threading.Event()
 
-class Slow(ps.PageableMemory):
+class Slow(ps.memory.PageableMemory):
     def allocate(self, nbytes):
         if staging.is_set():
             time.sleep(0.5)

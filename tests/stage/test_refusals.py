@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
-from pinstage import HostAllocMemory, PageableMemory, RegisteredMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
 from pinstage._batch import ALIGNMENT, pack, take_apart, windows
 from pinstage._memory import remedy
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingWarning
+from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 
 pytestmark = pytest.mark.usefixtures("slabs_for_all")
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from strategies import assert_same, batches, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
+from pinstage import Layout, SlabPool, Stager, Transfer, _native
 from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
 from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
@@ -38,6 +38,7 @@ from pinstage.errors import (
     PinstageError,
     PoolClosedError,
 )
+from pinstage.memory import PageableMemory
 
 KIB, MIB = 1024, 1024 * 1024
 

@@ -105,7 +105,7 @@ def diagnose(
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
-    cap = ps.SlabPool(memory=ps.PageableMemory()).stats()
+    cap = ps.SlabPool(memory=ps.memory.PageableMemory()).stats()
     return [
         _checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
