@@ -18,7 +18,7 @@ import pinstage as ps
 from pinstage._compat import loader as torchs
 from pinstage._compat import probes
 from pinstage._compat.problems import problems
-from pinstage._loader._stacking import collates_as_shipped
+from pinstage._loader._collate import collates_as_shipped
 from pinstage.errors import StagingWarning
 
 pytestmark = [

@@ -17,9 +17,8 @@ from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
+from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator, start_workers
 from ._slabs import Settings, Slabs, checked
-from ._starting import start_workers
 from ._stats import LoaderStats
 
 if TYPE_CHECKING:
