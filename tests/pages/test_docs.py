@@ -153,7 +153,7 @@ BESIDE = {
     *("metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
     *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),
+    *("offload.optimizer_state", "offload.frozen_module", "offload.Offloaded", "offload.OffloadedStats"),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
