@@ -18,7 +18,7 @@ def by_hand(event: torch.cuda.Event) -> None:
             assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
-        pool.reserve("64MiB", count=2)
+        assert_type(pool.reserve("64MiB", count=2, background=True), ps.Fence)
         assert_type(pool.trim("1GiB"), int)
         pool.set_quota("loader", min_bytes="64MiB", max_bytes=None)
         pool.freeze()

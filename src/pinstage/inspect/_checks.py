@@ -152,7 +152,7 @@ def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -
         return Check(name, "ok", "works: a page was registered")
     if why_not is None:
         found = f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared one is pageable"
-        remedy = "pass ps.HostAllocMemory() as a pool's memory, and don't share regions"
+        remedy = "pass ps.memory.HostAllocMemory() as a pool's memory, and don't share regions"
         return Check(name, "warning" if kind == "allocated" else "problem", found, remedy)
     if not available:
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
