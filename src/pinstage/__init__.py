@@ -20,14 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from ._batch import Layout, Slot, StagingNode, on_host, register_node, register_tensor
-from ._memory import (
-    HostAllocMemory,
-    MemoryResource,
-    PageableMemory,
-    RegisteredMemory,
-    SharedMemory,
-    default_memory,
-)
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
 from ._region import HostRegion, RegionHandle
 from ._sizes import Size
@@ -48,22 +40,17 @@ __version__ = "0.3.0"
 __all__ = [
     "DataLoader",
     "Fence",
-    "HostAllocMemory",
     "HostBudget",
     "HostRegion",
     "HostTransfer",
     "Layout",
     "Lease",
     "LoaderStats",
-    "MemoryResource",
-    "PageableMemory",
     "OwnerStats",
     "PoolStats",
     "PoolUsage",
     "Prefetcher",
     "RegionHandle",
-    "RegisteredMemory",
-    "SharedMemory",
     "Size",
     "SlabPool",
     "Slot",
@@ -74,7 +61,6 @@ __all__ = [
     "audit",
     "WrappedLoader",
     "wrap_loader",
-    "default_memory",
     "on_host",
     "register_node",
     "register_tensor",

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from ._memory import as_called_here
+from .errors import StagingWarning
 
 _POLL_SECONDS = 0.02
 """How often the reaper looks at a task that is not done yet, such as to wait for a copy. Nobody looks while none is."""
@@ -115,11 +116,11 @@ class Reaper:
             with as_called_here()():
                 return task.reap()
         except Exception as error:  # noqa: BLE001 - nobody waits for it
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here
+            with contextlib.suppress(StagingWarning):  # made an error: not here
                 warnings.warn(
                     f"what a pool or loader that nobody has any more held could not be given back: {error!r}; close() "
                     "it before its device fails",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
             return True

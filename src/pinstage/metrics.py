@@ -120,7 +120,9 @@ class TorchHostCollector(Collector):
         stats = torch.cuda.host_memory_stats()
         if not stats:
             return
-        held = GaugeMetricFamily("torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"])
+        held = GaugeMetricFamily(
+            "pinstage_torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"]
+        )
         active = stats.get("active_bytes.current", 0)
         held.add_metric(["active"], active)
         held.add_metric(["cached"], max(0, stats.get("allocated_bytes.current", 0) - active))
@@ -129,4 +131,4 @@ class TorchHostCollector(Collector):
             ("allocations", "num_host_alloc", "Blocks that torch's host allocator page-locked."),
             ("frees", "num_host_free", "Blocks that torch's host allocator gave back."),
         ):
-            yield CounterMetricFamily(f"torch_host_{metric}", text, value=stats.get(key, 0))
+            yield CounterMetricFamily(f"pinstage_torch_host_{metric}", text, value=stats.get(key, 0))

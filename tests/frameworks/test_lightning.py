@@ -13,6 +13,7 @@ from train_lightning import Module
 from visits import Visits, collate
 
 import pinstage as ps
+from pinstage.errors import StagingWarning
 from pinstage.integrations.lightning import StageBatches
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -291,7 +292,7 @@ def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
             return batch
 
     stage, data = StageBatches(), Data()
-    with pytest.warns(RuntimeWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
+    with pytest.warns(StagingWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
         trainer(stage).fit(module(), datamodule=data)
     assert stage.stats().batches == stage.stager.stats().batches == 8
     assert data.seen == (torch.int64, torch.Size([4])) * 8

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 20
 @pytest.fixture
 def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
     """A pool with room for a single slab, which is there: freeing it would wait for a stream that is held."""
-    with ps.SlabPool(MIB, memory=ps.RegisteredMemory(cuda_device)) as pool:
+    with ps.SlabPool(MIB, memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
         pool.reserve(MIB)
         yield pool
 
@@ -103,7 +103,7 @@ def test_slabs_come_back_by_themselves_when_the_work_is_done(cuda_device, pool, 
 
 
 def test_pageable_memory_is_free_at_the_end_of_the_block(cuda_device, latch):
-    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, latch:
+    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, latch:
         latch.hold(torch.cuda.current_stream(cuda_device))
         with pool.acquire(MIB):
             pass

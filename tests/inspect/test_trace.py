@@ -7,7 +7,8 @@ import re
 import pytest
 from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
 
-from pinstage.inspect import Bus, TraceError
+from pinstage.errors import TraceError
+from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
 from pinstage.inspect._trace import _analysis, _events, _stream, trace_report

@@ -92,7 +92,7 @@ def test_what_is_neither_a_path_nor_a_function_is_refused():
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning")
 def test_a_batch_too_large_for_the_cap_keeps_as_well():
     loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))

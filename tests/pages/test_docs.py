@@ -149,10 +149,11 @@ def test_every_error_has_its_section():
 
 
 BESIDE = {
-    *("memory.Block", "metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
+    *(f"memory.{name}" for name in pinstage.memory.__all__),
+    *("metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
     *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.Offloaded", "offload.OffloadedStats"),
+    *("offload.optimizer_state", "offload.frozen_module", "offload.Offloaded", "offload.OffloadedStats"),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
@@ -167,7 +168,7 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
+IN_SIGNATURES = {"Fence", "memory.Block", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
 """Types that are described on the page of the call that takes or returns them."""
 
 
@@ -184,9 +185,12 @@ def test_every_public_name_is_in_the_reference_once():
     assert all(isinstance(operator.attrgetter(name)(pinstage), type) for name in elsewhere)
 
 
-@pytest.mark.parametrize("name", sorted({*pinstage.__all__} - IN_SIGNATURES))
+@pytest.mark.parametrize(
+    "name",
+    sorted({*pinstage.__all__, *(f"memory.{name}" for name in pinstage.memory.__all__)} - IN_SIGNATURES),
+)
 def test_every_public_name_has_a_page_of_its_own_with_an_example(name):
-    [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name}\n")]
+    [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")]
     assert names_of(page)[0] == name
     [example] = python_blocks(page)
     assert name in example or name in MADE_BY_CALLS

@@ -113,7 +113,7 @@ class House:
     """A pool, a stager and a loader; and garbage that holds something of each."""
 
     def __init__(self):
-        self.pool = ps.SlabPool("1MiB", memory=ps.PageableMemory())
+        self.pool = ps.SlabPool("1MiB", memory=ps.memory.PageableMemory())
         self.stager = ps.Stager("cpu", pool=self.pool, timeout=5)
         self.loader = ps.DataLoader([batch()] * 2, None, device="cpu", max_bytes="64KiB")
         self.sizes = itertools.cycle([500, 5_000, 50_000, 700_000, 3_000])
@@ -236,7 +236,7 @@ def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
 
 @pytest.mark.filterwarnings("ignore:lease was never released")
 def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
-    pool = ps.SlabPool("4KiB", memory=ps.PageableMemory())
+    pool = ps.SlabPool("4KiB", memory=ps.memory.PageableMemory())
     found = []
 
     def hold():

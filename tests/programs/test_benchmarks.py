@@ -41,6 +41,7 @@ def smoke(tmp_path_factory):
     "script",
     [
         "memory_startup.py",
+        "page_locking.py",
         "pool_latency.py",
         "to_host.py",
         "checkpoint.py",

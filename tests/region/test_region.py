@@ -15,7 +15,7 @@ from doubles import ManualEvent, claim_in_child, is_mapped, outcome, stays_block
 import pinstage as ps
 from pinstage._memory import _limits, _pages, _ranges, _resource
 from pinstage._region import _chunks
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinningError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinningError, StagingWarning
 
 MIB = 1 << 20
 
@@ -89,7 +89,7 @@ def test_progress_is_told_of_each_chunk(make):
 
 
 def test_an_error_of_progress_is_a_warning(make):
-    with pytest.warns(RuntimeWarning, match=r"isn't called again, since it raised ZeroDivisionError"):
+    with pytest.warns(StagingWarning, match=r"isn't called again, since it raised ZeroDivisionError"):
         make(progress=lambda *_: 1 / 0).synchronize()
 
 
@@ -164,7 +164,7 @@ def test_where_the_host_uses_its_page_tables_memory_is_allocated(make, cuda):
 def test_where_both_are_refused_it_is_pageable(make, cuda, shared):
     cuda.most_registered = 0
     cuda.refuse("cudaHostAlloc", 2, 1)
-    with pytest.warns(RuntimeWarning, match="a region is pageable.*cudaErrorNotSupported"):
+    with pytest.warns(StagingWarning, match="a region is pageable.*cudaErrorNotSupported"):
         region = make(device=0, shared=shared)
     region.synchronize()
     assert region.kind == "pageable"
@@ -194,7 +194,7 @@ def test_a_refused_later_chunk_makes_all_pageable(make, cuda):
             region.synchronize()
         return region
 
-    with pytest.warns(RuntimeWarning, match=r"refused after 2\.00 MiB of 4\.00 MiB: cudaHostRegister") as warnings:
+    with pytest.warns(StagingWarning, match=r"refused after 2\.00 MiB of 4\.00 MiB: cudaHostRegister") as warnings:
         region = wait()
     assert len(warnings) == 1
     assert region.query()
@@ -205,7 +205,7 @@ def test_a_refused_later_chunk_makes_all_pageable(make, cuda):
 
 def test_a_stager_packs_a_region_that_became_pageable(make, cuda):
     cuda.fail("cudaHostRegister", 2, nth=3)
-    with pytest.warns(RuntimeWarning, match="a region is pageable"):
+    with pytest.warns(StagingWarning, match="a region is pageable"):
         assert _chunks.pieces_of(make(device=0).tensor(MIB, offset=3 * MIB)) == []
 
 
@@ -255,7 +255,7 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     monkeypatch.setattr(_ranges, "_CRAWL_BYTES_PER_SECOND", 1 << 60)
     monkeypatch.setattr(_ranges, "_TIMED_BYTES", MIB)
     monkeypatch.setattr(_pages, "advise", lambda *args: advices.append(args[2]) or advise(*args))
-    with pytest.warns(RuntimeWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
+    with pytest.warns(StagingWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
         make().synchronize()
     assert advices.index(_pages.MADV_NOHUGEPAGE) > advices.index(_pages.MADV_HUGEPAGE)
 
@@ -381,7 +381,7 @@ def test_a_chunk_that_cuda_keeps_keeps_the_mapping(make, cuda):
     region.synchronize()
     memory = region._chunks.memory
     cuda.fail("cudaHostUnregister", 1, nth=2)
-    with pytest.warns(RuntimeWarning, match="page-locked memory is leaked"):  # noqa: PT031 - another thread warns
+    with pytest.warns(StagingWarning, match="page-locked memory is leaked"):  # noqa: PT031 - another thread warns
         region.close()
         wait_until(lambda: len(cuda.registered) == 1)
     assert [block.nbytes for block in _resource.LEAKED] == [MIB]
@@ -493,7 +493,7 @@ def test_what_the_budget_has_not_is_refused(make, budget):
 
 
 def test_idle_slabs_make_room_for_a_region(make, budget):
-    with ps.SlabPool(memory=ps.PageableMemory(), budget=budget) as pool:
+    with ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget) as pool:
         pool.acquire(5 * MIB).release()
         make(budget=budget)
         assert pool.stats().held_bytes == 0

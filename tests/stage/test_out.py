@@ -14,7 +14,7 @@ from strategies import bits
 import pinstage as ps
 from pinstage._stage import _out
 from pinstage._stage._device import CpuTarget
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, StagingError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -319,7 +319,7 @@ def test_a_captured_stream_is_refused(stager):
             return True
 
     stager._target = Captured()
-    with pytest.raises(StagingError, match=r"while a CUDA graph is captured: .*; call it before graph.replay\(\)"):
+    with pytest.raises(PinstageError, match=r"while a CUDA graph is captured: .*; call it before graph.replay\(\)"):
         stager.to_device(torch.ones(3), out=torch.zeros(3))
 
 

@@ -93,6 +93,6 @@ def time_outs() -> None:
 
 
 def numa_nodes() -> None:
-    assert_type(ps.RegisteredMemory("cuda:1", numa_node="auto").numa, str)
-    ps.RegisteredMemory(numa_node=1)
-    ps.RegisteredMemory(numa_node="near")  # type: ignore[arg-type]
+    assert_type(ps.memory.RegisteredMemory("cuda:1", numa_node="auto").numa, str)
+    ps.memory.RegisteredMemory(numa_node=1)
+    ps.memory.RegisteredMemory(numa_node="near")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import StagingError
+from ..errors import PinstageError, StagingWarning
 
 WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
 """Errors of a private name that is gone, or does something else than it did."""
@@ -19,7 +19,7 @@ def warn_once(text: str) -> None:
     """Warn of something that works in a slower way, once in a process."""
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, StagingWarning, stacklevel=3)
 
 
 class Problem(NamedTuple):
@@ -41,7 +41,7 @@ def refuse(what: str, reason: str | None, remedy: str) -> None:
     """Raise an error if there is a reason.
 
     Raises:
-        StagingError: there is one.
+        PinstageError: there is one.
     """
     if reason is not None:
-        raise StagingError(f"{what} is not possible here: {reason}; {remedy}")
+        raise PinstageError(f"{what} is not possible here: {reason}; {remedy}")

@@ -28,7 +28,7 @@ def check_changes_are_seen() -> None:
     """Refuse to save tensors elsewhere where it cannot be told that they were changed meanwhile.
 
     Raises:
-        StagingError: it cannot.
+        PinstageError: it cannot.
     """
     remedy = "use torch.autograd.graph.save_on_cpu(pin_memory=True)"
     refuse("save_on_cpu", why_changes_are_not_seen(), remedy)

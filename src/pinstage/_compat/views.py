@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _native
-from ..errors import StagingError
+from ..errors import PinstageError
 from .probes import WRONG, in_this_torch, warn_once
 
 
@@ -38,10 +38,10 @@ def check_is_plain(made: torch.Tensor) -> None:
     """Refuse what torch made in place of memory, or of a view of some.
 
     Raises:
-        StagingError: a mode is on in which it makes something else.
+        PinstageError: a mode is on in which it makes something else.
     """
     if type(made) is not torch.Tensor:
-        raise StagingError(
+        raise PinstageError(
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )

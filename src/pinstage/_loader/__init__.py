@@ -18,10 +18,9 @@ through the queue. That is slow, but no batch waits forever.
 torch's own loader does the rest: samplers, seeds, order, errors. `Staging` is the one way in, a base class that stands
 before torch's `DataLoader` or before a class made of it.
 
-Where to look: `_loader` has the public names; `_iterator` a pass over the data, and its end; `_sending` the queue that
-torch's iterator reads; `_broker` who has which slab; `_messages` what workers send. `_collate`, `_stacking` and
-`_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters, `_starting` the start of
-workers.
+Where to look: `_loader` has the public names; `_iterator` a pass over the data, the start and end of its workers;
+`_sending` the queue that torch's iterator reads; `_broker` who has which slab; `_messages` what workers send.
+`_collate` and `_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters.
 """
 
 from ._loader import DataLoader, WrappedLoader, wrap_loader

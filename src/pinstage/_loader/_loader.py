@@ -17,9 +17,8 @@ from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
+from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator, start_workers
 from ._slabs import Settings, Slabs, checked
-from ._starting import start_workers
 from ._stats import LoaderStats
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class DataLoader(Staging[T_co]):
             `budget` is not a `HostBudget`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
             over shared memory; `pool` is given with `max_bytes` or `budget`; or `own_storage` is another value.
-        StagingError: `device` is a CUDA device, and CUDA is not available.
+        CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
     The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
@@ -321,7 +320,7 @@ def wrap_loader(
 
     Raises:
         TypeError: `loader` is of another class, is wrapped already, or has workers already.
-        ValueError, StagingError: as `DataLoader`.
+        ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
     inner = given if issubclass(type(given), torch.utils.data.DataLoader) else getattr(given, "base_dataloader", given)

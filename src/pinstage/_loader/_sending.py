@@ -9,29 +9,24 @@ from typing import Any
 import torch
 
 from .._compat.loader import close_writing_end, is_resumption, queue_file
-from .._stage import HandOver, Transfer, copy_event_of, send_packed
+from .._stage import HandOver, Transfer, copy_event_of
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch. Its slab is the worker's again behind the copy. Does not block; any thread."""
-    target = slabs.target
     if batch.number is None:
         host = None if batch.raw is None else torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-        transfer = send_packed(
-            target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=False
-        )
+        transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=False)
     else:
         event = None
         try:
-            host = batch.broker.address_of(batch.number)
-            transfer = send_packed(
-                target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=slabs.are_pinned
-            )
+            host = batch.broker.loan_of(None, batch.number).address
+            transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=slabs.are_pinned)
             event = copy_event_of(transfer)
         except BaseException:
-            event = target.record(target.stream)
+            event = slabs.target.record(slabs.target.stream)
             raise
         finally:
             batch.broker.sent(batch.number, event)

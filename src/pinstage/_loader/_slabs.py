@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._batch import Keeping, OwnStorage, check_own_storage
+from .._batch import Keeping, OwnStorage, Structure, Table, check_own_storage
 from .._memory import SharedMemory, default_memory
 from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
 from .._sizes import Size
-from .._stage import Stager, check_depth, target_for
+from .._stage import Stager, Transfer, check_depth, send_packed, target_for
 from ._stats import Counters
 
 
@@ -48,7 +48,7 @@ def checked(
     """Return the settings, after a look at whether they can be met.
 
     Raises:
-        TypeError, ValueError, StagingError: as `DataLoader`.
+        TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
     """
     check_depth(depth)
     check_owner(owner)
@@ -80,7 +80,6 @@ class Slabs:
         """The process that made this. In a forked child neither the slabs nor the locks here are of use."""
         self.settings = settings
         self.target = target_for(settings.device)
-        self.own_storage = settings.own_storage
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
@@ -94,6 +93,12 @@ class Slabs:
     def are_pinned(self) -> bool:
         """Whether slabs are page-locked."""
         return self.pool is not None and self.pool.memory.is_pinned
+
+    def send(
+        self, structure: Structure, table: Table, host: int | None, others: list[Any], *, pinned: bool
+    ) -> Transfer[Any]:
+        """Start the copy of a packed batch; see `send_packed`."""
+        return send_packed(self.target, structure, table, host, others, self.settings.own_storage, pinned=pinned)
 
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""

@@ -12,7 +12,7 @@ import torch
 
 from .._host import process_exists
 from .._memory import SharedMapping, attach
-from ._descriptors import receive_descriptor
+from ._messages import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
 """How often a waiting worker looks whether the main process is alive, where the kernel cannot tell by a pidfd."""

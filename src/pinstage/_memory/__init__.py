@@ -12,9 +12,9 @@ Importing this room pins nothing, imports no CUDA bindings, and initialises no C
 """
 
 from .. import _host
+from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
-    CudaError,
     Device,
     as_called_here,
     copy_error,
@@ -31,13 +31,12 @@ from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, on_device, record_current_streams
 
-REFUSALS = (MemoryError, OSError, CudaError)
+REFUSALS = (MemoryError, OSError, PinningError)
 """What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
 
 __all__ = [
     "REFUSALS",
     "Block",
-    "CudaError",
     "Device",
     "DeviceEvent",
     "HostAllocMemory",
@@ -69,7 +68,7 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     WSL2, where the device uses the host's page tables (Grace Hopper), or cannot register. ``PageableMemory`` where
     there is no CUDA, or ``device`` is the CPU.
 
-    Pins nothing and makes no context. Warns (``RuntimeWarning``) where PyTorch has a GPU but memory cannot be
+    Pins nothing and makes no context. Warns (``StagingWarning``) where PyTorch has a GPU but memory cannot be
     page-locked, since staging is slow then.
 
     Args:

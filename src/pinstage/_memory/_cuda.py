@@ -16,34 +16,13 @@ from typing import Any
 import torch
 
 from .._sizes import format_bytes
+from ..errors import CudaUnavailableError, PinningError, StagingWarning
 
 Device = int | str | torch.device | None
 
 
-class CudaError(RuntimeError):
-    """A CUDA call failed. The error was cleared: it will not surface again in an unrelated call."""
-
-    def __init__(self, call: str, name: str, text: str, nbytes: int | None = None) -> None:
-        size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
-        super().__init__(f"{call}{size} failed: {name} ({text}){self._remedy}")
-        self.call = call
-        """The CUDA function."""
-        self.name = name
-        """CUDA's name of the error, such as ``cudaErrorInvalidValue``."""
-        self.nbytes = nbytes
-        """Bytes asked for, where the call takes a size."""
-
-    _remedy = ""
-
-
-class CudaOutOfMemoryError(CudaError, MemoryError):
-    """The driver could not page-lock that much *host* memory (or make a context on the device).
-
-    A ``MemoryError`` as well, since that is what it is and what pageable memory raises in its place: one ``except
-    MemoryError`` serves all kinds. torch raises a plain ``RuntimeError`` here, hence the other base.
-    """
-
-    _remedy = "; ask for less, or free page-locked memory first"
+class PinningMemoryError(PinningError, MemoryError):
+    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError`` serves all kinds."""
 
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
@@ -80,14 +59,24 @@ def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
     return results[0] if results else None
 
 
-def _cleared(module: Any, name: str, code: Any, nbytes: int | None) -> CudaError:
-    prefix = name[: 4 if name.startswith("cuda") else 2]
-    if prefix == "cuda":  # only the runtime keeps a last error
-        module.cudaGetLastError()
-    error, text = (
+def _described(module: Any, call: str, code: Any) -> tuple[str, str]:
+    """Return CUDA's name of an error, and what happened."""
+    prefix = call[: 4 if call.startswith("cuda") else 2]
+    name, text = (
         getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
     )
-    return (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
+    return name, f"failed: {name} ({text})"
+
+
+def _cleared(module: Any, call: str, code: Any, nbytes: int | None) -> PinningError:
+    if call.startswith("cuda"):  # only the runtime keeps a last error
+        module.cudaGetLastError()
+    name, what = _described(module, call, code)
+    is_memory = name in _OUT_OF_MEMORY
+    size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
+    remedy = "; ask for less, or free page-locked memory first" if is_memory else ""
+    kind = PinningMemoryError if is_memory else PinningError
+    return kind(f"{call}{size} {what}{remedy}", call=call, name=name, nbytes=nbytes)
 
 
 def why_unusable() -> str | None:
@@ -110,7 +99,7 @@ def why_unusable() -> str | None:
     try:
         _call(driver, "cuInit", 0)
         _call(runtime, "cudaGetDeviceCount")
-    except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
+    except RuntimeError as error:  # PinningError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
     _bindings = Bindings(runtime, driver)
     return None
@@ -123,7 +112,7 @@ def is_usable() -> bool:
         warnings.warn(
             f"staging uses pageable memory, which is slow, though PyTorch has a CUDA device: {reason}; install a "
             f"cuda-python for CUDA {torch.version.cuda}",
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=3,
         )
     return reason is None
@@ -160,10 +149,10 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def require(kind: str) -> None:
-    """Raise a ``RuntimeError`` that says what to use instead, unless memory can be page-locked here."""
+    """Raise a ``CudaUnavailableError`` that says what to use instead, unless memory can be page-locked here."""
     reason = why_unusable()
     if reason is not None:
-        raise RuntimeError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
+        raise CudaUnavailableError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
 
 
 def is_not_cuda(device: Device) -> bool:
@@ -272,10 +261,10 @@ def unregister(address: int, device: int) -> None:
         _call(_loaded().runtime, "cudaHostUnregister", address)
 
 
-def copy_error(code: int) -> CudaError:
+def copy_error(code: int) -> RuntimeError:
     """Return the exception for an error of the driver's copies."""
-    driver = _loaded().driver
-    return _cleared(driver, "cuMemcpyHtoDAsync", driver.CUresult(code), None)
+    driver, call = _loaded().driver, "cuMemcpyHtoDAsync"
+    return RuntimeError(f"{call} {_described(driver, call, driver.CUresult(code))[1]}")
 
 
 def make_current(index: int) -> None:

@@ -18,7 +18,7 @@ class HostAllocMemory(Resource):
             memory very slowly.
 
     Raises:
-        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
         ValueError: ``device`` is not a CUDA device.
     """
 

@@ -7,6 +7,7 @@ import time
 
 from .. import _host
 from .._sizes import format_bytes, round_up
+from ..errors import PinningError
 from . import _cuda, _numa, _pages
 from ._limits import check_is_left
 from ._resource import Block, leak
@@ -98,20 +99,20 @@ class HostRange:
         return found
 
     def register(self, start: int, end: int) -> None:
-        """Page-lock bytes; a `CudaError` if the driver refuses. Blocks."""
+        """Page-lock bytes; a `PinningError` if the driver refuses. Blocks."""
         _cuda.register(self.address + start, end - start, self.device)
 
     def unregister(self, start: int, end: int) -> bool:
         """End the registration of these bytes; say whether CUDA gave them up. Waits for the device."""
         try:
             _cuda.unregister(self.address + start, self.device)
-        except _cuda.CudaError as error:
+        except PinningError as error:
             leak(Block(self.address + start, end - start), error)
             return False
         return True
 
     def allocate(self) -> None:
-        """Take the driver's page-locked memory in place of the range's. Blocks. A `CudaError` leaves it as it was."""
+        """Take the driver's page-locked memory in place of the range's. Blocks. If it fails, nothing changed."""
         raw = _cuda.host_alloc(self.nbytes + _pages.PAGE_BYTES, self.device, write_combined=False)
         self.free()
         self._raw, self.address = raw, round_up(raw, _pages.PAGE_BYTES)
@@ -123,7 +124,7 @@ class HostRange:
                 _cuda.free_host(self._raw, self.device)
             else:
                 _pages.unmap(self.address, self.nbytes)
-        except _cuda.CudaError as error:
+        except PinningError as error:
             leak(Block(self._raw, self.nbytes), error)
         if self.fd is not None:
             os.close(self.fd)

@@ -31,7 +31,7 @@ class RegisteredMemory(Resource):
             ``numa`` says what was done. None leaves it to the kernel.
 
     Raises:
-        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
         ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is not a node. Whether
             this host has that node is checked at the first allocation, or by ``numa``.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .._sizes import format_bytes, parse_bytes, round_up
+from ..errors import PinningError, StagingWarning
 from . import _cuda
 from ._pages import PAGE_BYTES
 
@@ -132,7 +133,7 @@ class Resource(ABC):
 
         Where CUDA may not be called, page-locked blocks stay as they are: in a forked child, whose parent owns them,
         and while the interpreter shuts down. When CUDA refuses to give a block up, its memory is leaked on purpose,
-        and a ``RuntimeWarning`` says so once: a mapping that goes while still registered makes later, unrelated
+        and a ``StagingWarning`` says so once: a mapping that goes while still registered makes later, unrelated
         pinning fail, and leaves the device with a pointer into nothing.
 
         Args:
@@ -154,7 +155,7 @@ class Resource(ABC):
     def _free(self, block: Block) -> None:
         try:
             self._give(block)
-        except _cuda.CudaError as error:
+        except PinningError as error:
             leak(block, error)
 
     def __repr__(self) -> str:
@@ -167,19 +168,19 @@ class Resource(ABC):
 
     @abstractmethod
     def _give(self, block: Block) -> None:
-        """Undo ``_take``; a ``CudaError`` comes before anything is unmapped."""
+        """Undo ``_take``; a ``PinningError`` comes before anything is unmapped."""
 
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
 
-def leak(block: Block, error: _cuda.CudaError) -> None:
+def leak(block: Block, error: PinningError) -> None:
     """Keep a block forever because CUDA would not give it up, and say so the first time."""
     LEAKED.append(block)
     if len(LEAKED) == 1 and error.name not in _CUDA_IS_GONE:
         warnings.warn(
             f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
             f"{error}; this is said once",
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=4,
         )

@@ -12,6 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -190,3 +191,21 @@ class Growth:
         state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
         state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))
         return lease
+
+
+class Reservation(Future[None]):
+    """The fence of `SlabPool.reserve`."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work in this thread."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `synchronize`
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    query = Future.done
+
+    def synchronize(self) -> None:
+        self.result()

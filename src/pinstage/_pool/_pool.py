@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import time
 import warnings
 from bisect import bisect_left, bisect_right
@@ -12,11 +13,11 @@ from typing import NoReturn, SupportsIndex
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
-from ..errors import BudgetExceededError, UnreleasedLeaseWarning
+from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._classes import reuse_limit
-from ._growth import Growth, Plan
+from ._growth import Growth, Plan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
 from ._lease import Lease
 from ._slab import Fence
@@ -64,7 +65,7 @@ def check_open(pool: SlabPool) -> None:
     """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
 
     Raises:
-        PoolClosedError, ForkedPoolError, StagingError: as `SlabPool.acquire`, whatever the size.
+        PoolError: as `SlabPool.acquire`, whatever the size.
     """
     pool._check_entry()
     pool._check_open()
@@ -181,7 +182,7 @@ class SlabPool:
 
         Raises:
             MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
-                enough. If the pool has one, the request waits for it, and a `RuntimeWarning` says so once. The pool
+                enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
                 tries to grow that far again after a minute, or by `reserve`.
             BudgetExceededError: more than `max_bytes`, or than quotas leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
@@ -239,10 +240,18 @@ class SlabPool:
             self._state.accounts.set_quota(owner, least, most)
         self._state.line.wake_all()
 
-    def reserve(self, nbytes: Size, *, count: int = 1) -> None:
+    def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
 
-        Idle slabs that would serve such a request count. Takes the time of the allocations.
+        Idle slabs that would serve such a request count. Takes the time of the allocations, unless a thread does it.
+
+        Args:
+            nbytes: bytes of each lease.
+            count: leases at the same time.
+            background: allocate in a thread, and return at once. Other threads may use the pool meanwhile.
+
+        Returns:
+            Is done when all slabs are there. Its `synchronize` waits for that, and raises what prevented it.
 
         Raises:
             BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
@@ -254,6 +263,20 @@ class SlabPool:
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
+        self._check_entry()
+        if background and self._host is None:  # else others may make room for it
+            with self._state.lock:
+                self._check_open()
+                self._state.reserve(nbytes, count)
+        reservation = Reservation()
+        if background:
+            _thread.start_new_thread(reservation.run, (partial(self._reserve, nbytes, count),))
+        else:
+            self._reserve(nbytes, count)
+            reservation.set_result(None)
+        return reservation
+
+    def _reserve(self, nbytes: int, count: int) -> None:
         state, plan = self._state, None
 
         def missing() -> Plan | None:
@@ -262,7 +285,6 @@ class SlabPool:
             plan = state.reserve(nbytes, count)
             return plan
 
-        self._check_entry()
         deadline = time.monotonic() + LEND_SECONDS
         while True:
             try:
@@ -384,7 +406,7 @@ class SlabPool:
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
                 f"{self._state.figures()}; {growth.refusal}; this is said once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
         return None

@@ -11,8 +11,8 @@ from ..errors import (
     BudgetExceededError,
     ForkedPoolError,
     PoolClosedError,
+    PoolError,
     PoolFrozenError,
-    StagingError,
 )
 from ._accounts import Account
 
@@ -52,8 +52,8 @@ class Figures(NamedTuple):
 
 def closed(figures: Figures, user: str | None) -> PoolClosedError:
     if user is None:
-        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
-    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}")
+        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool", **figures.numbers(0))
+    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}", **figures.numbers(0))
 
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
@@ -116,9 +116,9 @@ def forked() -> ForkedPoolError:
     )
 
 
-def entered_again() -> StagingError:
+def entered_again() -> PoolError:
     """Return the error of a call from a finaliser in the middle of another call of the same thread."""
-    return StagingError(
+    return PoolError(
         "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
         "again; a finaliser may release() leases and close() the pool, nothing else"
     )

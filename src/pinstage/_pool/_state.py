@@ -229,7 +229,6 @@ class PoolState(Holdings):
             **_sums("free", free),
             **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
             max_bytes_reason=self.reason,
-            requested_bytes=sum(slab.requested for slab in leased),
             waits=self.line.waits,
             wait_seconds=self.line.seconds,
             owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},

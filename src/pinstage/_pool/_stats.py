@@ -51,9 +51,6 @@ class PoolStats:
     """The cap."""
     max_bytes_reason: str
     """Where the cap comes from."""
-    requested_bytes: int
-    """What the holders of the current leases asked for; ``leased_bytes`` minus this is rounding."""
-
     held_slabs: int
     leased_slabs: int
     in_flight_slabs: int
@@ -78,6 +75,15 @@ class PoolStats:
     """Idle slabs given back to the system."""
     owners: Mapping[str, OwnerStats] = field(hash=False)
     """Who holds what, by the name given to `SlabPool.acquire`."""
+
+    def __str__(self) -> str:
+        """Return one line for a log; ``repr`` is a table."""
+        return (
+            f"held {format_bytes(self.held_bytes)} of {format_bytes(self.max_bytes)}, leased "
+            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}; {self.hits:,} hits, "
+            f"{count(self.misses, 'miss', 'misses')}, {count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
+            f"{count(self.waits, 'request')}"
+        )
 
     def __repr__(self) -> str:
         rows = []

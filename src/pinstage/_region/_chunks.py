@@ -24,11 +24,11 @@ from itertools import pairwise
 
 import torch
 
-from .._memory import REFUSALS, CudaError, HostRange, disregard_captures, remedy
+from .._memory import REFUSALS, HostRange, disregard_captures, remedy
 from .._pool import Fence
 from .._reaper import reaper, running
 from .._sizes import format_bytes
-from ..errors import PinningError
+from ..errors import PinningError, StagingWarning
 
 _PAUSE_SECONDS = 0.01
 """Between two chunks that are unregistered: each may wait for the device, and stop launches meanwhile."""
@@ -165,10 +165,10 @@ class Chunks:
             try:
                 self._register(0, end)
                 kind = "registered"
-            except CudaError as error:
+            except PinningError as error:
                 self.reason = f"{error}; {remedy(memory.nbytes)}"
         if kind == "pageable" and memory.device >= 0 and not memory.is_shared:
-            with contextlib.suppress(CudaError):
+            with contextlib.suppress(PinningError):
                 memory.allocate()
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:
@@ -225,7 +225,7 @@ class Chunks:
         is_free = True
         while self._registered and not _is_ending.is_set():
             running[self] = None
-            with contextlib.suppress(RuntimeWarning):  # made an error
+            with contextlib.suppress(StagingWarning):  # made an error
                 is_free = self.memory.unregister(*self._registered.pop()) and is_free
             running.pop(self)
             time.sleep(_PAUSE_SECONDS)
@@ -233,8 +233,8 @@ class Chunks:
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(RuntimeWarning):  # made an error: not in a thread of ours
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    with contextlib.suppress(StagingWarning):  # made an error: not in a thread of ours
+        warnings.warn(text, StagingWarning, stacklevel=2)
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ class HostRegion:
     Where CUDA refuses to register memory (confidential computing, some containers), a region that isn't shared takes
     its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Where there is no CUDA, or that is
     refused too, the region is pageable. `kind` and `reason` say which and why. If a later chunk is refused, all are
-    unregistered, a `RuntimeWarning` says so, and `synchronize` raises.
+    unregistered, a `StagingWarning` says so, and `synchronize` raises.
 
     All methods may be called from any thread.
     """

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from .._memory import as_called_here
 from .._pool import give_up_waiting_if
 from .._reaper import running
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._device import Target
 from ._hand_over import HandOver
 
@@ -124,11 +124,11 @@ class Background:
         """Return the next batch; None at the end. Blocks until it is there.
 
         Raises:
-            StagingError: in a forked child.
+            PinstageError: in a forked child.
             BaseException: of the source or of staging, behind the batches before it.
         """
         if os.getpid() != self._pid:
-            raise StagingError(
+            raise PinstageError(
                 f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads the "
                 f"{type(self.source).__name__} is not in a forked child; begin a pass with a stager of this process"
             )
@@ -234,7 +234,7 @@ def stop_reading(source: object) -> None:
     Two threads on one iterator, such as that of a torch loader with persistent workers, would lose batches.
 
     Raises:
-        StagingError: it did not return within the loader's ``timeout``, or within a minute.
+        PinstageError: it did not return within the loader's ``timeout``, or within a minute.
     """
     for until_the_end, me in list(_threads.items()):
         background = me()
@@ -243,7 +243,7 @@ def stop_reading(source: object) -> None:
         background.stop()
         seconds = float(source.timeout if isinstance(source, DataLoader) else 0) or _WAIT_SECONDS
         if not until_the_end.acquire(timeout=seconds):
-            raise StagingError(
+            raise PinstageError(
                 f"cannot read the {type(source).__name__}: the thread of an earlier pass has not left it after "
                 f"{seconds:g} s{_place_of(background.thread)}; see what that waits for, or pass background=False"
             )

@@ -31,7 +31,7 @@ from .._compat.views import check_is_plain, warn_of_tensors
 from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from ..errors import StagingError
+from ..errors import CudaUnavailableError
 
 # -- streams and events ------------------------------------------------------------------------------------------------
 
@@ -277,13 +277,15 @@ class CudaTarget:
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise StagingError(f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda")
+            raise CudaUnavailableError(
+                f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda"
+            )
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
         if not _native.core.find_driver():
-            raise StagingError(
+            raise CudaUnavailableError(
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
@@ -522,7 +524,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
 
     Raises:
         ValueError: neither a CUDA device nor the CPU.
-        StagingError: CUDA is not available.
+        CudaUnavailableError: CUDA is not available.
     """
     warn_of_tensors()
     if device is None:

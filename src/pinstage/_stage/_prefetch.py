@@ -8,11 +8,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._background import Background, Surroundings, read_here, stop_reading
 from ._device import Target
 from ._run_ahead import RunAhead
@@ -63,7 +63,8 @@ class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``. Setting or deleting one does so on the source. Batches that were read ahead don't see it.
+    ``prefetcher.dataset``; type checkers want ``prefetcher.source.dataset``. Setting or deleting one does so on the
+    source. Batches that were read ahead don't see it.
 
     If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
     so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
@@ -85,6 +86,11 @@ class Prefetcher(Generic[T]):
         self._background = background
         self._place = _Place()
 
+    @property
+    def source(self) -> Any:
+        """What `Stager.prefetch` was given."""
+        return self._source
+
     def __iter__(self) -> Iterator[T]:
         """Begin a pass. What was staged ahead is given back when the iterator dies.
 
@@ -92,7 +98,7 @@ class Prefetcher(Generic[T]):
         Waits for the thread of an earlier pass over the same source, if that still reads.
 
         Raises:
-            StagingError: it still reads after the loader's ``timeout``, or after a minute.
+            PinstageError: it still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
         active = _active_loader()
@@ -187,10 +193,17 @@ class Prefetcher(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._source)
 
-    def __getattr__(self, name: str) -> Any:
-        if self._is_own(name):  # for copies, and for Python
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source, name)
+    if TYPE_CHECKING:  # with a source that has them; any other name is a mistake
+
+        def state_dict(self) -> Any: ...
+        def load_state_dict(self, state: Any) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if self._is_own(name):  # for copies, and for Python
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._source, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
@@ -330,12 +343,12 @@ def _refuse_hidden_loader(source: object, active: object) -> None:
         active: what `_active_loader` returned before.
 
     Raises:
-        StagingError: it did: nobody could set that loader's flags.
+        PinstageError: it did: nobody could set that loader's flags.
     """
     now = _active_loader()
     if now is not active and now is not source:
         outside, inside = type(source).__name__, type(now).__name__
-        raise StagingError(
+        raise PinstageError(
             f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient accumulation would see its end "
             f"too early; call stager.prefetch(loader) with the prepared loader, and put the {outside} around that"
         )

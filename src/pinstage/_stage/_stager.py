@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,7 @@ from .._reaper import reaper
 from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
-from ..errors import AcquireTimeoutError, BudgetExceededError, StagingError
+from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._out import NOTHING, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Leaf: TypeAlias = "torch.Tensor | Array"
+Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
 """Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
@@ -205,10 +207,10 @@ class Stager:
             type.
         ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
             `pack_threads` below 1, or another `own_storage`.
-        StagingError: a CUDA device, but no CUDA.
+        CudaUnavailableError: a CUDA device, but no CUDA.
 
     If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
+    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `StagingWarning`
     says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
@@ -272,14 +274,22 @@ class Stager:
     def stage(self, batch: Array, *, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]: ...
     @overload
     def stage(
-        self, batch: dict[K, Array], *, out: dict[K, torch.Tensor] | None = None
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
     ) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array], *, out: list[torch.Tensor] | None = None) -> Transfer[list[torch.Tensor]]: ...
+    def stage(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> Transfer[list[torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: Tensors, *, out: Tensors | None = None) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
     @overload
     def stage(
-        self, batch: tuple[Array, ...], *, out: tuple[torch.Tensor, ...] | None = None
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
     ) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Transfer[Mapping[K, torch.Tensor]]: ...
     @overload
     def stage(self, batch: B, *, out: B | None = None) -> Transfer[B]: ...
     def stage(self, batch: Any, *, out: Any = None) -> Transfer[Any]:
@@ -314,7 +324,7 @@ class Stager:
             LayoutError: something in the batch cannot be staged, or a path of `keep_on_host` leads to nothing in the
                 first batch; or `out` has another structure or shape, tensors on another device, expanded or overlapping
                 ones, or some that require grad while grad mode is on. See its ``path``.
-            StagingError: `out` is given while a CUDA graph is captured.
+            PinstageError: `out` is given while a CUDA graph is captured.
             BudgetExceededError: the batch is larger than the pool's cap, and `out` isn't given.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
@@ -402,14 +412,22 @@ class Stager:
     def to_device(self, batch: Array, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
     @overload
     def to_device(
-        self, batch: dict[K, Array], *, out: dict[K, torch.Tensor] | None = None
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
     ) -> dict[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: list[Array], *, out: list[torch.Tensor] | None = None) -> list[torch.Tensor]: ...
+    def to_device(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: Tensors, *, out: Tensors | None = None) -> Tensors: ...  # type: ignore[overload-overlap]
     @overload
     def to_device(
-        self, batch: tuple[Array, ...], *, out: tuple[torch.Tensor, ...] | None = None
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
     ) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Mapping[K, torch.Tensor]: ...
     @overload
     def to_device(self, batch: B, *, out: B | None = None) -> B: ...
     def to_device(self, batch: Any, *, out: Any = None) -> Any:
@@ -423,7 +441,7 @@ class Stager:
             out: see `stage`.
 
         Raises:
-            LayoutError, BudgetExceededError, AcquireTimeoutError, StagingError: as `stage`.
+            LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
         """
         target = self._target
         if out is not None:
@@ -517,16 +535,24 @@ class Stager:
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
     def prefetch(
-        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[dict[K, Array] | dict[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[dict[K, torch.Tensor]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[list[Array] | list[Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[list[torch.Tensor]]: ...
     @overload
+    def prefetch(  # type: ignore[overload-overlap]
+        self, source: Iterable[Tensors], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Tensors]: ...
+    @overload
     def prefetch(
-        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[tuple[Leaf, ...]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[Mapping[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Mapping[K, torch.Tensor]]: ...
     @overload
     def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
@@ -696,7 +722,7 @@ class Stager:
     def _plan(self, batch: Any, out: Any) -> Plan:
         """Check existing tensors against a batch. Writes nothing."""
         if self._target.is_capturing():
-            raise StagingError(
+            raise PinstageError(
                 "cannot stage into existing tensors while a CUDA graph is captured: the graph would replay the copy of "
                 "this one batch; call it before graph.replay(), outside of the capture"
             )
@@ -904,7 +930,7 @@ class Stager:
                     raise
                 size = min(size, self._pool.max_bytes) // 2
             except REFUSALS as error:
-                if isinstance(error, StagingError):
+                if isinstance(error, PoolError):
                     raise
                 if size == nbytes:
                     self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
@@ -917,7 +943,7 @@ class Stager:
         try:
             return self._acquire(nbytes)
         except REFUSALS as error:
-            if isinstance(error, StagingError):
+            if isinstance(error, PoolError):
                 raise
             self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
             return self._acquire_pageable(nbytes)
@@ -940,7 +966,7 @@ class Stager:
             warnings.warn(
                 f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
                 "once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from .._stage import HostTransfer, Landing, clear_own_frames, landings
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
 
 LOOK_AGAIN_SECONDS = 0.1
@@ -93,12 +93,12 @@ class StagedState(dict[str, Any]):
 def _reduce(staged: StagedState) -> tuple[Any, ...]:
     content, slab = staged._content, staged._slab
     if content is None:
-        raise StagingError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
+        raise PinstageError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
     staged.clear()
     if slab is None:
         return _arrive, (content, None, 0)
     if slab.fd is None:
-        raise StagingError(
+        raise PinstageError(
             f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
             "SlabPool(memory=SharedMemory()), or save in a thread"
         )

@@ -72,9 +72,13 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
     if kind == PAGEABLE:
         yield torch.zeros(nbytes, dtype=torch.uint8)
         return
-    memory: ps.MemoryResource = ps.PageableMemory()
+    memory: ps.memory.MemoryResource = ps.memory.PageableMemory()
     if device.type == "cuda":
-        memory = ps.RegisteredMemory(device=device) if kind == REGISTERED else ps.HostAllocMemory(device=device)
+        memory = (
+            ps.memory.RegisteredMemory(device=device)
+            if kind == REGISTERED
+            else ps.memory.HostAllocMemory(device=device)
+        )
     with ps.SlabPool(2 * nbytes + MIB, memory=memory) as pool, pool.acquire(nbytes) as lease:
         yield lease.tensor().zero_()
 

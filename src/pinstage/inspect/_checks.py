@@ -93,12 +93,12 @@ def shared_memory(total: int | None) -> Check:
     return Check(name, "ok", format_bytes(total))
 
 
-def huge_pages(enabled: str) -> Check:
+def huge_pages(enabled: str, shared: str) -> Check:
     name = "huge pages"
     if not enabled:
         return Check(name, "info", "this kernel does not tell of transparent huge pages")
     if enabled != "never":
-        return Check(name, "ok", f"transparent huge pages: {enabled}")
+        return Check(name, "ok", f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}")
     found = "transparent huge pages: never; registering a large pool takes about three times as long"
     return Check(name, "warning", found, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root")
 
@@ -145,11 +145,15 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
     return Check(name, "ok", found)
 
 
-def page_locking(available: bool, why_not: str | None) -> Check:
-    """Say whether pinstage can page-lock memory, where torch has a GPU available."""
+def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -> Check:
+    """Say whether pinstage can page-lock memory, and what became of a page that was tried, where torch has a GPU."""
     name = "page-locking"
+    if kind == "registered":
+        return Check(name, "ok", "works: a page was registered")
     if why_not is None:
-        return Check(name, "ok", "works")
+        found = f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared one is pageable"
+        remedy = "pass ps.memory.HostAllocMemory() as a pool's memory, and don't share regions"
+        return Check(name, "warning" if kind == "allocated" else "problem", found, remedy)
     if not available:
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
     found = f"{why_not}: staging uses pageable memory, which is slower"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
@@ -79,7 +80,7 @@ def diagnose(
     checks = [
         _checks.cuda(torch.version.cuda, available, gpus, driver),
         _checks.versions(platform.python_version(), driver, torch.version.cuda, _bindings_version()),
-        _checks.page_locking(available, why_not),
+        _checks.page_locking(available, why_not, *try_page(device if device in range(len(gpus)) else None)),
     ]
     for gpu in gpus:
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
@@ -104,14 +105,22 @@ def diagnose(
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
-    cap = ps.SlabPool(memory=ps.PageableMemory()).stats()
+    cap = ps.SlabPool(memory=ps.memory.PageableMemory()).stats()
     return [
         _checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
         _checks.shared_memory(_host.shm_bytes(root)),
-        _checks.huge_pages(_host.huge_pages(root)),
+        _checks.huge_pages(_host.huge_pages(root), _host.shared_huge_pages(root) or "unknown"),
         _checks.wsl(_host.is_wsl(root)),
     ]
+
+
+def try_page(device: int | None) -> tuple[str, str]:
+    """Return the kind of memory that a region of one page gets, and why it isn't registered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says it
+        with ps.HostRegion(1, device=device) as region:
+            return region.kind, region.reason
 
 
 def _bindings_version() -> str | None:

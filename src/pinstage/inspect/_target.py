@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ._errors import TargetError
+from ..errors import TargetError
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class TrainerLoaders:
         self.in_workers = in_workers
         self._owns_pool = in_workers and pool is None
         if self._owns_pool:
-            memory = ps.SharedMemory(device) if device.type == "cuda" else ps.SharedMemory(register=False)
+            memory = ps.memory.SharedMemory(device) if device.type == "cuda" else ps.memory.SharedMemory(register=False)
             pool = ps.SlabPool(max_bytes, budget=budget, memory=memory)
             max_bytes, budget = "auto", None
         caps: dict[str, Any] = {"pool": pool, "max_bytes": max_bytes, "budget": budget}

@@ -42,7 +42,7 @@ def prepare(
         The prepared loader, which also has `DataLoader.stats`.
 
     Raises:
-        TypeError, ValueError, StagingError: as `wrap_loader`.
+        TypeError, ValueError, CudaUnavailableError: as `wrap_loader`.
     """
     options: dict[str, Any] = {
         "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth,

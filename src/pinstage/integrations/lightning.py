@@ -106,7 +106,7 @@ class StageBatches(Callback):
             warnings.warn(
                 f"pinstage stages batches in the main process, which is slower: {own} gets them on the host; move its "
                 "work into the dataset, or pass StageBatches(workers=False)",
-                RuntimeWarning,
+                ps.errors.StagingWarning,
                 stacklevel=2,
             )
         device, in_workers = trainer.strategy.root_device, self._workers and own is None

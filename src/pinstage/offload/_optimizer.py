@@ -70,7 +70,7 @@ class OffloadedOptimizer(Offloaded):
         content, takes the place of each.
         """
         for _, block in self._blocks.values():  # since an `onload` that no step has used
-            block.drop_arrival()
+            block.drop_arrival(shuttle_for(block.device))
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
             leased = lease_now(self._pool, value.nbytes)

@@ -14,11 +14,7 @@ import torch
 from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Shuttle
-from ._block import OffloadedBlock, bytes_of, keep_until, range_of, view_of
-
-ALIGNMENT = 512
-"""What is sent begins at a multiple of it in its storage, as the storage does in CUDA's memory, so that a tensor comes
-back aligned as it was: kernels choose their way by that, and sums depend on it."""
+from ._block import ALIGNMENT, OffloadedBlock, bytes_of, range_of, view_of
 
 GAPS = 2
 """A tensor whose elements are spread over more than so many times their bytes, such as the queries in a product of
@@ -346,11 +342,7 @@ class OffloadScheduler:
         """Let go of what came back and was not asked for."""
         for seq in seqs:
             block = self._ahead.pop(seq)()
-            if block is None or block.arrival is None:
-                continue  # its end stands in `dropped`
-            arrival, block.arrival, block.ahead_for = block.arrival, None, 0
-            self._ahead_bytes -= block.nbytes
-            if arrival.event is not None and arrival.stream == self.shuttle.stream():
-                self.shuttle.wait(arrival.event)  # behind the copy, its memory may be used again
-            else:
-                keep_until(arrival.event, arrival.there)
+            if block is not None and block.arrival is not None:  # else its end is in `dropped`
+                block.ahead_for = 0
+                self._ahead_bytes -= block.nbytes
+                block.drop_arrival(self.shuttle)

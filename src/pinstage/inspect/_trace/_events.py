@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._errors import TraceError
+from ...errors import TraceError
 from .._report import clean
 from ._stream import Event, TraceFile
 

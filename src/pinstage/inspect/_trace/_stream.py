@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .._errors import TraceError
+from ...errors import TraceError
 from .._report import clean
 
 _WINDOW = 4 << 20
