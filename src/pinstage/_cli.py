@@ -135,12 +135,11 @@ def audit(options: argparse.Namespace) -> int:
         pinstage audit train.py:make_loader
         pinstage audit mypackage.data:example_batch --bus pageable=8,pinned=55
     """
-    from .inspect import _report, _target
-    from .inspect import audit as look_at
+    from .inspect import _audit, _report, _target
 
     with _target.prints_on_stderr():
-        found = look_at(_target.first_batch(options.target), bus=options.bus)
-    _report.show(found.to_dict() if options.json else found.sections(every_leaf=options.all))
+        found = _audit.audit(_target.first_batch(options.target), bus=options.bus)
+    _report.show(found.to_dict() if options.json else _audit.sections_of(found, every_leaf=options.all))
     return 0
 
 

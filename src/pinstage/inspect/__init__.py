@@ -5,7 +5,19 @@
 """
 
 from .._steps import StepTime, StepTimes, step_times
-from ._audit import Audit, audit
+from ._audit import Audit, LeafCopies, LeafReport, SlabCopy, audit
 from ._bus import Bus
+from ._pinning import Pinning
 
-__all__ = ["Audit", "Bus", "StepTime", "StepTimes", "audit", "step_times"]
+__all__ = [
+    "Audit",
+    "Bus",
+    "LeafCopies",
+    "LeafReport",
+    "Pinning",
+    "SlabCopy",
+    "StepTime",
+    "StepTimes",
+    "audit",
+    "step_times",
+]

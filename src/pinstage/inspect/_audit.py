@@ -16,9 +16,8 @@ from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
 from ._bus import REFERENCE, REFERENCE_BUS, Bus
-from ._pinning import Pinning, ask_torch, type_name
+from ._pinning import FoundLeaf, Leaf, Pinning, ask_torch, places, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
-from ._walk import FoundLeaf, Leaf, places
 
 _ROWS = 40
 """Leaves shown; `to_dict` has them all."""
@@ -109,15 +108,6 @@ class Audit:
             "bus": dataclasses.asdict(self.bus),
         }
 
-    def sections(self, *, every_leaf: bool = False) -> list[Section]:
-        """Return what is printed: the verdict, then the table."""
-        if not self.leaves:
-            return [Line("there is no tensor and no array in this batch", "warning")]
-        shown = self.leaves if every_leaf else self.leaves[:_ROWS]
-        rest = self.leaves[len(shown) :]
-        more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
-        return [*self._verdict(), _table(shown), *([Line(more, "info")] if rest else []), self._totals()]
-
     def _counts(self) -> dict[str, int]:
         return {
             "leaves": len(self.leaves),
@@ -170,10 +160,10 @@ class Audit:
         return [*lines, Line(f"bus: {self.bus}", "info")]
 
     def __str__(self) -> str:
-        return as_text(self.sections())
+        return as_text(sections_of(self))
 
     def __rich__(self) -> Any:
-        return as_rich(self.sections())
+        return as_rich(sections_of(self))
 
     def __repr__(self) -> str:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
@@ -209,6 +199,16 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     seconds_pinned = sum(bus.seconds(nbytes, pinned=True) for nbytes, _ in moved)
     each = LeafCopies(len(moved), sum(nbytes for nbytes, _ in moved), seconds, seconds_pinned)
     return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus)
+
+
+def sections_of(found: Audit, *, every_leaf: bool = False) -> list[Section]:
+    """Return what is printed: the verdict, then the table."""
+    if not found.leaves:
+        return [Line("there is no tensor and no array in this batch", "warning")]
+    shown = found.leaves if every_leaf else found.leaves[:_ROWS]
+    rest = found.leaves[len(shown) :]
+    more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
+    return [*found._verdict(), _table(shown), *([Line(more, "info")] if rest else []), found._totals()]
 
 
 def _sum(leaves: Iterable[LeafReport]) -> int:
