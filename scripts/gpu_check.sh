@@ -169,6 +169,7 @@ to_host() { benchmark to_host 180; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
 frozen() { benchmark frozen 90; }
+weights() { benchmark weights 120; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
@@ -176,7 +177,7 @@ frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: 
 
 BENCHMARKS=(
   staging staging_busy memory_startup page_locking pool_latency loader loops to_host checkpoint offload frozen
-  rounding_waste native_threads refusals
+  weights rounding_waste native_threads refusals
 )
 
 bench() {

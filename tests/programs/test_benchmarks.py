@@ -47,6 +47,7 @@ def smoke(tmp_path_factory):
         "checkpoint.py",
         "offload.py",
         "frozen.py",
+        "weights.py",
         "rounding_waste.py",
         "refusals.py",
     ],
