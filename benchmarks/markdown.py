@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
 BANDWIDTH = ROOT / "docs" / "bandwidth.png"
+PAGE_LOCKING = ROOT / "docs" / "images" / "page_locking.png"
 LOOPS = ROOT / "docs" / "images" / "loops.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {
@@ -509,6 +510,38 @@ def refusals(result: dict[str, Any] | None = None) -> str:
     return "\n".join(["## Measured", "", *lines, "", source(result)])
 
 
+def page_locking(result: dict[str, Any] | None = None) -> str:
+    """How a large range is page-locked, with its heading and picture; nothing until it was measured."""
+    result = result or measured("page_locking")
+    if result is None:
+        return ""
+    cases = by_case(result)
+    nbytes = next(row["nbytes"] for row in result["rows"] if row["case"] == "last byte, idle")
+    columns = {
+        "first byte, s": ("first byte, idle", 1e-3),
+        "last byte, s": ("last byte, idle", 1e-3),
+        "resident": ("resident, idle", 1),
+        "a neighbour's call, ms": ("neighbour's call, idle", 1),
+        "own launch, ms": ("own launch, idle", 1),
+        "beside a busy GPU, ms": ("own launch, busy", 1),
+        "freed, s": ("given back, idle", 1e-3),
+    }
+    lines = head([f"{nbytes / 2**30:g} GiB", *columns])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for case, scale in columns.values():
+            row = cases.get(case, {}).get(variant, {"median": None, "ours": False})
+            scaled = row | {"median": row["median"] and row["median"] * scale}
+            cells.append(shown(scaled) + "%" * (case.startswith("resident") and row["median"] is not None))
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    said = (
+        "Of calls, the worst while the memory is made ready: `cudaMemGetInfo` in another process, and the launch of a "
+        "kernel, with its end, in another thread; beside a busy GPU for a quarter of the memory."
+    )
+    picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
+    return "\n".join(["## Measured", "", *lines, "", said, "", *(picture * PAGE_LOCKING.exists()), source(result)])
+
+
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the rows of each case by their variants."""
     cases: dict[str, dict[str, dict[str, Any]]] = {}
@@ -532,6 +565,26 @@ def shown(row: dict[str, Any], field: str = "median") -> str:
 def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how many times as long as the other a row took."""
     return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
+
+
+FRAMEWORK_LINES = {
+    "lightning": ("Lightning", "`Trainer(callbacks=[StageBatches()])`"),
+    "accelerate": ("Accelerate", "`loader = prepare(accelerator, loader)`"),
+    "trainer": ("transformers", "`class MyTrainer(StageInputs, Trainer)`"),
+}
+
+
+def framework_lines() -> str:
+    """The line to write for each of three frameworks, and what a step takes before and after."""
+    result = load("frameworks")
+    lines = head(["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"])
+    for case, rows in by_case(result).items():
+        if case in FRAMEWORK_LINES:
+            before, after = rows["pin_memory"], rows["pinstage"]
+            name, line = FRAMEWORK_LINES[case]
+            cells = f"{shown(before)} | **{shown(after).strip('*')}** | {times(before, after)}x"
+            lines.append(f"| {name} | {line} | {cells} |")
+    return "\n".join([*lines, "", source(result)])
 
 
 def _busy(row: dict[str, Any]) -> str:
@@ -673,6 +726,7 @@ TABLES = {
     "staging_busy": staging_busy,
     "staging_short": staging_short,
     "gains": gains,
+    "framework_lines": framework_lines,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
@@ -684,6 +738,7 @@ TABLES = {
     "transformers": partial(frameworks, only="trainer"),
     "checkpoint": checkpoint,
     "offload": offload,
+    "page_locking": page_locking,
     "refusals": refusals,
     "to_host": to_host,
     "waste": waste,

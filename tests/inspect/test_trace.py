@@ -11,7 +11,7 @@ from pinstage.errors import TraceError
 from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
-from pinstage.inspect._trace import _analysis, _events, _stream, trace_report
+from pinstage.inspect._trace import _analysis, _events, trace_report
 
 US = 1e-6
 ADDED = 3 * _analysis.EVENT_UNITS * _analysis.UNIT_SECONDS
@@ -505,8 +505,8 @@ def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, wind
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
     path = trace.write(tmp_path / "t.json.gz")
     path.write_bytes(gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode()))
-    monkeypatch.setattr(_stream, "_WINDOW", window)
-    file = _stream.TraceFile(path)
+    monkeypatch.setattr(_events, "_WINDOW", window)
+    file = _events.TraceFile(path)
     assert list(file) == json.loads(trace.text())["traceEvents"]
     assert file.header["schemaVersion"] == 1
     assert file.header["traceName"] == "t"
@@ -515,8 +515,8 @@ def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, wind
 def test_numbers_at_the_end_of_a_window_are_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text('{"schemaVersion": 1234567, "traceEvents": [{"ph": "M"}]}')
-    monkeypatch.setattr(_stream, "_WINDOW", 1)
-    file = _stream.TraceFile(path)
+    monkeypatch.setattr(_events, "_WINDOW", 1)
+    file = _events.TraceFile(path)
     assert list(file) == [{"ph": "M"}]
     assert file.header == {"schemaVersion": 1234567}
 
@@ -612,14 +612,14 @@ def test_names_reach_no_terminal_as_control_sequences(report):
 
 
 def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_stream, "_WINDOW", 1000)
-    monkeypatch.setattr(_stream, "_LONGEST_VALUE", 5000)
+    monkeypatch.setattr(_events, "_WINDOW", 1000)
+    monkeypatch.setattr(_events, "_LONGEST_VALUE", 5000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": oops}' + ', {"ph": "M"}' * 100_000 + "]}")
-    decoded, decode = [], _stream._decode
-    monkeypatch.setattr(_stream, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
+    decoded, decode = [], _events._decode
+    monkeypatch.setattr(_events, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
     with pytest.raises(TraceError, match="broken"):
-        list(_stream.TraceFile(path))
+        list(_events.TraceFile(path))
     assert max(decoded) < 10_000
 
 

@@ -11,23 +11,34 @@ Knows shapes, counts no bytes of any pool.
 """
 
 from ._attributes import stored_attributes
-from ._blocks import Blocks, OwnStorage, Sharing, check_own_storage, cut, make_blocks, make_publicly, sharing_of
+from ._blocks import (
+    Blocks,
+    OwnStorage,
+    Sharing,
+    check_own_storage,
+    cut,
+    into_tensors,
+    make_blocks,
+    make_publicly,
+    sharing_of,
+    view_of,
+)
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
-from ._gather import Gathering, arrange, duplicate, flat, gather
+from ._gather import Gathering, arrange, can_be_copied, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing
 from ._structure import Structure, walk
-from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table
+from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 from ._windows import windows
 
 __all__ = [
-    "ALIGNMENT", "ATOM_TYPES", "Blocks", "DTYPES", "Gathering", "HostSlab", "IsContainer", "Keeping", "Layout",
-    "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS",
-    "arrange", "borrow", "check_content", "check_own_storage", "content_of", "contiguous_stride", "cut",
-    "dense_stride", "describe", "duplicate", "flat", "from_array", "gather", "is_atom", "make_blocks",
-    "make_publicly", "most_threads", "moves_in_silence", "on_host", "pack", "register_node", "register_tensor",
-    "reuses_places", "sharing_of", "start_packing", "stored_attributes", "take_apart", "tensors_in", "walk",
-    "windows",
+    "ALIGNMENT", "ATOM_TYPES", "Blocks", "DTYPES", "Gathering", "HostSlab", "INTEGERS", "IsContainer", "Keeping",
+    "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table",
+    "WRAPPERS", "arrange", "borrow", "can_be_copied", "check_content", "check_own_storage", "content_of",
+    "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat", "from_array", "gather",
+    "into_tensors", "is_atom", "make_blocks", "make_publicly", "most_threads", "moves_in_silence", "on_host",
+    "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
+    "take_apart", "tensors_in", "view_of", "walk", "windows",
 ]  # fmt: skip

@@ -30,6 +30,11 @@ _CAN_BE_JOINED = frozenset(
 bytes it would make 0 or 1."""
 
 
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Say whether torch copies a tensor of a dtype bit for bit everywhere; others are copied as integers."""
+    return dtype in _CAN_BE_JOINED
+
+
 class Group(NamedTuple):
     """Neighbours in the slab that one ``torch.cat`` moves."""
 

@@ -121,3 +121,8 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
     local = [module.Shard(tensor, here(old)) for tensor, old in shards]
     made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
     return made
+
+
+def copy_each(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of their device, in few kernels; those that overlap one after the other."""
+    torch._foreach_copy_(places, sources)

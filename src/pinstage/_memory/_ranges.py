@@ -12,7 +12,7 @@ from . import _cuda, _numa, _pages
 from ._limits import check_is_left
 from ._resource import Block, leak
 
-_CRAWL_BYTES_PER_SECOND = 256 << 20
+_CRAWL_BYTES_PER_SECOND = 128 << 20
 """Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel makes them at some
 GB a minute (TensorRT-LLM#15430); elsewhere at 4 GB/s by one thread."""
 

@@ -27,9 +27,10 @@ typedef struct {
     bool is_leaf;        /* whether the tensor is that of its only leaf */
     void *storage;       /* of a slab that was given: a tensor over all of its storage, else NULL */
     int64_t skipped;     /* where the slab begins in that, in bytes */
+    const char *memory;  /* of a tensor that was there before: where its storage begins, or NULL if that isn't known */
 } Block;
 
-/* Bytes that are neighbours in the host slab, and in one block. */
+/* Bytes that are neighbours in the host slab, and in one block or one storage. */
 typedef struct {
     int64_t start, end; /* in the host slab */
     char *to;
@@ -300,6 +301,13 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
+/* Whether one copy may write what goes to two blocks, and the bytes between. Of a block that was made here, these are padding;
+ * in a storage that was there before, they are somebody's. */
+static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int64_t between) {
+    const char *memory = self->blocks[number].memory;
+    return number == next ? between < ALIGNMENT : between == 0 && memory != NULL && memory == self->blocks[next].memory;
+}
+
 /* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
 static bool find_runs(Blocks *self, const Header *host, const int64_t *order, int64_t packed) {
     Run *runs = malloc(sizeof(Run) * (size_t)(packed + 1));
@@ -315,9 +323,11 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
         const Block *block = &self->blocks[number];
         Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
         Run *run = count == 0 ? NULL : &runs[count - 1];
-        bool is_behind = run != NULL && run->block == number && next.start - run->end < ALIGNMENT && next.start >= run->end;
+        bool is_behind =
+            run != NULL && next.start >= run->end && is_one_memory(self, run->block, number, next.start - run->end);
         if (is_behind && run->to + (next.start - run->start) == next.to) {
             run->end = next.end;
+            run->block = number;
         } else {
             runs[count++] = next;
         }
@@ -326,6 +336,38 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
     self->runs = runs;
     self->run_count = count;
     return true;
+}
+
+/* The blocks of a table, without tensors yet; NULL with an error. */
+static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
+    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    if (self == NULL) return NULL;
+    if (!table_of(table, &self->table, &self->header)) {
+        self->header = NULL;
+        goto failed;
+    }
+    self->is_cuda = is_cuda;
+    self->order = rows_by_offset(self->header, &self->packed);
+    if (self->order == NULL) goto failed;
+    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
+    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
+    if (self->blocks == NULL || self->block_of == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (int64_t i = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (by_shim && torch.scalar[row->dtype] < 0)) {
+            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+            goto failed;
+        }
+    }
+    cut_table(self, sharing);
+    return self;
+failed:
+    Py_DECREF(self);
+    return NULL;
 }
 
 /* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
@@ -346,36 +388,14 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
     }
     if (slab != NULL) sharing = ONE;
-    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
     if (self == NULL) return NULL;
-    if (!table_of(table, &self->table, &self->header)) {
-        self->header = NULL;
-        goto failed;
-    }
-    self->is_cuda = device_type == 1;
     if (make != NULL && cut != NULL) {
         Py_INCREF(make);
         Py_INCREF(cut);
         self->make = make;
         self->view = cut;
     }
-    self->order = rows_by_offset(self->header, &self->packed);
-    if (self->order == NULL) goto failed;
-    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
-    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
-    if (self->blocks == NULL || self->block_of == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
-    for (int64_t i = 0; i < self->packed; i++) {
-        const Row *row = row_at(self->header, self->order[i]);
-        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (make == NULL && torch.scalar[row->dtype] < 0)) {
-            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
-            goto failed;
-        }
-    }
-    cut_table(self, sharing);
     for (int64_t i = 0; i < self->count; i++) {
         Block *block = &self->blocks[i];
         if (slab != NULL && make != NULL) {
@@ -394,6 +414,58 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
 failed:
     Py_DECREF(self);
     return NULL;
+}
+
+/* Take a tensor that was there before as the block of its leaf. */
+static bool use_existing(Block *block, PyObject *tensor) {
+    int64_t offset;
+    int32_t scalar;
+    void *data;
+    Py_INCREF(tensor);
+    if (!use_tensor(block, tensor)) return false;
+    block->is_leaf = true;
+    if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor)) return true;
+    void *handle = handle_of(tensor);
+    if (torch.get_data(handle, &data) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &scalar)) return true;
+    if (data == block->address && scalar >= 0 && scalar < 256 && torch.by_scalar[scalar] != 255) {
+        block->memory = block->address - offset * torch.itemsize[torch.by_scalar[scalar]];
+    }
+    return true;
+}
+
+/* Blocks.into(table, leaves, is_cuda): the copies of a batch into tensors that exist, dense as the table says, one for each
+ * packed leaf, at its place in the list. */
+static PyObject *blocks_into(PyObject *type, PyObject *args) {
+    PyObject *table, *leaves;
+    int is_cuda;
+    if (!PyArg_ParseTuple(args, "OO!p:into", &table, &PyList_Type, &leaves, &is_cuda)) return NULL;
+    Blocks *self = blocks_new(type, table, EACH, is_cuda, false);
+    if (self == NULL) return NULL;
+    bool is_good = PyList_Size(leaves) == self->header->rows;
+    if (!is_good) PyErr_SetString(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
+    for (int64_t i = 0; is_good && i < self->packed; i++) {
+        is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->order[i]));
+    }
+    if (is_good && find_runs(self, self->header, self->order, self->packed)) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* run_bytes(): of each leaf, the bytes of the run that it is part of, in which it is copied; int64. */
+static PyObject *blocks_run_bytes(PyObject *object, PyObject *nothing) {
+    (void)nothing;
+    Blocks *self = (Blocks *)object;
+    int64_t *found = calloc((size_t)self->header->rows + 1, sizeof(int64_t));
+    if (found == NULL) return PyErr_NoMemory();
+    for (int64_t i = 0, run = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (row->nbytes == 0) continue;
+        while (run < self->run_count && self->runs[run].end <= row->offset) run++;
+        if (run < self->run_count) found[self->order[i]] = self->runs[run].end - self->runs[run].start;
+    }
+    PyObject *result = PyBytes_FromStringAndSize((char *)found, (Py_ssize_t)(sizeof(int64_t) * (size_t)self->header->rows));
+    free(found);
+    return result;
 }
 
 /* packed_as(table): be told that the host slab has other places, and perhaps not all of the leaves. */
@@ -505,41 +577,26 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     return result;
 }
 
-/* fill(sources, stream): pack leaves into ordinary memory, and send them from there; what was packed has been read when the
- * call returns. No block has more than AT_ONCE_BYTES. The result is that of `copy`. */
+/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory, and send them from there; what
+ * was packed has been read when the call returns. The result is that of `copy`. */
 static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *sources;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
-    for (int64_t i = 0; i < self->count; i++) {
-        if (self->blocks[i].end - self->blocks[i].start <= AT_ONCE_BYTES) continue;
-        PyErr_SetString(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
+    if (self->header->nbytes > AT_ONCE_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
         return NULL;
     }
     Work work;
     if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
-    char *memory = malloc(AT_ONCE_BYTES);
-    if (memory == NULL) {
-        work_end(&work);
-        return PyErr_NoMemory();
-    }
-    int code = 0;
-    long long sent = 0;
-    PyThreadState *state = self->is_cuda ? PyEval_SaveThread() : NULL;
-    for (int64_t i = 0; i < self->count && code == 0; i++) {
-        const Block *block = &self->blocks[i];
-        int64_t nbytes = block->end - block->start;
-        if (nbytes == 0) continue;
-        char *packed = self->is_cuda ? memory : block->address;
-        pack_all(work.leaves + block->first, block->last - block->first, packed - block->start, block->end, false);
-        if (self->is_cuda) code = driver.copy((uintptr_t)block->address, packed, (size_t)nbytes, (void *)(uintptr_t)stream);
-        sent++;
-    }
-    if (state != NULL) PyEval_RestoreThread(state);
-    free(memory);
+    char *memory = malloc((size_t)work.nbytes + 1);
+    if (memory != NULL) pack_all(work.leaves, work.count, memory, work.nbytes, false);
     work_end(&work);
-    return PyLong_FromLongLong(code == 0 ? sent : -(long long)code);
+    if (memory == NULL) return PyErr_NoMemory();
+    PyObject *result = send_runs(self, memory, 0, self->header->nbytes, (void *)(uintptr_t)stream, false);
+    free(memory);
+    return result;
 }
 
 /* -- leaves ---------------------------------------------------------------------------------------------------------- */
@@ -708,6 +765,8 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
+    {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into tensors that exist"},
+    {"run_bytes", blocks_run_bytes, METH_NOARGS, "run_bytes(): of each leaf, the bytes of the copy that it is part of; int64"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},

@@ -12,7 +12,6 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -24,6 +23,9 @@ from ._accounts import Waiter
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Holdings, Slab
+
+_PAUSE_SECONDS = 1e-3
+"""Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""
 
 RETRY_SECONDS = 60.0
 """How long a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
@@ -193,19 +195,27 @@ class Growth:
         return lease
 
 
-class Reservation(Future[None]):
+class Reservation:
     """The fence of `SlabPool.reserve`."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self._is_over = is_over
+        self._error: BaseException | None = None
 
     def run(self, work: Callable[[], None]) -> None:
         """Do the work in this thread."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised by `synchronize`
-            self.set_exception(error)
-        else:
-            self.set_result(None)
+            self._error = error
+        finally:
+            self._is_over = True
 
-    query = Future.done
+    def query(self) -> bool:
+        return self._is_over
 
     def synchronize(self) -> None:
-        self.result()
+        while not self._is_over:
+            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
+        if self._error is not None:
+            raise self._error

@@ -30,7 +30,6 @@ from .._memory import Block, MemoryResource, PageableMemory, as_called_here
 from .._reaper import running
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
-from ._waiting import Line
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
 """Names another folder, such as a volume that several containers share."""
@@ -234,15 +233,14 @@ class LimitedMemory:
             with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
                 self._write(folder, self._held)
 
-    def serve(self, pool: Any, line: Line) -> None:
-        """Begin to tell how a pool is, and to lend what is idle there. The pool isn't kept alive.
+    def serve(self, pool: Any) -> None:
+        """Begin to write a pool's usage, and to lend its idle slabs. The pool isn't kept alive.
 
         Args:
-            pool: has `closed`; `is_waited_for()`; `report(waits, seconds)` for the fields of `PoolUsage` from
-                `leased_bytes` on; and `lend(nbytes)`, which frees idle slabs of so many bytes, or all.
-            line: knows how many requests waited.
+            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on; and
+                `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
         """
-        _thread.start_new_thread(self._serve, (weakref.ref(pool), line))
+        _thread.start_new_thread(self._serve, (weakref.ref(pool),))
 
     def end(self) -> None:
         """Give up the file of a closed pool, unless that still holds memory."""
@@ -250,7 +248,7 @@ class LimitedMemory:
             if not self._held:
                 self._close()
 
-    def _serve(self, watched: weakref.ref[Any], line: Any) -> None:
+    def _serve(self, watched: weakref.ref[Any]) -> None:
         while True:
             with contextlib.suppress(Empty):
                 self._refusals.get(timeout=self._pause)
@@ -259,15 +257,15 @@ class LimitedMemory:
                 return self.end()
             running[self] = None  # the end of the program waits for calls of CUDA
             with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
-                self._look(pool, line)
+                self._look(pool)
             del pool, running[self]
 
-    def _look(self, pool: Any, line: Any) -> None:
+    def _look(self, pool: Any) -> None:
         """Update the file; see whether there is room; lend what others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
         """
-        self._told = {} if pool is None else pool.report(line.waits, line.seconds)
+        self._told = {} if pool is None else pool.report()
         with _folder(self._path) as folder:
             room = self._room(folder) if self._wanted or self._told.get("free_bytes") else sys.maxsize
             is_refused = time.monotonic() - self._refused_at < 4 * _WAIT_SECONDS
@@ -334,7 +332,7 @@ class Claim(LimitedMemory):
                 error = BudgetExceededError if never_fits else AcquireTimeoutError
                 raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
             time.sleep(_WAIT_SECONDS)
-        _thread.start_new_thread(self._serve, (weakref.ref(self), None))
+        _thread.start_new_thread(self._serve, (weakref.ref(self),))
 
     def release(self) -> None:
         """Give the bytes back."""
@@ -349,7 +347,7 @@ class Claim(LimitedMemory):
         room = super()._room(folder)
         return self._nbytes if any(str(self._inode) in other.shared for other in self.others) else room
 
-    def _look(self, pool: Any, line: Any) -> None:  # noqa: ARG002 - it has nothing to lend
+    def _look(self, pool: Any) -> None:  # noqa: ARG002 - it has nothing to lend
         with _folder(self._path) as folder:
             self._write(folder, self._held)
 

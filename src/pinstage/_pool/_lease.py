@@ -261,10 +261,7 @@ def guard_until_release(lease: Lease, event: Fence | None) -> None:
     Raises:
         LeaseError: the lease was released.
     """
-    slab = lease._slab
-    if slab is None or slab.lease is not lease._ref:
-        lease._refuse("guard()")
-    slab.event = event
+    lease._held("guard()").event = event
 
 
 def descriptor_of(lease: Lease) -> int | None:

@@ -68,12 +68,12 @@ def check_open(pool: SlabPool) -> None:
         PoolError: as `SlabPool.acquire`, whatever the size.
     """
     pool._check_entry()
-    pool._check_open()
+    pool._state.check_open()
 
 
 def close_for(pool: SlabPool, user: str) -> None:
     """Close the pool of a user of its own, such as a ``Stager``, which errors name from then on."""
-    pool._user = user
+    pool._state.user = user
     pool.close()
 
 
@@ -141,9 +141,8 @@ class SlabPool:
         self._host = None if budget is None else LimitedMemory(self._memory, budget)
         self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
         self._has_told = False
-        self._user: str | None = None
         if self._host is not None:
-            self._host.serve(self._state, self._state.line)
+            self._host.serve(self._state)
 
     # -- the public verbs
 
@@ -236,7 +235,7 @@ class SlabPool:
         least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
         self._check_entry()
         with self._state.lock:
-            self._check_open()
+            self._state.check_open()
             self._state.accounts.set_quota(owner, least, most)
         self._state.line.wake_all()
 
@@ -266,14 +265,12 @@ class SlabPool:
         self._check_entry()
         if background and self._host is None:  # else others may make room for it
             with self._state.lock:
-                self._check_open()
                 self._state.reserve(nbytes, count)
-        reservation = Reservation()
+        reservation = Reservation(is_over=not background)
         if background:
             _thread.start_new_thread(reservation.run, (partial(self._reserve, nbytes, count),))
         else:
             self._reserve(nbytes, count)
-            reservation.set_result(None)
         return reservation
 
     def _reserve(self, nbytes: int, count: int) -> None:
@@ -281,7 +278,6 @@ class SlabPool:
 
         def missing() -> Plan | None:
             nonlocal plan
-            self._check_open()
             plan = state.reserve(nbytes, count)
             return plan
 
@@ -359,13 +355,10 @@ class SlabPool:
     # -- waiting
 
     def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
-        state, line = self._state, self._state.line
+        state = self._state
 
         def attempt(me: Waiter, ahead: Sequence[Waiter]) -> Lease | Growth | None:
-            def serve() -> Lease | Plan | None:
-                self._check_request(account, nbytes)
-                return state.serve(account, nbytes, ahead)
-
+            serve = partial(state.serve, account, nbytes, ahead)
             with state.lock:
                 found = serve()
             if not isinstance(found, Plan):
@@ -377,18 +370,16 @@ class SlabPool:
         def timed_out(others: int) -> Exception:
             return _refusals.timed_out(state.figures(), nbytes, timeout, others)
 
-        with state.lock:
-            self._check_request(account, nbytes)
-            found: Lease | Growth | Plan | None = state.serve(account, nbytes, list(line.waiters))
+        found: Lease | Growth | None = None
         while not isinstance(found, Lease):
             # A request that grows stands in the line as well, until that is decided, so that none overtakes it.
-            found = line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
+            found = state.line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             if isinstance(found, Growth):
                 found = self._end_of(found, account, nbytes)
         if state.closed:
             found.release()
             self.trim()
-            self._check_open()
+            state.check_open()
         return found
 
     def _end_of(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
@@ -399,7 +390,7 @@ class SlabPool:
         except HostIsFull:
             return None
         except REFUSALS:
-            if not growth.refusal or self._state.hopeless(account, nbytes) is not None:
+            if not growth.refusal or self._state.why_never(account, nbytes) is not None:
                 raise
         if not self._has_told:
             self._has_told = True
@@ -422,16 +413,6 @@ class SlabPool:
             raise _refusals.entered_again()
         if state.forgotten:
             self._warn_of_forgotten(stacklevel=4)
-
-    def _check_request(self, account: Account, nbytes: int) -> None:
-        self._check_open()
-        if nbytes > account.largest:
-            state = self._state
-            raise _refusals.never_fits(state.figures(), nbytes, account if state.accounts.have_quotas else None)
-
-    def _check_open(self) -> None:
-        if self._state.closed:
-            raise _refusals.closed(self._state.figures(), self._user)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
         forgotten = self._state.forgotten

@@ -22,14 +22,14 @@ import numpy as np
 from .._compat.calls import ownership
 from .._memory import MemoryResource
 from .._reaper import reaper
-from ..errors import PoolFrozenError
+from ..errors import PoolError
 from . import _refusals
 from ._accounts import Account, Waiter
 from ._classes import reuse_limit, size_class
 from ._growth import Growth, Plan
 from ._host_budget import LimitedMemory, held_bytes
 from ._lease import Lease
-from ._refusals import Figures
+from ._refusals import Figures, Refusal
 from ._slab import Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
 
@@ -53,6 +53,7 @@ class PoolState(Holdings):
 
     Attributes:
         is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
+        user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PoolState(Holdings):
     ) -> None:
         super().__init__(memory, host, max_bytes, record)
         self._reason = reason
+        self.user: str | None = None
         has_lock = ownership(self.lock)
         self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         _states.add(self)
@@ -91,8 +93,10 @@ class PoolState(Holdings):
         (2), and frees nothing that it might not get back (4).
 
         Raises:
-            PoolFrozenError, MemoryError: it is refused.
+            PoolError, MemoryError: it is refused; see `why_never`.
         """
+        if (error := self.why_never(account, nbytes)) is not None:
+            raise error
         room, idle = account.largest, self.scan()
         if ahead or self.accounts.have_quotas:
             self._count_busy(idle)
@@ -109,8 +113,6 @@ class PoolState(Holdings):
             return Lease(self, slab, nbytes, account)
         if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
             return Plan(victims, capacity, 1)
-        if (error := self.hopeless(account, nbytes)) is not None:
-            raise error
         return None
 
     def scan(self) -> list[Slab]:
@@ -147,9 +149,21 @@ class PoolState(Holdings):
                     return Lease(self, slab, nbytes, account), event
         return None
 
-    def hopeless(self, account: Account, nbytes: int) -> PoolFrozenError | MemoryError | None:
-        """Return the error of a request that a pool which cannot grow will never serve; None if it may be served."""
-        refusal = self.refusal
+    def why_never(self, account: Account, nbytes: int) -> PoolError | MemoryError | None:
+        """Return the error of a request that will never be served; None if it may be.
+
+        The cases, in this order:
+
+        1. the pool is closed;
+        2. the request is larger than what quotas leave to its owner of the cap;
+        3. no slab is large enough, and the pool is frozen;
+        4. no slab is large enough, and the platform lately refused to let the pool grow so far.
+        """
+        if self.closed:
+            return _refusals.closed(self.figures(), self.user)
+        if nbytes > account.largest:
+            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None)
+        refusal = self._standing_refusal()
         if not self.frozen and refusal is None:
             return None
         largest = self.accounts.largest(account, self._whole())
@@ -167,8 +181,9 @@ class PoolState(Holdings):
         """Plan to allocate the slabs that are missing for `count` leases at once; None if none is.
 
         Raises:
-            PoolFrozenError, BudgetExceededError: they cannot be had.
+            PoolClosedError, PoolFrozenError, BudgetExceededError: they cannot be had.
         """
+        self.check_open()
         self.refusal = None  # who asks for it beforehand wants to know
         limit, largest = reuse_limit(nbytes, self.granularity), self.max_bytes // self.granularity * self.granularity
         if nbytes > largest:
@@ -193,16 +208,21 @@ class PoolState(Holdings):
         victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
         return Plan(victims) if victims else None
 
+    def check_open(self) -> None:
+        if self.closed:
+            raise _refusals.closed(self.figures(), self.user)
+
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if so many must be freed first."""
         most = self.max_bytes if self.host is None else min(self.max_bytes, self.host.allowed)
-        refusal = self.refusal
-        if refusal is not None:
-            if time.monotonic() >= refusal.until:
-                self.refusal = None
-            else:
-                most = min(most, refusal.held if by_freeing else refusal.total - 1)
+        if (refusal := self._standing_refusal()) is not None:
+            most = min(most, refusal.held if by_freeing else refusal.total - 1)
         return most - self.promised()
+
+    def _standing_refusal(self) -> Refusal | None:
+        if self.refusal is not None and time.monotonic() >= self.refusal.until:
+            self.refusal = None
+        return self.refusal
 
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
@@ -229,8 +249,8 @@ class PoolState(Holdings):
             **_sums("free", free),
             **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
             max_bytes_reason=self.reason,
-            waits=self.line.waits,
-            wait_seconds=self.line.seconds,
+            waits=sum(account.waits for account in self.accounts.values()),
+            wait_seconds=sum((account.wait_seconds for account in self.accounts.values()), 0.0),
             owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
         )
 
@@ -294,8 +314,8 @@ class PoolState(Holdings):
     def is_waited_for(self) -> bool:
         return bool(self.line.waiters)
 
-    def report(self, *_: object) -> dict[str, Any]:
-        """Return what the pool tells of itself on this host. Its line counts waits itself."""
+    def report(self) -> dict[str, Any]:
+        """Return the fields of `PoolUsage` from ``leased_bytes`` on."""
         with self.lock:
             stats = self.snapshot()
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}

@@ -53,15 +53,11 @@ class Line:
 
     Attributes:
         waiters: the one that has waited longest first.
-        waits: how many requests waited since the pool was made.
-        seconds: that they waited in all.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self.waiters: deque[Waiter] = deque()
-        self.waits = 0
-        self.seconds = 0.0
 
     def wake_first(self) -> None:
         """Let the first look again. Finalisers call this."""
@@ -108,7 +104,6 @@ class Line:
                     return found
                 if not waits:
                     waits = 1
-                    self.waits += 1
                     me.account.waits += 1
                 if self._accounts.have_quotas and behind:
                     with contextlib.suppress(RuntimeError):
@@ -123,6 +118,4 @@ class Line:
             if me in waiters:  # not, if an interrupt came before it was; the next line is one call of C
                 waiters.remove(me)
             self.wake_first()
-            seconds = waits * (time.monotonic() - start)
-            self.seconds += seconds
-            me.account.wait_seconds += seconds
+            me.account.wait_seconds += waits * (time.monotonic() - start)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -34,8 +33,6 @@ _PAUSE_SECONDS = 0.01
 """Between two chunks that are unregistered: each may wait for the device, and stop launches meanwhile."""
 
 Progress = Callable[[int, int], object]
-
-_log = logging.getLogger("pinstage")
 
 _living: dict[int, Chunks] = {}
 """Those in use, by `id`, for stagers that meet a tensor."""
@@ -173,7 +170,6 @@ class Chunks:
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:
             _warn(f"a region is pageable, which makes copies slow: {self.reason}")
-        _log.info("region of %s: %s %s", format_bytes(memory.nbytes), kind, self.reason)
         self.kind = kind
         self._advance(end)
 

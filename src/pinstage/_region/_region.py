@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
@@ -15,13 +14,11 @@ from .._batch import contiguous_stride
 from .._memory import Device, HostRange
 from .._pool import Claim, Fence, HostBudget, check_timeout
 from .._reaper import reaper
-from .._sizes import format_bytes, parse_bytes
+from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks, Progress
 from ._handle import Plan, RegionHandle
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
-
-Size = SupportsIndex | str
 
 
 class HostRegion:
@@ -41,7 +38,7 @@ class HostRegion:
     process that is killed leaves nothing.
 
     **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of one with
-    ``shared=True`` stay valid there; its methods raise `PinningError`.
+    ``shared=True`` stay valid there, `tensor` and `tree` too; its other methods raise `PinningError`.
 
     Args:
         nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
@@ -90,15 +87,10 @@ class HostRegion:
             raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
         given: Any = nbytes  # a size, or what `empty_like` has arranged
         nest = given if isinstance(given, Nest) else None
+        size = _positive("nbytes", given if nest is None else nest.nbytes)
         row = None if row_bytes is None else _positive("row_bytes", row_bytes)
-        plan = Plan(
-            nbytes=_positive("nbytes", given if nest is None else nest.nbytes),
-            chunk_bytes=_positive("chunk_bytes", chunk_bytes),
-            row_bytes=row,
-            huge_page_bytes=0 if huge_pages == "auto" else parse_bytes(huge_pages),
-            budget=budget,
-            nest=nest,
-        )
+        page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
+        plan = Plan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
         pieces = [(0, plan.nbytes, row or 1)]
         if nest is not None:
             places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
@@ -141,17 +133,11 @@ class HostRegion:
             LayoutError: a tensor is sparse, quantised, nested or of a subclass.
             ValueError: the tree has no tensor with elements; and as the class, which raises other errors, too.
         """
+        nest: Any = arrange(tree)
         return cls(
-            arrange(tree),  # type: ignore[arg-type]
-            budget=budget,
-            shared=shared,
-            numa_node=numa_node,
-            huge_pages=huge_pages,
-            chunk_bytes=chunk_bytes,
-            row_bytes=row_bytes,
-            device=device,
-            progress=progress,
-        )
+            nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages, chunk_bytes=chunk_bytes,
+            row_bytes=row_bytes, device=device, progress=progress,
+        )  # fmt: skip
 
     @classmethod
     def from_handle(cls, handle: RegionHandle, *, device: Device = None) -> HostRegion:
@@ -335,9 +321,7 @@ class HostRegion:
     def __enter__(self) -> HostRegion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
@@ -16,6 +17,7 @@ import torch
 from .._batch import (
     ALIGNMENT,
     Blocks,
+    IsContainer,
     Keeping,
     Layout,
     OwnStorage,
@@ -53,12 +55,13 @@ from .._reaper import reaper
 from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
-from ..errors import AcquireTimeoutError, PoolError, StagingWarning
+from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
+from ._out import NOTHING, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, fetch
-from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
+from ._to_host import HostTransfer, event_of, fetch, fetch_into
+from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
 from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
@@ -84,6 +87,13 @@ _PARTS = 2
 
 _LEAST_SLAB_BYTES = 1 << 20
 """Below this size to start a copy of each part takes longer than its bytes do."""
+
+
+_LEAST_OF_CAP_BYTES = 4096
+"""A cap that has no room for so much is too small for any batch."""
+
+_MOST_PATHS = 8
+"""Paths that a note names."""
 
 
 def _same(blocks: Blocks) -> Blocks:
@@ -262,20 +272,28 @@ class Stager:
         return self._pool
 
     @overload
-    def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
+    def stage(self, batch: Array, *, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(self, batch: dict[K, Array] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
+    ) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
+    def stage(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> Transfer[list[torch.Tensor]]: ...
     @overload
-    def stage(self, batch: Tensors) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
+    def stage(self, batch: Tensors, *, out: Tensors | None = None) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
     @overload
-    def stage(self, batch: tuple[Leaf, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    def stage(
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
+    ) -> Transfer[tuple[torch.Tensor, ...]]: ...
     @overload
-    def stage(self, batch: Mapping[K, Leaf]) -> Transfer[Mapping[K, torch.Tensor]]: ...
+    def stage(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Transfer[Mapping[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: B) -> Transfer[B]: ...
-    def stage(self, batch: Any) -> Transfer[Any]:
+    def stage(self, batch: B, *, out: B | None = None) -> Transfer[B]: ...
+    def stage(self, batch: Any, *, out: Any = None) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
@@ -290,17 +308,35 @@ class Stager:
         is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
         warning.
 
+        With `out` the batch is written into tensors that exist. The copies start behind the work that the current
+        stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
+        are done. All is checked before anything is written. A call that fails later, by a time-out or an interrupt, may
+        leave some tensors written in part, which a note of the error names. A batch larger than the pool's cap goes in
+        parts, and the call waits for them.
+
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
+            out: tensors on the stager's device, in a nest of the batch's structure and with its shapes; a result of
+                `to_device`, for example. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
+                that aren't tensors are neither compared nor changed. Returned is a nest of these tensors and the
+                batch's other leaves.
 
         Raises:
             LayoutError: something in the batch cannot be staged, or a path of `keep_on_host` leads to nothing in the
-                first batch; see its ``path``.
-            BudgetExceededError: the batch is larger than the pool's cap.
+                first batch; or `out` has another structure or shape, tensors on another device, expanded or overlapping
+                ones, or some that require grad while grad mode is on. See its ``path``.
+            PinstageError: `out` is given while a CUDA graph is captured.
+            BudgetExceededError: the batch is larger than the pool's cap, and `out` isn't given.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        return self._stage(batch)
+        if out is None:
+            return self._stage(batch)
+        with step("stage"):
+            plan = self._plan(batch, out)
+            return written(
+                self._target, plan.parts, self._write(plan), plan.leaves, [place for _, place, _ in plan.plain]
+            )
 
     def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
         """Do what `stage` does.
@@ -374,22 +410,43 @@ class Stager:
             return transfer
 
     @overload
-    def to_device(self, batch: Array) -> torch.Tensor: ...
+    def to_device(self, batch: Array, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
     @overload
-    def to_device(self, batch: dict[K, Array] | dict[K, Leaf]) -> dict[K, torch.Tensor]: ...
+    def to_device(
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
+    ) -> dict[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: list[Array] | list[Leaf]) -> list[torch.Tensor]: ...
+    def to_device(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]: ...
     @overload
-    def to_device(self, batch: Tensors) -> Tensors: ...  # type: ignore[overload-overlap]
+    def to_device(self, batch: Tensors, *, out: Tensors | None = None) -> Tensors: ...  # type: ignore[overload-overlap]
     @overload
-    def to_device(self, batch: tuple[Leaf, ...]) -> tuple[torch.Tensor, ...]: ...
+    def to_device(
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]: ...
     @overload
-    def to_device(self, batch: Mapping[K, Leaf]) -> Mapping[K, torch.Tensor]: ...
+    def to_device(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Mapping[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: B) -> B: ...
-    def to_device(self, batch: Any) -> Any:
-        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``."""
+    def to_device(self, batch: B, *, out: B | None = None) -> B: ...
+    def to_device(self, batch: Any, *, out: Any = None) -> Any:
+        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
+
+        With `out` it is an operation of the current stream: it writes behind earlier work there, and later work sees
+        the new values.
+
+        Args:
+            batch: see `stage`.
+            out: see `stage`.
+
+        Raises:
+            LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
+        """
         target = self._target
+        if out is not None:
+            return self.stage(batch, out=out).wait()
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
@@ -455,7 +512,7 @@ class Stager:
         """
         return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
 
-    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
+    def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
@@ -470,6 +527,10 @@ class Stager:
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: host tensors, in a nest of the tree's structure and with its shapes, which take the place of new ones.
+                Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
+                `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
+                `stage`.
             copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
                 slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
 
@@ -477,29 +538,47 @@ class Stager:
             The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
 
         Raises:
-            LayoutError: an object in the tree holds tensors and is not a known container.
+            ValueError: `out` is given with ``copy=False``.
+            LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
+                written, as for `stage`.
+            PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
+        if out is not None and not copy:
+            raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
         with step("fetch"), self._target.selected():
-            transfer: HostTransfer[B] = fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+            transfer = self._fetch_into(tree, out) if out is not None else self._fetch(tree, copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def to_host(self, tree: B) -> B:
+    def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
+        return fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+
+    def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
+        self._refuse_capture()
+        reaper.start()
+        transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
+        event = event_of(transfer)
+        if event is not None and written:
+            reaper.tasks.put(Kept(event, written))
+        return transfer
+
+    def to_host(self, tree: B, *, out: B | None = None) -> B:
         """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
-        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool.
-        Otherwise as `fetch`.
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
+        is one of `out`. Otherwise as `fetch`.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: see `fetch`.
 
         Returns:
             A tree of the same types.
@@ -507,7 +586,7 @@ class Stager:
         Raises:
             LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
         """
-        return self.fetch(tree).wait()
+        return self.fetch(tree, out=out).wait()
 
     @overload
     def prefetch(
@@ -651,58 +730,167 @@ class Stager:
             borrows: see `_stage`.
         """
         target, table = self._target, parts.table
-        nbytes = table.nbytes
         with target.selected():
             most = AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1
-            is_small = nbytes <= most and not target.is_capturing()
+            is_small = table.nbytes <= most and not target.is_capturing()
             consumer = target.consumer(None)
             stream = consumer if is_small else target.stream
-            sharing = sharing_of(self._own_storage, table.packed)
+            make = partial(target.blocks, table, sharing_of(self._own_storage, table.packed), stream)
             if is_small:
-                return self._send_small(parts, sharing, stream, is_watched)
-            borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
-            rest = parts if borrowed is None else borrowed.rest
+                return self._send_small(parts, make, stream, is_watched=is_watched)
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)
-            lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
+            return self._send_large(parts, make, stream, borrows)
+
+    def _send_large(
+        self, parts: Parts, make: Callable[[], Blocks], stream: Any, borrows: bool = False, *, into: bool = False
+    ) -> Sent:
+        """Send a batch through a host slab, each chunk while the next one is packed.
+
+        Args:
+            parts: of the batch.
+            make: returns the tensors that it goes to.
+            stream: that copies.
+            borrows: see `_stage`.
+            into: whether these tensors exist; see `_acquire_or_less`.
+        """
+        target = self._target
+        borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
+        rest = parts if borrowed is None else borrowed.rest
+        lease = self._acquire_or_less(rest.table.nbytes, into=into) if rest.table.nbytes else None
+        if lease is not None:
+            guard_until_release(lease, stream)  # an interrupt may come before the release
+        copies = 0
+        try:
+            if borrowed is not None:
+                reaper.start()
+                blocks = make()
+                with step("copy"):
+                    copies = target.copy_leaves(blocks, borrowed.leaves, stream)
+                blocks.packed_as(rest.table.data)
+                make = partial(_same, blocks)
+            if lease is None:
+                blocks = make()
+            else:
+                blocks, packed = self._pack_and_copy(rest, lease, make, stream)
+                copies += packed
+        finally:
+            event = target.record(stream)
             if lease is not None:
-                guard_until_release(lease, stream)  # an interrupt may come before the release
-            copies = 0
-            make = partial(target.blocks, table, sharing, stream)
-            try:
-                if borrowed is not None:
-                    reaper.start()
-                    blocks = make()
-                    with step("copy"):
-                        copies = target.copy_leaves(blocks, borrowed.leaves, stream)
-                    blocks.packed_as(rest.table.data)
-                    make = partial(_same, blocks)
-                if lease is None:
-                    blocks = make()
-                else:
-                    blocks, packed = self._pack_and_copy(rest, lease, make, stream)
-                    copies += packed
-            finally:
-                event = target.record(stream)
-                if lease is not None:
-                    lease.release(after=event)
-                if borrowed is not None and event is not None:
-                    reaper.tasks.put(Kept(event, borrowed.lenders))
+                lease.release(after=event)
+            if borrowed is not None and event is not None:
+                reaper.tasks.put(Kept(event, borrowed.lenders))
         return Sent(blocks, event, copies, stream)
 
-    def _send_small(self, parts: Parts, sharing: Sharing, stream: Any, is_watched: bool) -> Sent:
+    def _refuse_capture(self) -> None:
+        if self._target.is_capturing():
+            raise PinstageError(
+                "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; "
+                "call it before or after graph.replay(), outside of the capture"
+            )
+
+    def _plan(self, batch: Any, out: Any) -> Plan:
+        """Check existing tensors against a batch. Writes nothing."""
+        self._refuse_capture()
+        while True:
+            parts = take_apart(batch, keeping=self._keeping)
+            try:
+                with step("check"):
+                    return plan_for(parts, out, self.device)
+            except IsContainer:
+                continue  # see `take_apart`
+
+    def _write(self, plan: Plan) -> Sent:
+        """Write a batch into existing tensors, behind all that the current stream has been given.
+
+        What torch has to copy, and what goes by way of scratch, is work of the current stream. Large leaves follow on
+        the stream for copies. Nothing is counted for `run_ahead`: no memory is taken for a batch.
+
+        Returns:
+            What is sent; its event is behind all of it.
+        """
+        target = self._target
+        if self._pool_state.closed or self._pool_state.is_forked:
+            check_open(self._pool)
+        begun: list[int] = []
+        copies = scratches = 0
+        with target.selected():
+            reaper.start()
+            stream = target.consumer(None)
+            through_scratch, direct = plan.ways()
+            try:
+                for index, place, source in plan.plain:
+                    begun.append(index)
+                    with writing([place]):
+                        place.copy_(source, non_blocking=place.is_cuda)
+                for way in plan.through_scratch(through_scratch):
+                    make = partial(target.blocks, way.parts.table, Sharing.ONE, stream)
+                    sent = self._send_into(way.parts, make, stream)
+                    begun += () if scratches else through_scratch
+                    copy_through(way, sent.blocks)
+                    copies, scratches = copies + sent.copies, scratches + 1
+                if direct is not None:
+                    parts = direct.way.parts
+                    if parts.table.nbytes >= SMALL_BYTES and target.stream is not None:
+                        target.wait(target.record(stream), target.stream)
+                        stream = target.stream
+
+                    def begin(blocks: Blocks, leaves: list[int]) -> Blocks:
+                        begun.extend(leaves)
+                        torch.autograd.graph.increment_version([plan.leaves[index] for index in leaves])
+                        return blocks
+
+                    copies += self._send_into(parts, partial(begin, direct.blocks, direct.leaves), stream).copies
+            except BaseException as error:
+                self._end_writing(plan, begun, error)
+                raise
+            event = target.record(stream)
+            if event is not None:
+                reaper.tasks.put(Kept(event, plan.leaves))
+        table = plan.parts.table
+        padding, passed = table.nbytes - table.payload_bytes, len(plan.plain)
+        self._count(copies, scratches, table.packed, table.payload_bytes, padding, passed)
+        return Sent(target.blocks(NOTHING, Sharing.ONE, stream), event, copies, stream)
+
+    def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
+        if parts.table.nbytes < SMALL_BYTES:
+            return self._send_small(parts, make, stream, is_watched=False, into=True)
+        return self._send_large(parts, make, stream, into=True)
+
+    def _end_writing(self, plan: Plan, begun: list[int], error: BaseException) -> None:
+        """Wait for the copies of a call that failed, and note what it may have written."""
+        target = self._target
+        with suppress(Exception):  # of a device that has failed
+            for stream in (target.consumer(None), target.stream):
+                if (event := target.record(stream)) is not None:
+                    event.synchronize()
+        if begun:
+            paths = plan.parts.structure.paths()
+            shown = ", ".join(f"out{paths[index]}" for index in sorted(begun)[:_MOST_PATHS])
+            error.add_note(f"may be written in part: {shown}{', ...' if len(begun) > _MOST_PATHS else ''}")
+
+    def _send_small(
+        self,
+        parts: Parts,
+        make: Callable[[], Blocks],
+        stream: Any,
+        *,
+        is_watched: bool,
+        into: bool = False,
+    ) -> Sent:
         """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
         target, nbytes = self._target, parts.table.nbytes
         if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
             check_open(self._pool)
-        blocks = target.blocks(parts.table, sharing, stream)
         if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
+            blocks = make()
             with step("pack"):
                 copies = target.fill(blocks, parts, stream) if nbytes else 0
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
-        lease = self._acquire_or_less(nbytes)
+        lease = self._acquire_or_less(nbytes, into=into)
         guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
+            blocks = make()
             if lease.nbytes < nbytes:
                 copies = self._copy_in_parts(parts, lease, blocks, stream)
             else:
@@ -711,7 +899,8 @@ class Stager:
         finally:
             event = target.record(stream)
             lease.release(after=event)
-        self._bound(stream, event)
+        if not into:
+            self._bound(stream, event)
         return Sent(blocks, event, copies, stream)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
@@ -792,12 +981,20 @@ class Stager:
             )
             raise
 
-    def _acquire_or_less(self, nbytes: int) -> Lease:
-        """Lease a slab for a batch; where the platform refuses that much, a smaller one, or at last a pageable one."""
+    def _acquire_or_less(self, nbytes: int, *, into: bool = False) -> Lease:
+        """Lease a slab for a batch, or a smaller one, through which the batch goes in parts.
+
+        The cases: the platform refuses to page-lock that much: half of it, and so on, and at last a pageable slab. The
+        cap is smaller than a batch that goes into existing tensors: half of the cap, so that others have some.
+        """
         size = nbytes
         while True:
             try:
                 return self._acquire(size)
+            except BudgetExceededError:
+                if not into or size < 2 * _LEAST_OF_CAP_BYTES:
+                    raise
+                size = min(size, self._pool.max_bytes) // 2
             except REFUSALS as error:
                 if isinstance(error, PoolError):
                     raise

@@ -9,6 +9,7 @@ import torch
 from .._batch import (
     Blocks,
     OwnStorage,
+    Parts,
     RowKind,
     Structure,
     Table,
@@ -155,6 +156,21 @@ class Transfer(NotABatch, Generic[B_co]):
 def packed_bytes_of(transfer: Transfer[Any]) -> int:
     """Return the bytes of the packed leaves, without padding."""
     return transfer._table.payload_bytes
+
+
+def written(target: Target, parts: Parts, sent: Sent, leaves: list[Any], moved: list[Any]) -> Transfer[Any]:
+    """Return the transfer of a batch that goes into existing tensors.
+
+    Args:
+        target: where to.
+        parts: of the batch.
+        sent: without tensors; its event is behind all that is written.
+        leaves: that `Transfer.wait` puts together.
+        moved: those of them that were copied by torch.
+    """
+    transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, [], moved, None)
+    transfer._leaves = leaves
+    return transfer
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:

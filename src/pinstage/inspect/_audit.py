@@ -16,9 +16,8 @@ from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
 from ._bus import REFERENCE, REFERENCE_BUS, Bus
-from ._pinning import Pinning, ask_torch, type_name
+from ._pinning import FoundLeaf, Leaf, Pinning, ask_torch, places, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
-from ._walk import FoundLeaf, Leaf, places
 
 _ROWS = 40
 """Leaves shown; `to_dict` has them all."""

@@ -102,20 +102,13 @@ def show(findings: dict[str, Any] | Sequence[Section]) -> None:
 
 def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
     """Draw sections on the terminal again and again, `pause` seconds apart, until Ctrl-C."""
-    console = _console()
+    clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
     with suppress(KeyboardInterrupt):
-        if console is None:
-            clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
-            while True:
-                sys.stdout.write(f"{clear}{as_text(draw())}\n")
-                sys.stdout.flush()
-                time.sleep(pause)
-        from rich.live import Live
-
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(as_rich(draw()), refresh=True)
-                time.sleep(pause)
+        while True:
+            sys.stdout.write(clear)
+            show(draw())
+            sys.stdout.flush()
+            time.sleep(pause)
 
 
 def _console() -> Any:

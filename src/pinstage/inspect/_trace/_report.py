@@ -10,9 +10,8 @@ from ..._sizes import count, format_bytes
 from .._bus import REFERENCE, Bus, Cost
 from .._report import Line, Section, TextTable, duration, rate, share
 from ._analysis import SMALL_BYTES, Analysis
-from ._events import TO_DEVICE, Trace
+from ._events import TO_DEVICE, Trace, TraceFile
 from ._model import SMALL, Packing
-from ._stream import TraceFile
 
 _TIMES = {
     ">time": "seconds", ">kernels": "kernel_seconds", ">staging": "staging_seconds", ">stall": "stall_seconds",
