@@ -18,7 +18,7 @@ from typing import Any
 
 from comparison.plot import DARK, dark
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
-from pinstage.inspect._plot import save_plot
+from pinstage.inspect._doctor import save_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
