@@ -687,8 +687,8 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
-        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. Measured, "
-        f"without the profiler: {figure(saved)} ms."
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. "
+        f"Measured, without the profiler: {figure(saved)} ms."
     )
     return "\n".join([*lines, "", said, "", source(result)])
 

@@ -20,6 +20,7 @@ MODULES = sorted((ROOT / "src").rglob("*.py"))
 MOST_WORDS = 42
 """Of a sentence of a page."""
 
+UNITS = r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line)"
 INSTEAD = {
     r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
@@ -39,9 +40,10 @@ INSTEAD = {
     r"nobody|somebody|whoever": "name the subject",
     r"(?:is|are|was|be) told|(?:it|they|we) tells?|is told": "warns, reports, shows",
     r"ones? that": "repeat the noun",
-    r"of ours|of theirs|so (?:many|much|few)|anew|as well(?! as)|not any more|for everybody|where there is none": "again, our, the number",
+    r"of ours|of theirs|so (?:many|much|few)|anew|as well(?! as)|not any more": "our, the number, again, also",
+    r"for everybody|where there is none": "always, otherwise",
     r"(?<!there )(?:is|are|was) no(?! (?:longer|more|less|faster|slower|way|need|other|use|such|room))": "isn't a",
-    r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line) an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
+    rf"{UNITS} an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
     r"times as fast": "1.7x faster, a speed-up of 1.7",
     r"travels?|travell?ed|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
 }
@@ -66,7 +68,7 @@ def blanked(text: str, *patterns: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return a page without code, tables, comments and addresses."""
+    """Return a page without code, generated tables, comments and addresses."""
     return blanked(
         text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", CODE, r"\]\([^)]*\)", r"^ {4,}.*?$"
     )
