@@ -18,7 +18,7 @@ from typing import Any
 
 from comparison.plot import DARK, dark
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
-from pinstage.inspect._plot import save_plot
+from pinstage.inspect._doctor import save_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -567,6 +567,26 @@ def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
 
 
+FRAMEWORK_LINES = {
+    "lightning": ("Lightning", "`Trainer(callbacks=[StageBatches()])`"),
+    "accelerate": ("Accelerate", "`loader = prepare(accelerator, loader)`"),
+    "trainer": ("transformers", "`class MyTrainer(StageInputs, Trainer)`"),
+}
+
+
+def framework_lines() -> str:
+    """The line to write for each of three frameworks, and what a step takes before and after."""
+    result = load("frameworks")
+    lines = head(["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"])
+    for case, rows in by_case(result).items():
+        if case in FRAMEWORK_LINES:
+            before, after = rows["pin_memory"], rows["pinstage"]
+            name, line = FRAMEWORK_LINES[case]
+            cells = f"{shown(before)} | **{shown(after).strip('*')}** | {times(before, after)}x"
+            lines.append(f"| {name} | {line} | {cells} |")
+    return "\n".join([*lines, "", source(result)])
+
+
 def _busy(row: dict[str, Any]) -> str:
     idle = _said(r"GPU idle ([\d.]+)%", row["detail"])
     return "" if idle == "-" else f", busy {100 - float(idle):.0f}%"
@@ -706,6 +726,7 @@ TABLES = {
     "staging_busy": staging_busy,
     "staging_short": staging_short,
     "gains": gains,
+    "framework_lines": framework_lines,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,

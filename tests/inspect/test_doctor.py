@@ -19,9 +19,8 @@ from pinstage.inspect._bus import (
     measure,
 )
 from pinstage.inspect._checks import Check
-from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose, try_page
+from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose, save_plot, try_page
 from pinstage.inspect._gpus import Driver, Gpu, Link, describe, find_driver, query
-from pinstage.inspect._plot import save_plot
 from pinstage.inspect._report import as_text
 
 GIB = 1 << 30

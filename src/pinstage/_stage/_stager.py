@@ -60,7 +60,7 @@ from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._out import NOTHING, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, fetch
+from ._to_host import HostTransfer, event_of, fetch, fetch_into
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ class Stager:
             with step("unflatten"):
                 return structure.rebuild(leaves)
 
-    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
+    def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
@@ -486,6 +486,10 @@ class Stager:
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: host tensors, in a nest of the tree's structure and with its shapes, which take the place of new ones.
+                Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
+                `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
+                `stage`.
             copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
                 slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
 
@@ -493,29 +497,47 @@ class Stager:
             The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
 
         Raises:
-            LayoutError: an object in the tree holds tensors and is not a known container.
+            ValueError: `out` is given with ``copy=False``.
+            LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
+                written, as for `stage`.
+            PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
+        if out is not None and not copy:
+            raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
         with step("fetch"), self._target.selected():
-            transfer: HostTransfer[B] = fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+            transfer = self._fetch_into(tree, out) if out is not None else self._fetch(tree, copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def to_host(self, tree: B) -> B:
+    def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
+        return fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+
+    def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
+        self._refuse_capture()
+        reaper.start()
+        transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
+        event = event_of(transfer)
+        if event is not None and written:
+            reaper.tasks.put(Kept(event, written))
+        return transfer
+
+    def to_host(self, tree: B, *, out: B | None = None) -> B:
         """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
-        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool.
-        Otherwise as `fetch`.
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
+        is one of `out`. Otherwise as `fetch`.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: see `fetch`.
 
         Returns:
             A tree of the same types.
@@ -523,7 +545,7 @@ class Stager:
         Raises:
             LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
         """
-        return self.fetch(tree).wait()
+        return self.fetch(tree, out=out).wait()
 
     @overload
     def prefetch(
@@ -719,13 +741,16 @@ class Stager:
                 reaper.tasks.put(Kept(event, borrowed.lenders))
         return Sent(blocks, event, copies, stream)
 
-    def _plan(self, batch: Any, out: Any) -> Plan:
-        """Check existing tensors against a batch. Writes nothing."""
+    def _refuse_capture(self) -> None:
         if self._target.is_capturing():
             raise PinstageError(
-                "cannot stage into existing tensors while a CUDA graph is captured: the graph would replay the copy of "
-                "this one batch; call it before graph.replay(), outside of the capture"
+                "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; "
+                "call it before or after graph.replay(), outside of the capture"
             )
+
+    def _plan(self, batch: Any, out: Any) -> Plan:
+        """Check existing tensors against a batch. Writes nothing."""
+        self._refuse_capture()
         while True:
             parts = take_apart(batch, keeping=self._keeping)
             try:
