@@ -27,6 +27,16 @@ def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
+def changes_its_loading(module: torch.nn.Module) -> bool:
+    """Say whether a module's tensors can't be loaded by copying to them: its class or a hook takes part in loading."""
+    base, kind = torch.nn.Module, type(module)
+    # These two look at checkpoints of torch 0.4 and older only.
+    harmless = [known._load_from_state_dict for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)]
+    names = "load_state_dict", "get_extra_state", "set_extra_state"
+    is_own = kind._load_from_state_dict not in harmless or any(getattr(kind, n) is not getattr(base, n) for n in names)
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
 class CudaCalls(NamedTuple):
     """How torch is asked for what is current in this thread. To make an object of a stream takes ten times as long."""
 
