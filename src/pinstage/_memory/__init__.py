@@ -15,7 +15,6 @@ from .. import _host
 from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
-    Device,
     as_called_here,
     copy_error,
     disregard_captures,
@@ -37,7 +36,6 @@ REFUSALS = (MemoryError, OSError, PinningError)
 __all__ = [
     "REFUSALS",
     "Block",
-    "Device",
     "DeviceEvent",
     "HostAllocMemory",
     "HostRange",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 
 from .._batch import contiguous_stride
-from .._memory import Device, HostRange
+from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, check_timeout
 from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
-from ._chunks import Chunks, Progress
+from ._chunks import Chunks
 from ._handle import Plan, RegionHandle
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
 
@@ -80,8 +81,8 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         if huge_pages not in ("auto", "2MiB", "1GiB"):
             raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
@@ -109,8 +110,8 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> HostRegion:
         """Make a region with a place for each tensor of a tree, whose views `tree` returns.
 
@@ -140,7 +141,7 @@ class HostRegion:
         )  # fmt: skip
 
     @classmethod
-    def from_handle(cls, handle: RegionHandle, *, device: Device = None) -> HostRegion:
+    def from_handle(cls, handle: RegionHandle, *, device: torch.device | str | int | None = None) -> HostRegion:
         """Map the region of another process, with the same chunks, and page-lock it in this one.
 
         Blocks until the first chunk is page-locked. The memory is counted once in the region's budget, and lives until
@@ -159,7 +160,9 @@ class HostRegion:
         region._begin(plan, memory, handle._ends, None)
         return region
 
-    def _begin(self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Progress | None) -> None:
+    def _begin(
+        self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+    ) -> None:
         """Count the memory, begin to page-lock it, and see that it is freed."""
         self._plan = plan
         self._exporter: Any = None
