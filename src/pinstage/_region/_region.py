@@ -33,7 +33,7 @@ class HostRegion:
     argument``). So `tensor` gives no view across the end of a chunk, unless `row_bytes` says where chunks may end: then
     you may copy single rows of it, and a stager copies any part, while torch's own copy of several rows can fail.
 
-    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views have died, and the
+    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views are gone, and the
     events of `guard` are done: a thread unregisters a chunk at a time, with pauses. Each may wait for the device, and
     stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is unregistered, and a
     process that is killed leaves nothing.
@@ -50,7 +50,7 @@ class HostRegion:
         huge_pages: "auto": the kernel joins pages where it can; if that crawls, it is stopped, with a warning. "2MiB"
             or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
         chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
-        row_bytes: chunks end at multiples of so many bytes; None lets them end anywhere.
+        row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
         device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
             copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
@@ -260,7 +260,7 @@ class HostRegion:
         """Wait until the region is ready, page-locked if its kind is.
 
         Args:
-            nbytes: waits for so many bytes from its beginning only; None for all.
+            nbytes: waits for that many bytes from its beginning; None for all.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
@@ -304,7 +304,7 @@ class HostRegion:
         return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
 
     def close(self) -> None:
-        """Refuse new views, and free the memory when the last view has died. May be called again.
+        """Refuse new views, and free the memory when the last view is gone. May be called again.
 
         Doesn't block: a thread unregisters the chunks. Each may wait for the device (64 chunks 13 s behind kernels of
         0.2 s), so call this in idle moments.
