@@ -106,16 +106,13 @@ def _left(root: Path) -> list[tuple[int, str]]:
 def remedy(nbytes: int, root: Path = Path("/")) -> str:
     """Say what to do where the platform refuses to page-lock that many bytes, after a look at the limits."""
     if _host.is_wsl(root):
-        return f"WSL2 page-locks some {format_bytes(WSL_PINNED_BYTES)} in all: pass a max_bytes below that"
-    for group in _host.cgroup_memory(root):
-        if group.left < nbytes:
-            left = format_bytes(max(group.left, 0))
-            return f"the cgroup has {left} left: raise the container's memory limit, or pass a smaller max_bytes"
-    if (available := _host.meminfo("MemAvailable", root)) is not None and available < nbytes:
-        return f"{format_bytes(available)} of memory are available: free some, or pass a smaller max_bytes"
+        return f"WSL2 page-locks some {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
+    left, whose = min(_left(root), default=(nbytes, ""))
+    if left < nbytes:
+        return f"{format_bytes(max(left, 0))} left ({whose}): free some, raise the container's limit, or ask for less"
     if (locked := _host.locked_limit(root)) is not None and locked < nbytes:
         return f"the locked-memory limit is {format_bytes(locked)}: raise it (`ulimit -l`, `--ulimit memlock=-1`)"
-    return "free page-locked memory elsewhere, or pass a smaller max_bytes; `pinstage doctor` tries each kind"
+    return "free page-locked memory elsewhere, or ask for less; `pinstage doctor` tries each kind"
 
 
 def _ranks() -> int:
