@@ -77,7 +77,7 @@ _LATER = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _LATER:

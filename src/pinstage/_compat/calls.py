@@ -19,7 +19,7 @@ def ownership(lock: Any) -> Callable[[], bool]:
 
 
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-"""Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
+"""Says whether a profiler of torch's runs. Where that can't be known, steps are not marked in profiles."""
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -38,7 +38,7 @@ def changes_its_loading(module: torch.nn.Module) -> bool:
 
 
 class CudaCalls(NamedTuple):
-    """How torch is asked for what is current in this thread. To make an object of a stream takes ten times as long."""
+    """torch's functions for this thread's current device and streams. Making a stream object takes ten times longer."""
 
     device: Callable[[], int]
     stream: Callable[[int], tuple[int, int, int]]
@@ -49,7 +49,7 @@ class CudaCalls(NamedTuple):
 
 @cache
 def cuda_calls() -> CudaCalls:
-    """Return the private functions, or, where these say something else, what is public. Needs a GPU."""
+    """Return the private functions, or, where their answers differ, the public ones. Needs a GPU."""
     device = torch.cuda.current_device()
     try:
         found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
