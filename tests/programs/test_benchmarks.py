@@ -47,6 +47,8 @@ def smoke(tmp_path_factory):
         "out.py",
         "checkpoint.py",
         "offload.py",
+        "frozen.py",
+        "weights.py",
         "rounding_waste.py",
         "refusals.py",
     ],

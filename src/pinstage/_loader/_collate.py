@@ -78,23 +78,18 @@ class SlabCollate:
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
         # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
-        number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes
-        slab, raw = None, None
-        if nbytes:
-            slab = slabs.take(nbytes)
-            if slab is None:
-                raw = bytearray(nbytes)
-                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
-            else:
-                assert slab.tensor is not None
-                try:
-                    pack_and_stack(parts, stacks, slab.tensor)
-                except BaseException:
-                    slab.is_free = True
-                    raise
-        if table is not None:
-            self._told(number, parts)
+        slab = slabs.take(nbytes) if nbytes else None
+        raw = bytearray(nbytes) if nbytes and slab is None else None
+        room = torch.frombuffer(raw, dtype=torch.uint8) if raw else None if slab is None else slab.tensor
+        try:
+            if room is not None:
+                pack_and_stack(parts, stacks, room)
+            number, structure, table = self._look(parts)
+        except BaseException:
+            if slab is not None:
+                slab.is_free = True
+            raise
         where = None if slab is None else slab.number
         return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
 
@@ -111,24 +106,21 @@ class SlabCollate:
         self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
         return self._slabs
 
-    def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number that stands for this structure, and the structure and table if they have to be sent."""
-        key = parts.structure
-        known = self._known.get(key)
-        if known is not None:
-            number, table = known
-            return number, None, None if table == parts.table else parts.table.data
-        number = len(self._known)
-        if number >= LOOKS_KNOWN:
-            number = next(iter(self._known.values()))[0]  # the oldest one's
-        return number, pickle.dumps(parts.structure), parts.table.data
+    def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
+        """Return the number that stands for this structure, and the structure and table if they have to be sent.
 
-    def _told(self, number: int, parts: Parts) -> None:
-        """Note what a number stands for in the main process, now that it is sent. The oldest one may make room."""
-        key = parts.structure
-        if key not in self._known and len(self._known) >= LOOKS_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[key] = number, parts.table
+        Called last: from then on the main process knows them. The oldest structure may make room.
+        """
+        number, table = self._known.get(parts.structure, (None, None))
+        structure = None
+        if number is None:
+            structure, number = pickle.dumps(parts.structure), len(self._known)
+            if number >= LOOKS_KNOWN:
+                number, _ = self._known.pop(next(iter(self._known)))
+        elif table == parts.table:
+            return number, None, None
+        self._known[parts.structure] = number, parts.table
+        return number, structure, parts.table.data
 
 
 # -- default collation -------------------------------------------------------------------------------------------------

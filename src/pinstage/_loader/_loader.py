@@ -18,7 +18,7 @@ from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
 from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator, start_workers
-from ._slabs import Settings, Slabs, checked
+from ._slabs import Settings, Slabs
 from ._stats import LoaderStats
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class DataLoader(Staging[T_co]):
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = checked(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner)
+            settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
             for name, value in zip(Settings._fields, settings, strict=True):
                 setattr(self, name, value)
             self._slabs  # noqa: B018 - made now, where the device may be touched
@@ -331,7 +331,8 @@ def wrap_loader(
             f"cannot wrap a {type(inner).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
             "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
-    wrapped = _wrap(inner, checked(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner))
+    settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
+    wrapped = _wrap(inner, settings)
     if inner is given:
         return wrapped
     given.base_dataloader = wrapped

@@ -101,12 +101,6 @@ class SendingQueue:
         """End a message that a killed worker left half written, or the thread would wait for the rest of it."""
         close_writing_end(self._source)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"torch {torch.__version__} asks its loader's queue for {name}, which pinstage.DataLoader does not know; "
-            "use Stager.prefetch over torch's own loader, or another torch"
-        )
-
     def _wanted(self) -> int:
         """Return the number of the batch that torch wants next. Without order: how many it has taken."""
         batches = self._batches() if self._in_order else None

@@ -93,7 +93,8 @@ class WorkerSlabs:
             is_full = len(self._slabs) >= self._limit
             dropped = idle if is_full else []
             if self._is_asking or (is_full and not idle) or (fitting and self._patience > 0):
-                self._wait_for_slab(nbytes)
+                self._send(("starved", nbytes))
+                self._wait()
                 continue
             self._ask(nbytes, dropped)
             if fitting or self._wait_for_answer():
@@ -118,28 +119,19 @@ class WorkerSlabs:
 
     def _wait_for_answer(self) -> bool:
         """Wait until the main process has answered; say whether the worker has another slab."""
-        began = time.perf_counter()
         while self._is_asking:
             self._wait()
-        self.waited_seconds += time.perf_counter() - began
         return self._was_granted
-
-    def _wait_for_slab(self, nbytes: int) -> None:
-        began = time.perf_counter()
-        self._send(("starved", nbytes))
-        self._wait()
-        self.waited_seconds += time.perf_counter() - began
 
     def _wait(self) -> None:
         """Wait for one message of the broker, and receive it."""
         sources: list[Any] = [self._channel] if self._main is None else [self._channel, self._main]
-        while True:
-            ready = wait(sources, PARENT_CHECK_SECONDS)
-            if self._channel in ready:
-                self._receive()
-                return
+        began = time.perf_counter()
+        while self._channel not in (ready := wait(sources, PARENT_CHECK_SECONDS)):
             if ready or not process_exists(self._main_pid):
                 _exit()
+        self.waited_seconds += time.perf_counter() - began
+        self._receive()
 
     def _receive(self) -> None:
         try:
