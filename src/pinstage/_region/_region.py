@@ -50,8 +50,8 @@ class HostRegion:
             or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
         chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
         row_bytes: chunks end at multiples of so many bytes; None lets them end anywhere.
-        device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
-            copy from it.
+        device: whose context page-locks; None for the current CUDA device, ``"cpu"`` for pageable memory. All devices
+            can copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
 
     Raises:
