@@ -280,7 +280,7 @@ def loader() -> str:
     about = result["settings"]["variants"]
     rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    whole = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    whole = ["| ms per batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
@@ -288,7 +288,7 @@ def loader() -> str:
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
         whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
-    short = ["| ms a batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
+    short = ["| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
     for case in cases:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
         best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
@@ -317,7 +317,7 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps a second, and the share of the time for which the GPU had one; nothing until measured."""
+    """Training loops: steps/s, and the share of the time for which the GPU had one; nothing until measured."""
     result = result or measured("loops")
     if result is None:
         return ""
@@ -326,7 +326,7 @@ def loops(result: dict[str, Any] | None = None) -> str:
         "stager_background": "`Stager.prefetch`",
         "pinstage": "**`ps.DataLoader`**",
     }
-    lines = head(["steps a second", *ways.values(), "times as fast"])
+    lines = head(["steps/s", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         cells = []
         for name in ways:
@@ -335,7 +335,7 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; "
+        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight workers; "
         "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
         "without `pin_memory=True`, whichever is faster."
     )
@@ -400,14 +400,14 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         return ""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    lines = head(["ms a step", *ways.values(), "times as fast"])
+    lines = head(["ms per step", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         if only not in (None, case):
             continue
         cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
-        "A step of a training loop, and the share of the time for which the GPU was busy. The last column is the time "
+        "Time of a training step, and the share of the time for which the GPU was busy. The last column is the time "
         "with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
@@ -475,8 +475,8 @@ def offload(result: dict[str, Any] | None = None) -> str:
     first, later = cases["first step"], cases["later steps"]
     ran = [name for name in about if name in later]
 
-    short = head(["ms a step", "first", "later", "peak on the device"])
-    whole = head(["ms a step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
+    short = head(["ms per step", "first", "later", "peak on the device"])
+    whole = head(["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
     for name in ran:
         times_taken = [shown(first[name]), shown(later[name])]
         peak, locked = (
@@ -501,7 +501,7 @@ def refusals(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     cases = by_case(result)
-    lines = head(["ms a batch", *(heading for case in cases for heading in (case, "of the speed"))])
+    lines = head(["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))])
     for variant, about in result["settings"]["variants"].items():
         cells = []
         for rows in cases.values():
@@ -687,8 +687,8 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
-        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms a step. Measured, "
-        f"without the profiler: {figure(saved)} ms."
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. "
+        f"Measured, without the profiler: {figure(saved)} ms."
     )
     return "\n".join([*lines, "", said, "", source(result)])
 

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool(cuda_device):
-    with ps.SlabPool("2GiB", memory=ps.default_memory(cuda_device)) as pool:
+    with ps.SlabPool("2GiB", memory=ps.memory.default_memory(cuda_device)) as pool:
         yield pool
         torch.cuda.synchronize(cuda_device)
 

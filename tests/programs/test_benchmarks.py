@@ -46,6 +46,8 @@ def smoke(tmp_path_factory):
         "to_host.py",
         "checkpoint.py",
         "offload.py",
+        "frozen.py",
+        "weights.py",
         "rounding_waste.py",
         "refusals.py",
     ],

@@ -4,7 +4,7 @@ CUDA refuses a copy that touches two registrations, so the ends of chunks are pa
 for all would do without, but it holds the driver's locks for as long as it takes: 24 GiB at once stop a neighbour's
 calls for 300 ms, and launches of this process for 600; chunks of 128 MiB for 3 and 14.
 
-The reaper calls `Chunks.reap` when the last view has died.
+The reaper calls `Chunks.reap` when the last view is gone.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Chunks:
     # -- the end
 
     def reap(self) -> bool:
-        """Give the memory back, unless it is in use; a task of the reaper's, when the last view has died."""
+        """Give the memory back, unless it is in use; a task of the reaper's, when the last view is gone."""
         self._stops = True
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in self.guards):
@@ -229,7 +229,7 @@ class Chunks:
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(StagingWarning):  # made an error: not in a thread of ours
+    with contextlib.suppress(StagingWarning):  # made an error: not in our thread
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 

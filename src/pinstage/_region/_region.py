@@ -5,18 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 
 from .._batch import contiguous_stride
-from .._memory import Device, HostRange
+from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, check_timeout
 from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
-from ._chunks import Chunks, Progress
+from ._chunks import Chunks
 from ._handle import Plan, RegionHandle
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
 
@@ -32,7 +33,7 @@ class HostRegion:
     argument``). So `tensor` gives no view across the end of a chunk, unless `row_bytes` says where chunks may end: then
     you may copy single rows of it, and a stager copies any part, while torch's own copy of several rows can fail.
 
-    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views have died, and the
+    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views are gone, and the
     events of `guard` are done: a thread unregisters a chunk at a time, with pauses. Each may wait for the device, and
     stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is unregistered, and a
     process that is killed leaves nothing.
@@ -49,9 +50,9 @@ class HostRegion:
         huge_pages: "auto": the kernel joins pages where it can; if that crawls, it is stopped, with a warning. "2MiB"
             or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
         chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
-        row_bytes: chunks end at multiples of so many bytes; None lets them end anywhere.
-        device: whose context page-locks; None for the current CUDA device, ``"cpu"`` for pageable memory. All devices
-            can copy from it.
+        row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
+        device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
+            copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
 
     Raises:
@@ -80,8 +81,8 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         if huge_pages not in ("auto", "2MiB", "1GiB"):
             raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
@@ -109,8 +110,8 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> HostRegion:
         """Make a region with a place for each tensor of a tree, whose views `tree` returns.
 
@@ -140,7 +141,7 @@ class HostRegion:
         )  # fmt: skip
 
     @classmethod
-    def from_handle(cls, handle: RegionHandle, *, device: Device = None) -> HostRegion:
+    def from_handle(cls, handle: RegionHandle, *, device: torch.device | str | int | None = None) -> HostRegion:
         """Map the region of another process, with the same chunks, and page-lock it in this one.
 
         Blocks until the first chunk is page-locked. The memory is counted once in the region's budget, and lives until
@@ -159,7 +160,9 @@ class HostRegion:
         region._begin(plan, memory, handle._ends, None)
         return region
 
-    def _begin(self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Progress | None) -> None:
+    def _begin(
+        self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+    ) -> None:
         """Count the memory, begin to page-lock it, and see that it is freed."""
         self._plan = plan
         self._exporter: Any = None
@@ -257,7 +260,7 @@ class HostRegion:
         """Wait until the region is ready, page-locked if its kind is.
 
         Args:
-            nbytes: waits for so many bytes from its beginning only; None for all.
+            nbytes: waits for that many bytes from its beginning; None for all.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
@@ -301,7 +304,7 @@ class HostRegion:
         return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
 
     def close(self) -> None:
-        """Refuse new views, and free the memory when the last view has died. May be called again.
+        """Refuse new views, and free the memory when the last view is gone. May be called again.
 
         Doesn't block: a thread unregisters the chunks. Each may wait for the device (64 chunks 13 s behind kernels of
         0.2 s), so call this in idle moments.

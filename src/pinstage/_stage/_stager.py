@@ -62,6 +62,7 @@ from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefe
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, event_of, fetch, fetch_into
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
+from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -470,6 +471,46 @@ class Stager:
                 leaves = blocks.leaves(parts.others() if table.others else [])
             with step("unflatten"):
                 return structure.rebuild(leaves)
+
+    def load_weights(
+        self,
+        module_or_dict: torch.nn.Module | dict[str, torch.Tensor],
+        tensors: Any,
+        *,
+        strict: bool = True,
+    ) -> IncompatibleKeys:
+        """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a dict.
+
+        ::
+
+            with safetensors.safe_open("model.safetensors", framework="pt") as file:
+                stager.load_weights(model, file)
+
+        Host memory is bounded by the pool, whatever the size of the checkpoint. Dtypes may differ: the tensors are cast
+        on the device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all
+        names that share them. DTensors (plain Shard and Replicate) take this rank's part of a tensor of global shape.
+        A name whose tensor is loaded under another name isn't missing (tied weights).
+
+        The copies are operations of the current stream, as with ``to_device(out=)``: later work on that stream sees the
+        weights. Tensors of `tensors` may be changed when the call has returned, but for page-locked ones with
+        ``borrow_pinned``.
+
+        Args:
+            module_or_dict: on the stager's device, or on meta.
+            tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
+                (name, tensor), read in waves of 256 MiB (for example of all shards), or safetensors' ``safe_open``.
+            strict: missing and unexpected names are errors.
+
+        Returns:
+            Missing and unexpected names, as from ``load_state_dict``.
+
+        Raises:
+            RuntimeError: the error of ``load_state_dict`` for missing, unexpected and misshapen names, also for tensors
+                on another device and for tensors that stay on meta. With a mapping or ``safe_open``, nothing was
+                written then; an iterable is checked by name as it comes.
+            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state).
+        """
+        return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.

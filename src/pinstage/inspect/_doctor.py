@@ -1,4 +1,4 @@
-"""What on this machine makes copies to the GPU slow, and what to do about it.
+"""Find out why copies to the GPU are slow on this machine, and name the remedies.
 
 `diagnose` gathers the facts (`_host`, `_gpus`), measures copies (`_bus`) and lets `_checks` judge them.
 """

@@ -33,7 +33,7 @@ ACQUIRE_SECONDS = 60.0
 """Timeout for a slab, as a `Stager` has it."""
 
 _holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDictionary()
-"""Who holds a tensor: by the tensor's id, and by its storage's address on the host."""
+"""Owners of tensors: by the tensor's id, and by its storage's address on the host."""
 
 
 class Held(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a trace says about copies between host and device, in numbers.
+"""Figures about copies between host and device, from a trace.
 
 Times are added up by arithmetic of intervals, on arrays. A set of intervals is a float64 array of shape ``[n, 2]``,
 start and end in seconds, sorted and disjoint: `union` returns one, and all its functions take and return them.
@@ -37,7 +37,7 @@ SMALL_BYTES = 64 * KIB
 
 
 class Analysis:
-    """What a trace says."""
+    """Figures from a trace."""
 
     def __init__(self, trace: Trace) -> None:
         events = trace.events
@@ -55,7 +55,7 @@ class Analysis:
         self.annotated = bool(len(events.of(STEP)))  # if not, one step is the whole trace
         self.uses_pinstage = bool(len(loop.of(OUR_OP)))
         self.groups = _groups(copies, kernels)
-        # What the profiler added to each operator or range, and twice to each call of CUDA.
+        # The profiler's cost for each operator or range, and half of that for each call of CUDA.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
         self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)  # of each step
@@ -132,7 +132,7 @@ def _figures(
         here = copies.direction == way
         figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
         figures[size] = _sums(launched[here], copies.nbytes[here], bounds).astype(np.int64)
-    # What the profiler adds to the times above. While a kernel runs, or a copy that the host does not stage beside, it
+    # The profiler's part of the times above. While a kernel runs, or a copy that the host does not stage beside, it
     # holds nothing up.
     under_way = subtract(both_ways, host)
     parts = {
@@ -159,7 +159,7 @@ def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
 
 
 def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
-    """Return the weight of the events whose time lies between the bounds of each step."""
+    """Return the weight of the events whose time is between the bounds of each step."""
     order = np.argsort(times, kind="stable")
     running = np.concatenate([[0.0], np.cumsum(weights[order])])
     first, end = np.searchsorted(times[order], bounds.T)
@@ -171,8 +171,8 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
     """Return when the loop's thread was copying in one direction: calls that do, and operators around them.
 
     A copy's call is short beside the operators that lead to it (`aten::to` takes some 10 us for the smallest tensor),
-    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. What other
-    threads do, the loader's pinning for instance, holds nobody up by itself.
+    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. Work of
+    other threads, such as the loader's pinning, delays nothing by itself.
     """
     calls = loop.of(_events.CALL_COPY)
     mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
@@ -186,7 +186,7 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
 
 
 def _profiler_unit(loop: Events) -> float:
-    """Return how long it takes from the beginning of an operator to that of the one that it calls at once."""
+    """Return how long it takes from the beginning of an operator to that of the operator that it calls at once."""
     outer, inner = np.sort(loop.of(_events.TO_OP).spans[:, 0]), loop.of(_events.INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
@@ -247,12 +247,12 @@ def total(spans: Intervals) -> float:
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
-    """Return what is in both sets."""
+    """Return the intersection of both sets."""
     return subtract(one, subtract(one, other))
 
 
 def subtract(one: Intervals, other: Intervals) -> Intervals:
-    """Return what is in one set and not in the other."""
+    """Return the difference of two sets."""
     if not len(one) or not len(other):
         return one
     edges = np.concatenate([one.ravel(), other.ravel()])
@@ -265,7 +265,7 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
 
 
 def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
-    """Return how much of a set lies between each `start` and `end`."""
+    """Return how much of a set is between each `start` and `end`."""
     start, end = np.asarray(start, dtype=np.float64), np.asarray(end, dtype=np.float64)
     if not len(spans):
         return np.zeros(start.shape)
@@ -276,7 +276,7 @@ def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
 
 
 def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return the index of the interval that each time is in, ends included; -1 where there is none."""
+    """Return the index of the interval that each time is in, ends included; -1 outside of all."""
     times = np.asarray(times, dtype=np.float64)
     if not len(spans):
         return np.full(times.shape, -1, dtype=np.intp)
