@@ -234,15 +234,22 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
     ("target", "tensors", "message"),
     [
         (3, {}, r"loads a torch\.nn\.Module or a dict of tensors: int"),
-        ({"a": 3}, {}, "a must be a tensor: int"),
-        ({"a": torch.ones(1)}, {"a": 3}, "a must be a tensor: int"),
-        ({"a": torch.ones(1)}, [("a", 3)], "a must be a tensor: int"),
+        ({"a": 3}, {}, "a must be a tensor to load into: int"),
         ({"a": torch.ones(1)}, 3, "tensors must be a mapping, pairs of name and tensor.*: a int"),
     ],
 )
 def test_other_types_are_refused(stager, target, tensors, message):
     with pytest.raises(TypeError, match=message):
         stager.load_weights(target, tensors)
+
+
+@pytest.mark.parametrize("source", [dict, lambda state: iter(state.items())], ids=["mapping", "pairs"])
+def test_values_that_are_not_tensors_are_named(stager, source):
+    found = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match=r"a in state_dict isn't a tensor"):
+        stager.load_weights(found, source({"a": 3, "b": torch.ones(1)}))
+    state = {"a": torch.ones(1), "step": 3, "b": torch.ones(1)}
+    assert stager.load_weights(found, source(state), strict=False) == ([], ["step"])
 
 
 # -- meta --------------------------------------------------------------------------------------------------------------

@@ -35,20 +35,18 @@ class IncompatibleKeys(NamedTuple):
 class Checkpoint(NamedTuple):
     """Host tensors by name."""
 
-    shapes: dict[str, tuple[int, ...]] | None
-    """None where names aren't known beforehand."""
+    shapes: dict[str, tuple[int, ...] | None] | None
+    """None where names aren't known beforehand, and for values that aren't tensors."""
     read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
     """Reads the tensors of names, or all where names aren't known."""
 
     @classmethod
     def of(cls, tensors: Any) -> Checkpoint:
         if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
             return cls(shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names))
         if isinstance(tensors, Mapping):
-            for name, tensor in tensors.items():
-                _check_is_tensor(name, tensor)
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
             return cls(shapes, lambda names: ((name, tensors[name]) for name in names))
         if isinstance(tensors, Iterable):
             return cls(None, lambda _: iter(tensors))
@@ -81,15 +79,18 @@ class Destination:
             self._all = {**dict(target.named_parameters(remove_duplicate=False)), **dict(buffers)}
         elif isinstance(target, dict):
             for name, tensor in target.items():
-                _check_is_tensor(name, tensor)
+                if not isinstance(tensor, torch.Tensor):
+                    raise TypeError(f"{name} must be a tensor to load into: {type(tensor).__name__}. Leave it out")
             self.tensors = self._all = target
         else:
             raise TypeError(f"load_weights loads a torch.nn.Module or a dict of tensors: {type(target).__name__}")
         self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
 
-    def problem_of(self, name: str, shape: tuple[int, ...]) -> str | None:
+    def problem_of(self, name: str, shape: tuple[int, ...] | None) -> str | None:
         """Return why a tensor of this shape can't be loaded; None if it can."""
         tensor = self._all[name]
+        if shape is None:
+            return f"{name} in state_dict isn't a tensor."
         if tuple(tensor.shape) != shape:
             return (
                 f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from checkpoint, the shape "
@@ -199,9 +200,8 @@ def _waves(
     wave: dict[Any, tuple[str, torch.Tensor]] = {}
     nbytes = 0
     for name, tensor in pairs:
-        _check_is_tensor(name, tensor)
         if name in destination.tensors:
-            if problem := destination.problem_of(name, tuple(tensor.shape)):
+            if problem := destination.problem_of(name, _shape_of(tensor)):
                 destination.refuse([problem])
             part = destination.part_of(name, tensor)
             wave[destination.keys[name]] = name, part
@@ -236,6 +236,5 @@ def _key_of(tensor: torch.Tensor) -> Any:
     return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
-def _check_is_tensor(name: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor: {type(tensor).__name__}. Leave out what isn't one")
+def _shape_of(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
