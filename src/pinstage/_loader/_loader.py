@@ -33,8 +33,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     torch's loader, and each class made of it, calls ``_get_iterator`` to begin a pass. That is what this class changes.
 
-    An object may lack our attributes. A framework may have made the loader again, and a copy in another process must
-    not touch the device before it is used.
+    An object may lack our attributes. A framework may have rebuilt the loader, and a copy in another process must not
+    touch the device before it is used.
     """
 
     device: torch.device
@@ -178,7 +178,7 @@ class DataLoader(Staging[T_co]):
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached. A batch for which there can be no slab is sent through the worker queue, which is slower.
         budget: a second cap, which pools of several processes share; see `HostBudget`.
-        depth: how many batches, of those that have arrived, are sent ahead of the yielded batch; 0 for none.
+        depth: how many batches are sent ahead of the yielded one, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
         keep_on_host: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
             workers are not forked. Tensors that stay are sent through torch's shared memory.
@@ -204,7 +204,7 @@ class DataLoader(Staging[T_co]):
     ``with`` block, ends the workers at once.
     """
 
-    # Attributes have the names of the arguments: Lightning makes loaders again from them.
+    # Attributes have the names of the arguments: Lightning rebuilds loaders from them.
     pool: SlabPool | None
     max_bytes: Size
     budget: HostBudget | None
@@ -308,7 +308,8 @@ def wrap_loader(
     loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate, and not iterated over yet.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It must not have been iterated over
+            yet.
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
@@ -353,7 +354,7 @@ def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
 
 
 def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> WrappedLoader[Any]:
-    """Return a loader whose class is its own and has its settings: a framework may make it again by its type."""
+    """Return a loader whose class is its own and has its settings: a framework may rebuild it by its type."""
 
     def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class before the wrapping
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())

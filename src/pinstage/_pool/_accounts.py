@@ -1,4 +1,4 @@
-"""How much each owner has and may have, and which requests wait."""
+"""Each owner's bytes and quota, and the waiting requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._sizes import round_up
 
 
 class Account:
-    """What one owner has, and its quota.
+    """The bytes of one owner, and its quota.
 
     Attributes:
         name: of the owner.
@@ -54,7 +54,7 @@ def check_owner(name: object) -> None:
     """See that an owner is a name.
 
     Raises:
-        ValueError: it is no text, or empty.
+        ValueError: it isn't text, or is empty.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out")
@@ -77,7 +77,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_quota(self, name: str, min_bytes: int, max_bytes: int | None) -> None:
-        """Set an owner's quota in place of the one that it had.
+        """Set an owner's quota in place of its earlier one.
 
         Raises:
             ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above the cap.
@@ -113,11 +113,11 @@ class Accounts(dict[str, Account]):
 
         First come, first served, within what quotas allow:
 
-        1. nobody gets what is guaranteed to another owner, used by that or not;
-        2. nobody gets more than its own limit;
+        1. no request gets bytes guaranteed to another owner, used or not;
+        2. no owner gets more than its own limit;
         3. behind a request of the same owner one waits;
         4. one who waits because of its own limit is passed over: its own owner has what it waits for;
-        5. behind any other one gets what is guaranteed to one, since nobody else may have that; and no more.
+        5. behind any other one gets its guaranteed bytes, since they are no other's; and no more.
 
         Args:
             account: of who asks.

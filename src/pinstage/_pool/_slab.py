@@ -89,16 +89,16 @@ class Slab:
 
 
 class Holdings:
-    """What a pool holds, and what it counts.
+    """A pool's slabs and counters.
 
     Attributes:
-        lock: held for a decision, and by whoever changes what is held. A thread that has it may come again, by a
+        lock: held for a decision, and to change the held bytes. A thread that has it may come again, by a
             finaliser.
         is_forked: whether this is a forked child's copy, which must not be used.
         host: `memory`, if it allocates within a budget for the host.
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
-        forgotten: leases that nobody released: bytes asked for, and of the slab.
+        forgotten: leases that weren't released: bytes requested, and of the slab.
         slabs: all that are held, of `held_bytes` together; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.

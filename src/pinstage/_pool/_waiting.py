@@ -13,11 +13,11 @@ from typing import Any
 from ._accounts import Accounts, Waiter
 
 _POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the first in line. A release wakes it at once. An event that gets done and a view that
-dies wake nobody, so it looks again by itself."""
+"""First and longest pause of the first in line. A release wakes it at once. Finished events and freed views
+wake no thread, so it looks again by itself."""
 
 _GIVE_UP_SECONDS = 0.2
-"""How often the others look whether their thread gives up."""
+"""Poll interval of the other threads for giving up."""
 
 
 class _Here(threading.local):
@@ -28,7 +28,7 @@ _here = _Here()
 
 
 def give_up_waiting_if(condition: Callable[[], bool]) -> None:
-    """Have all later waits of this thread time out when a condition becomes true: nobody wants their slab any more."""
+    """Let later waits of this thread time out when a condition becomes true: their slab isn't wanted any longer."""
     _here.gives_up = condition
 
 
@@ -36,7 +36,7 @@ def check_timeout(timeout: object) -> None:
     """See that a timeout is a number of seconds.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it isn't a number.
         ValueError: it is negative.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
@@ -52,7 +52,7 @@ class Line:
     let another one pass, each that finds nothing wakes the next.
 
     Attributes:
-        waiters: the one that has waited longest first.
+        waiters: ordered by age, the oldest first.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -64,7 +64,7 @@ class Line:
         try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
             self.waiters[0].wake()
         except (IndexError, RuntimeError):
-            pass  # nobody waits, or it is awake
+            pass  # no thread waits, or it is awake
 
     def wake_all(self) -> None:
         """Let all look again."""
@@ -83,9 +83,9 @@ class Line:
 
         Args:
             me: who waits.
-            attempt: called with `me` and those who have waited longer. What it raises ends the wait.
+            attempt: called with `me` and those who have waited longer. Its exception ends the wait.
             timeout: seconds; None waits forever.
-            timed_out: returns what is raised then; called with how many others wait.
+            timed_out: returns the exception to raise then; called with how many others wait.
         """
         start, waits = time.monotonic(), 0
         waiters = self.waiters
