@@ -100,8 +100,9 @@ def with_lease(pool):
 
 
 def with_batch(stager):
-    with stager.stage(batch()) as staged:
-        yield staged
+    transfer = stager.stage(batch())
+    yield transfer
+    transfer.wait()
 
 
 def with_stager():
@@ -201,6 +202,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
         gc.disable()
         assert data.same(found, batch())
         del found
+        gc.collect(0)  # a short call makes too few objects
 
 
 def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
