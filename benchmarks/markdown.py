@@ -18,7 +18,7 @@ from typing import Any
 
 from comparison.plot import DARK, dark
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
-from pinstage.inspect._plot import save_plot
+from pinstage.inspect._doctor import save_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -280,7 +280,7 @@ def loader() -> str:
     about = result["settings"]["variants"]
     rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    whole = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    whole = ["| ms per batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
@@ -288,7 +288,7 @@ def loader() -> str:
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
         whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
-    short = ["| ms a batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
+    short = ["| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
     for case in cases:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
         best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
@@ -317,7 +317,7 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps a second, and the share of the time for which the GPU had one; nothing until measured."""
+    """Training loops: steps/s, and the share of the time for which the GPU had one; nothing until measured."""
     result = result or measured("loops")
     if result is None:
         return ""
@@ -326,7 +326,7 @@ def loops(result: dict[str, Any] | None = None) -> str:
         "stager_background": "`Stager.prefetch`",
         "pinstage": "**`ps.DataLoader`**",
     }
-    lines = head(["steps a second", *ways.values(), "times as fast"])
+    lines = head(["steps/s", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         cells = []
         for name in ways:
@@ -335,7 +335,7 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; "
+        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight workers; "
         "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
         "without `pin_memory=True`, whichever is faster."
     )
@@ -400,14 +400,14 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         return ""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    lines = head(["ms a step", *ways.values(), "times as fast"])
+    lines = head(["ms per step", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         if only not in (None, case):
             continue
         cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
-        "A step of a training loop, and the share of the time for which the GPU was busy. The last column is the time "
+        "Time of a training step, and the share of the time for which the GPU was busy. The last column is the time "
         "with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
@@ -475,8 +475,8 @@ def offload(result: dict[str, Any] | None = None) -> str:
     first, later = cases["first step"], cases["later steps"]
     ran = [name for name in about if name in later]
 
-    short = head(["ms a step", "first", "later", "peak on the device"])
-    whole = head(["ms a step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
+    short = head(["ms per step", "first", "later", "peak on the device"])
+    whole = head(["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
     for name in ran:
         times_taken = [shown(first[name]), shown(later[name])]
         peak, locked = (
@@ -501,13 +501,46 @@ def refusals(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     cases = by_case(result)
-    lines = head(["ms a batch", *(heading for case in cases for heading in (case, "of the speed"))])
+    lines = head(["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))])
     for variant, about in result["settings"]["variants"].items():
         cells = []
         for rows in cases.values():
             cells += [shown(rows[variant]), f"{rows['all']['median'] / rows[variant]['median']:.0%}"]
         lines.append(f"| {about} | {' | '.join(cells)} |")
     return "\n".join(["## Measured", "", *lines, "", source(result)])
+
+
+def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str) -> str:
+    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were measured."""
+    result = result or measured(name)
+    if result is None:
+        return ""
+    cases = by_case(result)
+    lines = head(["ms", *(heading for case in cases for heading in [case, *(["GB/s"] if case in rates else [])])])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for case, rows in cases.items():
+            cells.append(shown(rows[variant]))
+            cells += [shown(rows[variant], "gb_per_s")] if case in rates else []
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+
+
+frozen = partial(
+    ways_by_cases,
+    name="frozen",
+    rates=["onload"],
+    said="Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
+    "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of two. "
+    "The bus alone copies as many bytes and computes nothing.",
+)
+weights = partial(
+    ways_by_cases,
+    name="weights",
+    rates=["cold", "warm"],
+    said="8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the page cache, and "
+    "everything is used for the first time. `warm`: the file is in the page cache.",
+)
 
 
 def page_locking(result: dict[str, Any] | None = None) -> str:
@@ -565,6 +598,26 @@ def shown(row: dict[str, Any], field: str = "median") -> str:
 def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how many times as long as the other a row took."""
     return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
+
+
+FRAMEWORK_LINES = {
+    "lightning": ("Lightning", "`Trainer(callbacks=[StageBatches()])`"),
+    "accelerate": ("Accelerate", "`loader = prepare(accelerator, loader)`"),
+    "trainer": ("transformers", "`class MyTrainer(StageInputs, Trainer)`"),
+}
+
+
+def framework_lines() -> str:
+    """The line to write for each of three frameworks, and what a step takes before and after."""
+    result = load("frameworks")
+    lines = head(["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"])
+    for case, rows in by_case(result).items():
+        if case in FRAMEWORK_LINES:
+            before, after = rows["pin_memory"], rows["pinstage"]
+            name, line = FRAMEWORK_LINES[case]
+            cells = f"{shown(before)} | **{shown(after).strip('*')}** | {times(before, after)}x"
+            lines.append(f"| {name} | {line} | {cells} |")
+    return "\n".join([*lines, "", source(result)])
 
 
 def _busy(row: dict[str, Any]) -> str:
@@ -667,8 +720,8 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
-        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms a step. Measured, "
-        f"without the profiler: {figure(saved)} ms."
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. "
+        f"Measured, without the profiler: {figure(saved)} ms."
     )
     return "\n".join([*lines, "", said, "", source(result)])
 
@@ -706,6 +759,7 @@ TABLES = {
     "staging_busy": staging_busy,
     "staging_short": staging_short,
     "gains": gains,
+    "framework_lines": framework_lines,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
@@ -717,6 +771,8 @@ TABLES = {
     "transformers": partial(frameworks, only="trainer"),
     "checkpoint": checkpoint,
     "offload": offload,
+    "frozen": frozen,
+    "weights": weights,
     "page_locking": page_locking,
     "refusals": refusals,
     "to_host": to_host,

@@ -168,14 +168,16 @@ loops() { benchmark loops 150; }
 to_host() { benchmark to_host 180; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
+frozen() { benchmark frozen 90; }
+weights() { benchmark weights 120; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
 frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup page_locking pool_latency loader loops to_host checkpoint offload rounding_waste
-  native_threads refusals
+  staging staging_busy memory_startup page_locking pool_latency loader loops to_host checkpoint offload frozen
+  weights rounding_waste native_threads refusals
 )
 
 bench() {

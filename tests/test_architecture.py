@@ -159,7 +159,7 @@ def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
 # -- programs beside the package ---------------------------------------------------------------------------------------
 
 INSIDE = {
-    "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._plot"},
+    "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._doctor"},
     "benchmarks/trace_reading.py": {"pinstage.inspect._trace"},
 }
 """Programs that measure or draw what no public name does."""

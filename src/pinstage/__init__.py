@@ -23,7 +23,7 @@ from ._batch import Layout, Slot, StagingNode, on_host, register_node, register_
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
 from ._region import HostRegion, RegionHandle
 from ._sizes import Size
-from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
+from ._stage import HostTransfer, IncompatibleKeys, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
@@ -43,6 +43,7 @@ __all__ = [
     "HostBudget",
     "HostRegion",
     "HostTransfer",
+    "IncompatibleKeys",
     "Layout",
     "Lease",
     "LoaderStats",
@@ -76,7 +77,7 @@ _LATER = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _LATER:

@@ -152,7 +152,7 @@ def doctor(options: argparse.Namespace) -> int:
         pinstage doctor --plot bandwidth.png
         pinstage doctor --json
     """
-    from .inspect import _doctor, _plot, _report
+    from .inspect import _doctor, _report
 
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
@@ -164,7 +164,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.plot is not None:
         if found.gpu is None:
             _exit(f"nothing was measured, so {options.plot} is not drawn; that takes a GPU, and no --no-measure", 2)
-        _plot.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
+        _doctor.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
         sys.stderr.write(f"written: {options.plot}\n")
     return int(found.has_problem)
 

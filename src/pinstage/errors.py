@@ -16,7 +16,7 @@ class PoolError(PinstageError):
     """The pool refuses a request. Carries the pool's counters at that moment.
 
     Attributes:
-        requested_bytes: what was requested.
+        requested_bytes: the size of the request.
         held_bytes: bytes that the pool held, idle ones included.
         leased_bytes: bytes of slabs in use.
         in_flight_bytes: bytes of released slabs whose copy was not done or that still had live views.

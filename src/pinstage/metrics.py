@@ -1,4 +1,4 @@
-"""What pools hold and do, for Prometheus. Needs the extra `metrics`: ``pip install 'pinstage[metrics]'``."""
+"""Statistics of pools, for Prometheus. Needs the extra `metrics`: ``pip install 'pinstage[metrics]'``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PoolCollector(Collector):
     """Reports to Prometheus what pools hold, who holds it, and who waited.
 
     Register it by ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` when Prometheus asks. For a
-    closed pool it reports what is still held; in a forked child it reports nothing. A registry takes one of them, to
+    closed pool it reports the bytes still held; in a forked child it reports nothing. A registry takes one of them, to
     which further pools are added.
 
     Args:
@@ -33,7 +33,7 @@ class PoolCollector(Collector):
         self.add(pool, name=name)
 
     def add(self, pool: SlabPool, *, name: str) -> None:
-        """Report another pool as well.
+        """Report another pool too.
 
         Raises:
             TypeError: `pool` is not a `SlabPool`.

@@ -137,6 +137,61 @@ def test_a_dropped_region_stays_until_the_copy_is_done(cuda_device):
         wait_until(lambda: not is_mapped(address))
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(3, 50), slice(16, 32)])
+def test_rows_are_written_in_place_and_read_into_place(cuda_device, part):
+    with (
+        ps.HostRegion(4 * MIB, chunk_bytes=MIB, row_bytes=ROW, device=cuda_device) as region,
+        ps.Stager(cuda_device, max_bytes="16MiB", borrow_pinned=True) as stager,
+    ):
+        rows = numbered(region)
+        expected = rows.clone()
+        expected[part] *= -1
+        there = expected[part].to(cuda_device)
+        assert stager.to_host({"rows": there}, out={"rows": rows[part]})["rows"].data_ptr() == rows[part].data_ptr()
+        assert torch.equal(rows, expected)
+        back = torch.zeros_like(there)
+        stager.to_device([rows[part]], out=[back])
+        assert torch.equal(back.cpu(), expected[part])
+        assert stager.stats().pool.peak_held_bytes == 0
+        del rows
+
+
+def test_many_blocks_are_swapped_out_and_in(cuda_device):
+    with (
+        ps.HostRegion(64 * MIB, chunk_bytes=5 * MIB, row_bytes=MIB, device=cuda_device) as region,
+        ps.Stager(cuda_device, max_bytes="16MiB", borrow_pinned=True) as stager,
+    ):
+        host = region.tensor((64, MIB // 4), torch.int32)
+        cache = torch.arange(16, dtype=torch.int32, device=cuda_device).repeat_interleave(MIB // 4).view(16, -1)
+        homes = {i: (i * 37 + 5) % 64 for i in range(16)}
+        stager.to_host([cache[i] for i in homes], out=[host[j] for j in homes.values()])
+        cache.zero_()
+        stager.to_device([host[j] for j in homes.values()], out=[cache[i] for i in homes])
+        assert cache[:, ::1000].cpu().eq(torch.arange(16).view(-1, 1)).all()
+        del host
+
+
+def test_a_dropped_region_stays_until_it_is_written(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, Latch(cuda_device) as latch:
+        region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
+        rows = numbered(region)
+        address = rows.data_ptr()
+        source = torch.full_like(rows, 5, device=cuda_device)
+        region.synchronize()
+        stager.to_host([source], out=[rows])
+        torch.cuda.synchronize()
+        latch.hold(torch.cuda.current_stream())
+        transfer = stager.fetch([source], out=[rows])
+        region.close()
+        del rows, region, transfer
+        gc.collect()
+        time.sleep(0.2)  # long enough to be freed, if it could be
+        assert is_mapped(address)
+        latch.open()
+        torch.cuda.synchronize()
+        wait_until(lambda: not is_mapped(address))
+
+
 def test_a_guard_keeps_the_memory_of_torchs_own_copy(cuda_device):
     stream = torch.cuda.Stream(cuda_device)
     with Latch(cuda_device) as latch:

@@ -181,15 +181,3 @@ def test_without_a_name_beside_torchs_iterator_batches_arrive(monkeypatch, path)
     monkeypatch.setattr(torchs, "_data", fakes[0])
     assert_batches_arrive_the_slow_way(f"torch .* has another loader .*{name}")
     assert "DataLoader" in [problem.name for problem in problems()]
-
-
-def test_a_torch_that_asks_its_queue_for_something_else_gets_an_error_that_says_so(monkeypatch):
-    def get(iterator, timeout=None):
-        return True, iterator._data_queue.get_many(timeout)
-
-    monkeypatch.setattr(ITERATOR, "_try_get_data", get)
-    loader = ps.DataLoader(data.Mapped(data.scalar, 8), 2, num_workers=1, device="cpu")
-    with pytest.raises(
-        AttributeError, match=r"asks its loader's queue for get_many, which pinstage\.DataLoader does not"
-    ):
-        list(loader)

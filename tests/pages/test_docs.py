@@ -168,7 +168,17 @@ MADE_BY_CALLS = {
 }
 
 
-IN_SIGNATURES = {"Fence", "memory.Block", "OwnerStats", "RegionHandle", "Size", "Slot", "StagingNode", "WrappedLoader"}
+IN_SIGNATURES = {
+    "Fence",
+    "IncompatibleKeys",
+    "memory.Block",
+    "OwnerStats",
+    "RegionHandle",
+    "Size",
+    "Slot",
+    "StagingNode",
+    "WrappedLoader",
+}
 """Types that are described on the page of the call that takes or returns them."""
 
 

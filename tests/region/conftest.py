@@ -35,6 +35,6 @@ def make(request):
         made.pop().close()
     gc.collect()
     if cuda is not None:
-        wait_until(lambda: not cuda.registered and not cuda.allocated)
+        wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
     for memory in addresses:
         wait_until(lambda memory=memory: not is_mapped(memory.address))

@@ -1,6 +1,7 @@
 """`HostRegion`: what it is made of, when it is ready, and when its memory goes."""
 
 import gc
+import os
 import pickle
 import re
 import subprocess
@@ -249,6 +250,24 @@ def test_missing_huge_pages_are_an_error_that_names_them(make):
     )
 
 
+@pytest.mark.parametrize(("size", "page"), [("2MiB", 2 * MIB), ("1GiB", 1 << 30)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_explicit_huge_pages_are_asked_of_the_kernel(make, monkeypatch, size, page, shared):
+    asked = []
+    create = os.memfd_create
+
+    def ordinary(name, flags):
+        asked.append(flags)
+        return create(name, flags & (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+    monkeypatch.setattr(os, "memfd_create", ordinary)
+    region = make(5 * MIB, huge_pages=size, shared=shared)
+    assert asked[0] & os.MFD_HUGETLB
+    assert 1 << (asked[0] >> os.MFD_HUGE_SHIFT & 63) == page
+    assert region._chunks.memory.nbytes == -(-5 * MIB // page) * page
+    region.tensor(1).fill_(1)
+
+
 def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     advices = []
     advise = _pages.advise
@@ -369,6 +388,7 @@ def test_a_region_that_is_closed_early_stops(make, cuda, gate, background):
     waiting = background(region.synchronize)
     assert stays_blocked(waiting)
     region.close()
+    wait_until(lambda: region._chunks._stops)
     gate.set()
     with pytest.raises(PinningError, match="closed before it was ready"):
         outcome(waiting)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strategies import bits
 
 import pinstage as ps
-from pinstage._stage import _out
-from pinstage._stage._device import CpuTarget
+from pinstage._stage import _out, _to_host
+from pinstage._stage._device import CpuSource, CpuTarget
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
 
 MIB = 1 << 20
@@ -90,14 +90,37 @@ def nested(leaves):
     return {"a": leaves[::3], "b": {"c": tuple(leaves[1::3]), "text": "x"}, "d": [None, leaves[2::3]]}
 
 
+def to_device(stager, batch, out):
+    return stager.to_device(batch, out=out)
+
+
+def to_host(stager, batch, out):
+    return stager.to_host(batch, out=out)
+
+
+def page_locked(stager, batch, out):
+    """Fetch as if all destinations were page-locked, in two ranges each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_to_host, "pieces_of", lambda x: [(0, x.nbytes // 2), (x.nbytes // 2, x.nbytes)])
+        patched.setattr(_to_host, "DIRECT_FROM_BYTES", 4)
+        return stager.fetch(batch, out=out).wait()
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex")
-@given(drawn=writes(), few=st.sampled_from([0, 8]), direct=st.sampled_from([16, 64 * 1024]))
-def test_destinations_are_as_a_loop_of_copies_writes_them(shared_stager, drawn, few, direct):
+@given(
+    drawn=writes(),
+    way=st.sampled_from([to_device, to_host, page_locked]),
+    few=st.sampled_from([0, 8]),
+    direct=st.sampled_from([16, 64 * 1024]),
+)
+def test_destinations_are_as_a_loop_of_copies_writes_them(shared_stager, drawn, way, few, direct):
     sources, (expected, places), (wanted, memory) = drawn
+    if way is not to_device:  # arrays are on the host already
+        sources = [torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_out, "_FEW_COPIES", few)
         patched.setattr(_out, "DIRECT_FROM_BYTES", direct)
-        returned = shared_stager.to_device(nested(sources), out=nested(places))
+        returned = way(shared_stager, nested(sources), nested(places))
     for place, source in zip(expected, sources, strict=True):
         place.copy_(source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source))
     for base, changed in zip(wanted, memory, strict=True):
@@ -243,7 +266,7 @@ def test_inference_tensors_can_be_written_outside_of_inference_mode(stager, dtyp
 BUFFER = torch.zeros(12)
 LEAF = torch.zeros(3, requires_grad=True)
 REFUSED = {
-    "a missing key": ({"y": 0}, r"another structure .* batch\['x'\] has no counterpart"),
+    "a missing key": ({"y": 0}, r"another structure .* batch\['x'\] is not in out"),
     "another container": ([0], "another structure"),
     "no tensor": ({"x": "text"}, r"out\['x'\] is a str, and batch\['x'\] a tensor; pass a tensor there"),
     "an array": ({"x": np.zeros(3)}, r"out\['x'\] is a ndarray"),
@@ -257,12 +280,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("out", "says"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("method", ["to_device", "stage"])
+@pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
 def test_a_destination_that_cannot_be_written_is_refused_by_path(stager, method, out, says):
     with pytest.raises(LayoutError, match=says) as caught:
         getattr(stager, method)({"x": torch.ones(3)}, out=out)
     assert caught.value.path in ("", "['x']")
-    assert stager.stats().batches == 0
+    assert stager.stats().batches == stager.stats().fetches == 0
 
 
 OVERLAPS = {
@@ -275,9 +298,10 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize(("places", "says"), OVERLAPS.values(), ids=OVERLAPS)
-def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, says):
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, says, method):
     with pytest.raises(LayoutError, match=says):
-        stager.to_device([torch.ones(place.shape) for place in places], out=places)
+        getattr(stager, method)([torch.ones(place.shape) for place in places], out=places)
     assert not BUFFER.any()
 
 
@@ -319,7 +343,9 @@ def test_a_captured_stream_is_refused(stager):
             return True
 
     stager._target = Captured()
-    with pytest.raises(PinstageError, match=r"while a CUDA graph is captured: .*; call it before graph.replay\(\)"):
+    with pytest.raises(
+        PinstageError, match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
+    ):
         stager.to_device(torch.ones(3), out=torch.zeros(3))
 
 
@@ -453,3 +479,69 @@ def test_no_live_bytes_are_left():
     with ps.SlabPool("1MiB", memory=memory) as pool, ps.Stager("cpu", pool=pool) as stager:
         stager.to_device(torch.ones(100_000), out=torch.zeros(100_000))
     wait_until(lambda: memory.live_bytes == 0)
+
+
+# -- to the host -------------------------------------------------------------------------------------------------------
+
+
+class HeldSource(CpuSource):
+    """A device whose copies are made when the test says so."""
+
+    def __init__(self):
+        self.stream = self.event = ManualEvent()
+        self.pieces = []
+
+    def fetch(self, pieces, *, hold=True):
+        self.pieces += pieces
+        return self.event
+
+    def finish(self):
+        super().fetch(self.pieces)
+        self.pieces.clear()
+        self.event.finish()
+
+
+@pytest.fixture
+def held(stager):
+    source = stager._sources._made[torch.device("cpu")] = HeldSource()
+    yield source
+    source.finish()
+
+
+def test_wait_fills_destinations_from_the_slab(stager, held):
+    place = torch.zeros(3)
+    transfer = stager.fetch([torch.ones(3)], out=[place])
+    assert not place.any()
+    assert not transfer.query()
+    held.finish()
+    assert transfer.wait() is transfer.wait()
+    assert transfer.wait()[0] is place
+    assert place.tolist() == [1, 1, 1]
+    assert stager.pool.stats().free_slabs == 1
+
+
+def test_page_locked_destinations_need_no_slab(stager, held, monkeypatch):
+    monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
+    place = torch.zeros(100_000)
+    gone = weakref.ref(place)
+    transfer = stager.fetch(torch.ones(100_000), out=place)
+    assert stager.pool.stats().held_slabs == 0
+    assert (transfer.copies, place._version) == (1, 1)
+    del place, transfer
+    held.pieces[:] = [piece._replace(here=piece.here.clone()) for piece in held.pieces]
+    assert gone() is not None
+    held.finish()
+    wait_until(lambda: gone() is None)
+
+
+def test_a_copy_and_destinations_exclude_each_other(stager):
+    with pytest.raises(ValueError, match="copy=False returns views of a slab, and out= names tensors that exist"):
+        stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
+
+
+def test_what_cannot_be_packed_is_copied_to_its_place(stager):
+    place = torch.zeros(2, 2).to_sparse()
+    fetched = stager.to_host([torch.eye(2).to_sparse(), "text"], out=[place, "other"])
+    assert fetched[0] is place
+    assert torch.equal(place.to_dense(), torch.eye(2))
+    assert fetched[1] == "text"

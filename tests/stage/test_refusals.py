@@ -125,7 +125,7 @@ def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB of memory are available: free some"),
+        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB left (memory available on this machine): free some"),
         ({"proc/meminfo": "MemAvailable: 999999999 kB\n"}, r"free page-locked memory elsewhere"),
         ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks some 1.00 GiB"),
     ],

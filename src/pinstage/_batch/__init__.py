@@ -1,4 +1,4 @@
-"""What a batch is made of, and where each leaf is stored.
+"""Batches: their structure, and where each leaf is stored.
 
 A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes it apart into its leaves and its
 `Structure`, which puts others together again; classes of other libraries are looked up in `_libraries`. The leaves are
@@ -21,6 +21,7 @@ from ._blocks import (
     make_blocks,
     make_publicly,
     sharing_of,
+    view_of,
 )
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._gather import Gathering, arrange, can_be_copied, duplicate, flat, gather
@@ -39,5 +40,5 @@ __all__ = [
     "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat", "from_array", "gather",
     "into_tensors", "is_atom", "make_blocks", "make_publicly", "most_threads", "moves_in_silence", "on_host",
     "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
-    "take_apart", "tensors_in", "walk", "windows",
+    "take_apart", "tensors_in", "view_of", "walk", "windows",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
 
 
 def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
-    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+    """Say whether an unknown object has a tensor or an array somewhere inside.
 
     Raises:
         LayoutError: there is too much to search.
@@ -62,7 +62,7 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
 
 
 def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
-    """Return an error that names all classes of a batch that hold tensors and are no known containers.
+    """Return an error that names all classes of a batch that hold tensors and aren't known containers.
 
     Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
     if it gives other items when it is asked again.

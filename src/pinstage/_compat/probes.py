@@ -1,4 +1,4 @@
-"""What all probes of private names share: the errors they expect, and the words they say."""
+"""Shared parts of all probes of private names: the errors they expect, and their messages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def warn_once(text: str) -> None:
 
 
 class Problem(NamedTuple):
-    """A private name that does not do what is expected."""
+    """A private name that doesn't behave as expected."""
 
     name: str
-    """What it is about."""
+    """The private name."""
     reason: str
     remedy: str
-    """What follows from it, and what to do."""
+    """The consequence and the remedy."""
 
 
 def in_this_torch(what: str) -> str:

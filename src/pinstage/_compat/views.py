@@ -1,4 +1,4 @@
-"""What the extension has to know of tensors, and what it makes of slabs: views, by torch's C shim."""
+"""The extension's access to tensors, and its views of slabs, through torch's C shim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .probes import WRONG, in_this_torch, warn_once
 
 
 def may_be_dual() -> bool:
-    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or it cannot be told."""
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or that can't be known."""
     level = getattr(torch.autograd.forward_ad, "_current_level", None)
     return type(level) is not int or level >= 0
 

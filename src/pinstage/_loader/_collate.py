@@ -1,4 +1,4 @@
-"""What workers run in place of the collate function: it collates, and packs the batch into a slab.
+"""The collate function of workers: it collates, and packs the batch into a slab.
 
 Default collation is put off until there is a slab, and stacks the samples right into it.
 """
@@ -23,14 +23,14 @@ from ._messages import Message
 from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""How many structures of batches a worker and the main process know by number, each with its last offset table. A batch
-of a known structure sends its table only where that has changed; any other batch sends both."""
+"""Number of batch structures that a worker and the main process know by number, each with its last offset table. A
+batch of a known structure sends its table only where that has changed; any other batch sends both."""
 
 
 class SlabCollate:
     """Collates by the loader's own function, and packs the result into a slab.
 
-    Is called in workers only. Travels there with the process object, whatever the start method.
+    Is called in workers only. Sent there with the process object, whatever the start method.
 
     Args:
         collate: the loader's collate function.
@@ -66,7 +66,7 @@ class SlabCollate:
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
             ClosedError: the iterator is being shut down.
-            Exception: of the collate function, or of pickling what is not packed.
+            Exception: of the collate function, or of pickling the unpacked part.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
@@ -78,23 +78,18 @@ class SlabCollate:
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
         # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
-        number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes
-        slab, raw = None, None
-        if nbytes:
-            slab = slabs.take(nbytes)
-            if slab is None:
-                raw = bytearray(nbytes)
-                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
-            else:
-                assert slab.tensor is not None
-                try:
-                    pack_and_stack(parts, stacks, slab.tensor)
-                except BaseException:
-                    slab.is_free = True
-                    raise
-        if table is not None:
-            self._told(number, parts)
+        slab = slabs.take(nbytes) if nbytes else None
+        raw = bytearray(nbytes) if nbytes and slab is None else None
+        room = torch.frombuffer(raw, dtype=torch.uint8) if raw else None if slab is None else slab.tensor
+        try:
+            if room is not None:
+                pack_and_stack(parts, stacks, room)
+            number, structure, table = self._look(parts)
+        except BaseException:
+            if slab is not None:
+                slab.is_free = True
+            raise
         where = None if slab is None else slab.number
         return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
 
@@ -111,37 +106,34 @@ class SlabCollate:
         self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
         return self._slabs
 
-    def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number that stands for this structure, and the structure and table if they have to be sent."""
-        key = parts.structure
-        known = self._known.get(key)
-        if known is not None:
-            number, table = known
-            return number, None, None if table == parts.table else parts.table.data
-        number = len(self._known)
-        if number >= LOOKS_KNOWN:
-            number = next(iter(self._known.values()))[0]  # the oldest one's
-        return number, pickle.dumps(parts.structure), parts.table.data
+    def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
+        """Return the number that stands for this structure, and the structure and table if they have to be sent.
 
-    def _told(self, number: int, parts: Parts) -> None:
-        """Note what a number stands for in the main process, now that it is sent. The oldest one may make room."""
-        key = parts.structure
-        if key not in self._known and len(self._known) >= LOOKS_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[key] = number, parts.table
+        Called last: from then on the main process knows them. The oldest structure may make room.
+        """
+        number, table = self._known.get(parts.structure, (None, None))
+        structure = None
+        if number is None:
+            structure, number = pickle.dumps(parts.structure), len(self._known)
+            if number >= LOOKS_KNOWN:
+                number, _ = self._known.pop(next(iter(self._known)))
+        elif table == parts.table:
+            return number, None, None
+        self._known[parts.structure] = number, parts.table
+        return number, structure, parts.table.data
 
 
 # -- default collation -------------------------------------------------------------------------------------------------
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
-"""What most leaves of samples are. None of them is a container."""
+"""The usual types of leaves of samples. None of them is a container."""
 
 
 class Stack(NamedTuple):
     """Samples of one field, which are stacked later."""
 
     stand_in: torch.Tensor
-    """What the batch has in place of the stack, of its dtype and shape ``[samples, ...]``. Nobody reads its memory."""
+    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory isn't read."""
     samples: Any
     found: bytes
     """Addresses and strides of the samples."""
@@ -194,7 +186,7 @@ def collates_as_shipped(collate: Any) -> bool:
 
 
 def _in_plain_containers(sample: Any) -> bool:
-    """Say whether all containers of a sample are Python's own. Other classes may look at what is put into them."""
+    """Say whether all containers of a sample are Python's own. Other classes may look at inserted items."""
     kind = type(sample)
     if kind in _LEAVES:
         return True
@@ -207,7 +199,7 @@ def _in_plain_containers(sample: Any) -> bool:
 
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack as torch does in the main process. In a worker, torch would stack into /dev/shm, which nobody needs."""
+    """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
     if _stacks_plainly(batch):
         # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))

@@ -38,7 +38,7 @@ class SendingQueue:
     """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
 
     The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
-    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the one that the loop wants. Those
+    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the loop. Batches
     that come too early stay in their slabs.
 
     The news that a worker has no more batches keeps its place between them. It must not overtake the worker's last one.
@@ -100,12 +100,6 @@ class SendingQueue:
     def close(self) -> None:
         """End a message that a killed worker left half written, or the thread would wait for the rest of it."""
         close_writing_end(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"torch {torch.__version__} asks its loader's queue for {name}, which pinstage.DataLoader does not know; "
-            "use Stager.prefetch over torch's own loader, or another torch"
-        )
 
     def _wanted(self) -> int:
         """Return the number of the batch that torch wants next. Without order: how many it has taken."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-
-import torch
 
 from .._batch import Keeping, OwnStorage, Structure, Table, check_own_storage
 from .._memory import SharedMemory, default_memory
@@ -21,51 +18,42 @@ from ._stats import Counters
 class Settings(NamedTuple):
     """The arguments that torch's loader does not have."""
 
-    device: torch.device
+    device: Any
     pool: SlabPool | None
     max_bytes: Size
     budget: HostBudget | None
     depth: int
-    keep_on_host: tuple[str, ...] | Callable[[str, Any], object] | None
+    keep_on_host: Any
     own_storage: OwnStorage
     owner: str
+
+    def checked(self) -> Settings:
+        """Return them with a `torch.device`, and paths as a tuple.
+
+        Raises:
+            TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
+        """
+        check_depth(self.depth)
+        check_owner(self.owner)
+        check_own_storage(self.own_storage)
+        pool, max_bytes, kept = self.pool, self.max_bytes, self.keep_on_host
+        if pool is None:
+            cap_of(max_bytes, self.budget)
+        else:
+            check_pool(pool, max_bytes, self.budget)
+            max_bytes = pool.max_bytes
+            if not pool.memory.is_shared:
+                raise ValueError(
+                    f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
+                    "SlabPool(..., memory=SharedMemory(device))"
+                )
+        if kept is not None and not callable(kept):
+            kept = Keeping(kept).paths
+        return self._replace(device=target_for(self.device).device, max_bytes=max_bytes, keep_on_host=kept)
 
     def keeping(self) -> Keeping | None:
         """Return what says which leaves stay on the host."""
         return None if self.keep_on_host is None else Keeping(self.keep_on_host)
-
-
-def checked(
-    device: torch.device | str | int | None,
-    pool: SlabPool | None,
-    max_bytes: Size,
-    budget: HostBudget | None,
-    depth: int,
-    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None,
-    own_storage: OwnStorage,
-    owner: str,
-) -> Settings:
-    """Return the settings, after a look at whether they can be met.
-
-    Raises:
-        TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
-    """
-    check_depth(depth)
-    check_owner(owner)
-    if pool is None:
-        cap_of(max_bytes, budget)
-    else:
-        check_pool(pool, max_bytes, budget)
-        max_bytes = pool.max_bytes
-        if not pool.memory.is_shared:
-            raise ValueError(
-                f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-                "SlabPool(..., memory=SharedMemory(device))"
-            )
-    if keep_on_host is not None and not callable(keep_on_host):
-        keep_on_host = Keeping(keep_on_host).paths
-    target = target_for(device)
-    return Settings(target.device, pool, max_bytes, budget, depth, keep_on_host, check_own_storage(own_storage), owner)
 
 
 class Slabs:

@@ -43,7 +43,7 @@ _bindings: Bindings | None = None
 
 
 def _forget() -> None:
-    # What works in the parent does not in a child forked after CUDA was initialised: ask again there.
+    # A working driver doesn't work in a child forked after CUDA was initialised: ask again there.
     global _bindings  # noqa: PLW0603
     _bindings = None
 
@@ -133,7 +133,7 @@ def disregard_captures() -> None:
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes another thread page-lock and free as this one would.
 
-    There torch's current device is the one that is current here, and nothing spoils a capture. A device that is
+    There torch's current device is current here, and nothing spoils a capture. A device that is
     current already is not set: where torch went back to one without a context, that would make one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ def require(kind: str) -> None:
 
 
 def is_not_cuda(device: Device) -> bool:
-    """Whether a device is named, and is no CUDA device."""
+    """Whether a device is named that isn't a CUDA device."""
     return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
 
 
@@ -175,9 +175,9 @@ def device_index(device: Device) -> int:
 
 @contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make a device's primary context current in this thread, and afterwards what was current before.
+    """Make a device's primary context current in this thread, and afterwards the previous one.
 
-    Pinning acts on the current context, and makes one where there is none: 600 MiB on a GPU that nobody meant
+    Pinning acts on the current context, or makes one: 600 MiB on a GPU that wasn't meant
     (LMCache#4018). The runtime follows the driver's current context ("Interactions with the CUDA Driver API"), so a
     push and a pop make a context on ``index`` and nowhere else. ``torch.cuda.device`` would not do: it only compares
     with what torch takes for current, and does not always go back.

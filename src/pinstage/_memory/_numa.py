@@ -38,7 +38,7 @@ ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
 
 
 def check(asked: Asked) -> Asked:
-    """Return what was asked for if it can be a node, else raise ``ValueError``."""
+    """Return the argument if it can be a node, else raise ``ValueError``."""
     if asked is None or asked == "auto" or (type(asked) is int and asked >= 0):
         return asked
     raise ValueError(

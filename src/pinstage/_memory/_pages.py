@@ -28,8 +28,8 @@ MADV_NOHUGEPAGE = 15
 MADV_POPULATE_WRITE = 23
 
 POPULATE_PIECE_BYTES = 16 << 20
-"""What one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough (a
-millisecond or more) that handing it out costs nothing."""
+"""Bytes that one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough
+(a millisecond or more) that handing it out costs nothing."""
 
 POPULATE_THREADS = 8
 """Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; beyond, the kernel's zeroing
@@ -117,7 +117,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """Give the kernel advice; returns whether it took it. A kernel that does not know the advice is no error."""
+    """Give the kernel advice; returns whether it took it. A kernel that doesn't know the advice isn't an error."""
     return not _libc().madvise(address, nbytes, advice)
 
 

@@ -12,9 +12,9 @@ from . import _cuda, _numa, _pages
 from ._limits import check_is_left
 from ._resource import Block, leak
 
-_CRAWL_BYTES_PER_SECOND = 256 << 20
+_CRAWL_BYTES_PER_SECOND = 128 << 20
 """Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel makes them at some
-GB a minute (TensorRT-LLM#15430); elsewhere at 4 GB/s by one thread."""
+GB per minute (TensorRT-LLM#15430); elsewhere at 4 GB/s by one thread."""
 
 _TIMED_BYTES = 64 << 20
 
@@ -23,7 +23,7 @@ class HostRange:
     """Mapped host memory of an exact size.
 
     Args:
-        nbytes: what is needed; rounded up to whole pages.
+        nbytes: the size; rounded up to whole pages.
         shared: whether other processes may map it, by `fd`. Else a forked child doesn't have it.
         huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may join.
         fd: a memfd to be mapped, which the range owns from now on; None makes one if needed.
@@ -37,7 +37,7 @@ class HostRange:
         reason: why registering doesn't page-lock it; empty if it does.
 
     Raises:
-        MemoryError: so much memory isn't left, or there are too few huge pages. Nothing is held then.
+        MemoryError: not enough memory is left, or there are too few huge pages. Nothing is held then.
         OSError: the kernel refused for another reason.
     """
 

@@ -1,4 +1,4 @@
-"""What every memory resource promises, and what all kinds share."""
+"""The contract of memory resources, and the base class of all kinds."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ class Block:
     ptr: int
     """Address of the first byte; a multiple of the page size."""
     nbytes: int
-    """Bytes held, all usable: a multiple of the resource's granularity, at least what was asked."""
+    """Bytes held, all usable: a multiple of the resource's granularity, at least the requested size."""
     fd: int | None = None
     """File descriptor of the same bytes, when the resource is shared. Owned by the block: never close it."""
 
@@ -70,7 +70,7 @@ class MemoryResource(Protocol):
 
 
 class Resource(ABC):
-    """What the kinds share: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
+    """The base of all kinds: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
 
     def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
         self._pinned = pinned
@@ -109,7 +109,7 @@ class Resource(ABC):
 
         Raises:
             ValueError: ``nbytes`` is zero or negative.
-            MemoryError: there is not that much. From CUDA it is a ``RuntimeError`` as well.
+            MemoryError: there is not that much. From CUDA it is also a ``RuntimeError``.
             RuntimeError: CUDA refused for another reason, or this is a forked child of the process that made the
                 resource. A failed call holds nothing, and leaves no CUDA error behind.
         """

@@ -11,7 +11,7 @@ from ._resource import Block, Resource
 class SharedMapping:
     """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same one).
 
-    They are pageable here: a process that only writes needs no CUDA. The owner's GPU reads what is written, at once;
+    They are pageable here: a process that only writes needs no CUDA. The owner's GPU sees writes at once;
     the two processes have to agree on who writes when. The mapping lives until ``close``. If it is dropped without
     that, it stays mapped, since views of it may be alive.
     """

@@ -1,4 +1,4 @@
-"""Who may use a slab, and when.
+"""The pool: it decides which request gets which slab, and when.
 
 A *slab* is one host allocation and lives as long as the pool keeps it; a *lease* is the right to use one slab once; the
 *pool* decides. The life of a slab::
@@ -9,7 +9,7 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
          |                            |  release(after=event), or a view is still alive
          |                            v
          +-----------------------  in flight                              comes back when the event is done
-                                                                          and the last view has died
+                                                                          and the last view is gone
 
 *State is derived*: a slab is free if its lease and its views are dead and its event is done. Nothing else says so, and
 stacks of free slabs are a cache of that, which may be rebuilt at any time.

@@ -1,8 +1,8 @@
 """The lease: the right to use one slab once, and the views through which it is used.
 
-A slab must not be handed out again while somebody can still read or write it through a view. All views of a lease
+A slab must not be handed out again while it can still be read or written through a view. All views of a lease
 (tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. Its end
-says that the last of them has died.
+says that the last of them is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lease:
     call `release` behind the last replay.
 
     Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its content is whatever
-    the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
+    the last user left. A view that outlives the release keeps the slab out of the pool until it is freed.
 
     Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child
     it gives no views (`ForkedPoolError`).
@@ -160,8 +160,8 @@ class Lease:
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
 
-        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it has
-        died.
+        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it is
+        gone.
 
         Args:
             after: the work that still reads or writes the slab, for example the event behind an asynchronous copy. The

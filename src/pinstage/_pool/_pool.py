@@ -25,7 +25,7 @@ from ._stats import PoolStats
 from ._waiting import Account, Waiter, check_timeout
 
 _PAUSE_SECONDS = 0.02
-"""How often a reservation that waits for other processes looks again."""
+"""Poll interval of a reservation that waits for other processes."""
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
@@ -61,7 +61,7 @@ def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None
 
 
 def check_open(pool: SlabPool) -> None:
-    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
+    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse it with a slab.
 
     Raises:
         PoolError: as `SlabPool.acquire`, whatever the size.
@@ -94,7 +94,7 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
 
     Returns:
         The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
-        suitable, or if somebody waits for one.
+        suitable, or if a request waits.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -169,7 +169,7 @@ class SlabPool:
         """Lease a slab of at least `nbytes`.
 
         Blocks only at the cap, or at the owner's limit, until another lease is released or an event is done. The order
-        is first come, first served, except for what is guaranteed to an owner (see `set_quota`). The call
+        is first come, first served, except for bytes guaranteed to an owner (see `set_quota`). The call
         also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
         waits for the device). `reserve` beforehand avoids both.
 
@@ -252,8 +252,8 @@ class SlabPool:
             Is done when all slabs are there. Its `synchronize` waits for that, and raises what prevented it.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
-                processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that
+                other processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -331,7 +331,7 @@ class SlabPool:
             return
         state.closed = True
         state.line.wake_all()
-        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
+        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: another thread has to wait
             state.tidy_later()
         else:
             for event in state.pending():
@@ -371,7 +371,7 @@ class SlabPool:
 
         found: Lease | Growth | None = None
         while not isinstance(found, Lease):
-            # A request that grows stands in the line as well, until that is decided, so that none overtakes it.
+            # A request that grows is in the line too, until that is decided, so that no request overtakes it.
             found = state.line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             if isinstance(found, Growth):
                 found = self._end_of(found, account, nbytes)

@@ -92,10 +92,10 @@ class Slab:
 
 
 class Holdings:
-    """What a pool holds, and what it counts.
+    """A pool's slabs and counters.
 
     Attributes:
-        lock: held for a decision, and by whoever changes what is held. A thread that has it may come again, by a
+        lock: held for a decision, and to change the held bytes. A thread that has it may come again, by a
             finaliser.
         is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
         is_forked: whether this is a forked child's copy, which must not be used.
@@ -103,7 +103,7 @@ class Holdings:
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
         user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
-        forgotten: leases that nobody released: bytes asked for, and of the slab.
+        forgotten: leases that weren't released: bytes requested, and of the slab.
         slabs: all that are held, of `held_bytes` together; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
@@ -156,7 +156,7 @@ class Holdings:
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
-    """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
+    """Free the slabs of a dropped pool, except those whose event isn't done; say whether that was all.
 
     Raises:
         Exception: of the first slab that could not be freed; the others are.

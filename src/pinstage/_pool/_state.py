@@ -1,7 +1,7 @@
-"""What the pool holds, and what is decided about it.
+"""The state of a pool, and all decisions about it.
 
 The slabs are the only truth: whether one is free follows from its lease, its views and its events. `PoolState.stacks`
-is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. What the pool holds is
+is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. The held bytes are
 changed by threads of its own only (`_growth`), where no interrupt comes.
 """
 
@@ -35,7 +35,7 @@ class PoolState(Holdings):
     # -- decisions
 
     def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | Plan | None:
-        """Serve a request from what is there, or plan to grow, or return None: wait.
+        """Serve a request from free slabs, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
         cases of quotas and of turns. Within that, the cases are, in this order:
@@ -161,7 +161,7 @@ class PoolState(Holdings):
         return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
 
     def free(self, nbytes: int) -> Plan | None:
-        """Plan to free so many bytes of idle slabs, or all; None if there is nothing to free."""
+        """Plan to free a number of bytes of idle slabs, or all; None if there is nothing to free."""
         idle = self.scan()
         victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
         return Plan(victims) if victims else None
@@ -171,7 +171,7 @@ class PoolState(Holdings):
             raise _refusals.closed(self.figures(), self.user)
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
-        """Return the bytes by which the pool may grow; negative if so many must be freed first."""
+        """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
         most = self.max_bytes if self.host is None else min(self.max_bytes, self.host.allowed)
         if (refusal := self._standing_refusal()) is not None:
             most = min(most, refusal.held if by_freeing else refusal.total - 1)
@@ -242,7 +242,7 @@ class PoolState(Holdings):
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def run(self, decide: Callable[[], Plan | None]) -> int:
-        """Carry out what is decided, in a thread of its own, and wait for the end. Return the bytes freed."""
+        """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed."""
         while True:
             with self.lock:
                 plan = decide()
@@ -260,7 +260,7 @@ class PoolState(Holdings):
         return not self.pending()
 
     def lend(self, nbytes: int) -> None:
-        """Free so many bytes of what is idle, or all, for another process; not what a frozen pool needs. Blocks."""
+        """Free that many idle bytes, or all, for another process; a frozen pool keeps its own. Blocks."""
         if not self.frozen:
             self._free_here(nbytes)
 
@@ -294,7 +294,7 @@ class PoolState(Holdings):
 
 def take_free(stack: dict[Slab, Any]) -> Slab | None:
     """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
-    # What touches the stack is a single call of C each time: a release in another thread may add to it at any moment.
+    # The stack is touched by single calls of C: a release in another thread may add to it at any moment.
     if not stack:
         return None
     last: Slab = stack.popitem()[0]
@@ -315,7 +315,7 @@ def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
 
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
-    """Return the first slabs that have so many bytes together; None if all have less."""
+    """Return the first slabs that have that many bytes together; None if all have less."""
     taken = []
     for slab in idle:
         if nbytes <= 0:

@@ -15,16 +15,16 @@ from typing import Any
 from .._sizes import round_up
 
 _POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the first in line. A release wakes it at once. An event that gets done and a view that
-dies wake nobody, so it looks again by itself."""
+"""First and longest pause of the first in line. A release wakes it at once. Finished events and freed views
+wake no thread, so it looks again by itself."""
 
 _GIVE_UP_SECONDS = 0.2
-"""How often the others look whether their thread gives up."""
+"""Poll interval of the other threads for giving up."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one owner has, and its quota."""
+    """The bytes of one owner, and its quota."""
 
     name: str
     largest: int = 0
@@ -62,7 +62,7 @@ def check_owner(name: object) -> None:
     """See that an owner is a name.
 
     Raises:
-        ValueError: it is no text, or empty.
+        ValueError: it isn't text, or is empty.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out")
@@ -85,7 +85,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_quota(self, name: str, min_bytes: int, max_bytes: int | None) -> None:
-        """Set an owner's quota in place of the one that it had.
+        """Set an owner's quota in place of its earlier one.
 
         Raises:
             ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above the cap.
@@ -121,11 +121,11 @@ class Accounts(dict[str, Account]):
 
         First come, first served, within what quotas allow:
 
-        1. nobody gets what is guaranteed to another owner, used by that or not;
-        2. nobody gets more than its own limit;
+        1. no request gets bytes guaranteed to another owner, used or not;
+        2. no owner gets more than its own limit;
         3. behind a request of the same owner one waits;
         4. one who waits because of its own limit is passed over: its own owner has what it waits for;
-        5. behind any other one gets what is guaranteed to one, since nobody else may have that; and no more.
+        5. behind any other one gets its guaranteed bytes, since they are no other's; and no more.
 
         Args:
             account: of who asks.
@@ -159,7 +159,7 @@ _here = _Here()
 
 
 def give_up_waiting_if(condition: Callable[[], bool]) -> None:
-    """Have all later waits of this thread time out when a condition becomes true: nobody wants their slab any more."""
+    """Let later waits of this thread time out when a condition becomes true: their slab isn't wanted any longer."""
     _here.gives_up = condition
 
 
@@ -167,7 +167,7 @@ def check_timeout(timeout: object) -> None:
     """See that a timeout is a number of seconds.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it isn't a number.
         ValueError: it is negative.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
@@ -183,7 +183,7 @@ class Line:
     let another one pass, each that finds nothing wakes the next.
 
     Attributes:
-        waiters: the one that has waited longest first.
+        waiters: ordered by age, the oldest first.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -195,7 +195,7 @@ class Line:
         try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
             self.waiters[0].wake()
         except (IndexError, RuntimeError):
-            pass  # nobody waits, or it is awake
+            pass  # no thread waits, or it is awake
 
     def wake_all(self) -> None:
         """Let all look again."""
@@ -214,9 +214,9 @@ class Line:
 
         Args:
             me: who waits.
-            attempt: called with `me` and those who have waited longer. What it raises ends the wait.
+            attempt: called with `me` and those who have waited longer. Its exception ends the wait.
             timeout: seconds; None waits forever.
-            timed_out: returns what is raised then; called with how many others wait.
+            timed_out: returns the exception to raise then; called with how many others wait.
         """
         start, waits = time.monotonic(), 0
         waiters = self.waiters

@@ -4,7 +4,7 @@ CUDA refuses a copy that touches two registrations, so the ends of chunks are pa
 for all would do without, but it holds the driver's locks for as long as it takes: 24 GiB at once stop a neighbour's
 calls for 300 ms, and launches of this process for 600; chunks of 128 MiB for 3 and 14.
 
-The reaper calls `Chunks.reap` when the last view has died.
+The reaper calls `Chunks.reap` when the last view is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -34,8 +33,6 @@ _PAUSE_SECONDS = 0.01
 """Between two chunks that are unregistered: each may wait for the device, and stop launches meanwhile."""
 
 Progress = Callable[[int, int], object]
-
-_log = logging.getLogger("pinstage")
 
 _living: dict[int, Chunks] = {}
 """Those in use, by `id`, for stagers that meet a tensor."""
@@ -173,7 +170,6 @@ class Chunks:
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:
             _warn(f"a region is pageable, which makes copies slow: {self.reason}")
-        _log.info("region of %s: %s %s", format_bytes(memory.nbytes), kind, self.reason)
         self.kind = kind
         self._advance(end)
 
@@ -203,7 +199,7 @@ class Chunks:
     # -- the end
 
     def reap(self) -> bool:
-        """Give the memory back, unless it is in use; a task of the reaper's, when the last view has died."""
+        """Give the memory back, unless it is in use; a task of the reaper's, when the last view is gone."""
         self._stops = True
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in self.guards):
@@ -233,7 +229,7 @@ class Chunks:
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(StagingWarning):  # made an error: not in a thread of ours
+    with contextlib.suppress(StagingWarning):  # made an error: not in our thread
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 

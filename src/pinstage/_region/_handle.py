@@ -11,7 +11,7 @@ from ._places import Nest
 
 
 class Plan(NamedTuple):
-    """What a region is, in every process."""
+    """The description of a region, in every process."""
 
     nbytes: int
     chunk_bytes: int
@@ -27,7 +27,7 @@ class RegionHandle:
 
     Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or through a queue or
     pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Send it to
-    each process by itself: what was pickled can be unpickled once.
+    each process by itself: a pickle can be unpickled once.
     """
 
     __slots__ = ("_ends", "_fd", "_plan")

@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """In elements; dense."""
 
     def has_rows_of(self, row_bytes: int) -> bool:
-        """Say whether the first dimension, which is the outermost, advances by a multiple of so many bytes."""
+        """Say whether the first dimension, which is the outermost, advances by a multiple of a number of bytes."""
         step = self.stride[0] * self.dtype.itemsize if self.shape else self.nbytes
         return step * (*self.shape, 1)[0] == self.nbytes and step % row_bytes == 0
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 
 from .._batch import contiguous_stride
-from .._memory import Device, HostRange
+from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, check_timeout
 from .._reaper import reaper
-from .._sizes import format_bytes, parse_bytes
+from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
-from ._chunks import Chunks, Progress
+from ._chunks import Chunks
 from ._handle import Plan, RegionHandle
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
-
-Size = SupportsIndex | str
 
 
 class HostRegion:
@@ -35,13 +33,13 @@ class HostRegion:
     argument``). So `tensor` gives no view across the end of a chunk, unless `row_bytes` says where chunks may end: then
     you may copy single rows of it, and a stager copies any part, while torch's own copy of several rows can fail.
 
-    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views have died, and the
+    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views are gone, and the
     events of `guard` are done: a thread unregisters a chunk at a time, with pauses. Each may wait for the device, and
     stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is unregistered, and a
     process that is killed leaves nothing.
 
     **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of one with
-    ``shared=True`` stay valid there; its methods raise `PinningError`.
+    ``shared=True`` stay valid there, `tensor` and `tree` too; its other methods raise `PinningError`.
 
     Args:
         nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
@@ -52,7 +50,7 @@ class HostRegion:
         huge_pages: "auto": the kernel joins pages where it can; if that crawls, it is stopped, with a warning. "2MiB"
             or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
         chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
-        row_bytes: chunks end at multiples of so many bytes; None lets them end anywhere.
+        row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
         device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
             copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
@@ -83,22 +81,17 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         if huge_pages not in ("auto", "2MiB", "1GiB"):
             raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
         given: Any = nbytes  # a size, or what `empty_like` has arranged
         nest = given if isinstance(given, Nest) else None
+        size = _positive("nbytes", given if nest is None else nest.nbytes)
         row = None if row_bytes is None else _positive("row_bytes", row_bytes)
-        plan = Plan(
-            nbytes=_positive("nbytes", given if nest is None else nest.nbytes),
-            chunk_bytes=_positive("chunk_bytes", chunk_bytes),
-            row_bytes=row,
-            huge_page_bytes=0 if huge_pages == "auto" else parse_bytes(huge_pages),
-            budget=budget,
-            nest=nest,
-        )
+        page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
+        plan = Plan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
         pieces = [(0, plan.nbytes, row or 1)]
         if nest is not None:
             places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
@@ -117,8 +110,8 @@ class HostRegion:
         huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
         chunk_bytes: Size = "128MiB",
         row_bytes: Size | None = None,
-        device: Device = None,
-        progress: Progress | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> HostRegion:
         """Make a region with a place for each tensor of a tree, whose views `tree` returns.
 
@@ -141,20 +134,14 @@ class HostRegion:
             LayoutError: a tensor is sparse, quantised, nested or of a subclass.
             ValueError: the tree has no tensor with elements; and as the class, which raises other errors, too.
         """
+        nest: Any = arrange(tree)
         return cls(
-            arrange(tree),  # type: ignore[arg-type]
-            budget=budget,
-            shared=shared,
-            numa_node=numa_node,
-            huge_pages=huge_pages,
-            chunk_bytes=chunk_bytes,
-            row_bytes=row_bytes,
-            device=device,
-            progress=progress,
-        )
+            nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages, chunk_bytes=chunk_bytes,
+            row_bytes=row_bytes, device=device, progress=progress,
+        )  # fmt: skip
 
     @classmethod
-    def from_handle(cls, handle: RegionHandle, *, device: Device = None) -> HostRegion:
+    def from_handle(cls, handle: RegionHandle, *, device: torch.device | str | int | None = None) -> HostRegion:
         """Map the region of another process, with the same chunks, and page-lock it in this one.
 
         Blocks until the first chunk is page-locked. The memory is counted once in the region's budget, and lives until
@@ -173,7 +160,9 @@ class HostRegion:
         region._begin(plan, memory, handle._ends, None)
         return region
 
-    def _begin(self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Progress | None) -> None:
+    def _begin(
+        self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+    ) -> None:
         """Count the memory, begin to page-lock it, and see that it is freed."""
         self._plan = plan
         self._exporter: Any = None
@@ -271,7 +260,7 @@ class HostRegion:
         """Wait until the region is ready, page-locked if its kind is.
 
         Args:
-            nbytes: waits for so many bytes from its beginning only; None for all.
+            nbytes: waits for that many bytes from its beginning; None for all.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
@@ -315,7 +304,7 @@ class HostRegion:
         return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
 
     def close(self) -> None:
-        """Refuse new views, and free the memory when the last view has died. May be called again.
+        """Refuse new views, and free the memory when the last view is gone. May be called again.
 
         Doesn't block: a thread unregisters the chunks. Each may wait for the device (64 chunks 13 s behind kernels of
         0.2 s), so call this in idle moments.
@@ -335,9 +324,7 @@ class HostRegion:
     def __enter__(self) -> HostRegion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

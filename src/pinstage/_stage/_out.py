@@ -1,4 +1,4 @@
-"""Into tensors that exist (`out=`): what is checked before the first byte, and which way each leaf goes.
+"""Copies into existing tensors (`out=`): the checks before the first byte, and the way of each leaf.
 
 ::
 
@@ -26,6 +26,7 @@ from .._batch import (
     Parts,
     RowKind,
     Structure,
+    Table,
     can_be_copied,
     describe,
     from_array,
@@ -40,7 +41,7 @@ DIRECT_FROM_BYTES = 64 * 1024
 """Destinations that are neighbours in the slab, and of this size together, have a copy of their own."""
 
 _FEW_COPIES = 8
-"""Smaller ones have it too, if they are at most so many: scratch costs an allocation and a kernel."""
+"""Up to this many smaller ones have it too: scratch costs an allocation and a kernel."""
 
 SCRATCH_BYTES = 64 << 20
 """The most device memory that one call takes beside its destinations."""
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
 
     parts: Parts
     leaves: list[Any]
-    """What is returned: the destinations, and the batch's other leaves."""
+    """The result: the destinations, and the batch's other leaves."""
     plain: list[tuple[int, torch.Tensor, torch.Tensor]]
     """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
     scratch: list[int]
@@ -156,12 +157,16 @@ def copy_through(way: Way, scratch: Blocks) -> None:
     """Copy leaves from scratch to their places, in their order, on the current stream."""
     table = way.parts.table
     found, rows = scratch.leaves([None] * (table.others + table.moved)), table.positions(*PACKED)
-    places, sources = [way.places[row] for row in rows], [found[row] for row in rows]
-    for at, (place, source) in enumerate(zip(places, sources, strict=True)):
-        if place.dtype is source.dtype and not can_be_copied(place.dtype):
-            integer = INTEGERS[place.itemsize]
-            places[at], sources[at] = place.view(integer), source.view(integer)
+    copy_all([way.places[row] for row in rows], [found[row] for row in rows])
+
+
+def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of their device, in order, bit for bit where the dtypes are the same."""
     with writing(places):
+        for at, (place, source) in enumerate(zip(places, sources, strict=True)):
+            if place.dtype is source.dtype and not can_be_copied(place.dtype):
+                integer = INTEGERS[place.itemsize]
+                places[at], sources[at] = place.view(integer), source.view(integer)
         copy_each(places, sources)
 
 
@@ -169,6 +174,7 @@ def copy_through(way: Way, scratch: Blocks) -> None:
 def writing(places: list[torch.Tensor]) -> Iterator[None]:
     """Let tensors be written by torch's own functions, whatever mode they were made in."""
     are_inference = not torch.is_inference_mode_enabled() and any(place.is_inference() for place in places)
+    places = list(places)
     with torch.inference_mode() if are_inference else torch.no_grad():
         yield
     if are_inference:  # in that mode torch counts no changes of other tensors
@@ -176,6 +182,17 @@ def writing(places: list[torch.Tensor]) -> Iterator[None]:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+
+class Checked(NamedTuple):
+    """Destinations that may be written. Lists have numbers of leaves."""
+
+    plain: list[tuple[int, torch.Tensor, torch.Tensor]]
+    """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
+    direct: list[int]
+    """Their bytes at the destination are those in the slab."""
+    others: list[int]
+    """Other packed leaves, to be cast or strided."""
 
 
 def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
@@ -191,43 +208,76 @@ def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
             requires grad; or two destinations that overlap.
         IsContainer: take the batch apart again.
     """
-    structure = parts.structure
-    places = _in_order(structure, out)
-    parts = _readable(parts, places)
-    there = _described(structure, places, parts, device)
-    packed, checked = _checked(parts, there)
-    rest = sorted((packed & ~checked).nonzero()[0].tolist() + parts.table.positions(RowKind.MOVED))
+    places = in_order(parts.structure, out)
+    readable = make_readable(parts, places)
+    if readable is not None:
+        parts = describe(readable, parts.structure, _CPU)
+    plain, direct, scratch = check(parts, [parts.table], places, device)
+    return Plan(parts, results(parts, places), plain, scratch, direct)
+
+
+def check(parts: Parts, tables: list[Table], places: list[Any], device: torch.device) -> Checked:
+    """Check the destination of each tensor of a batch.
+
+    Args:
+        parts: of the batch.
+        tables: of `parts`, first, and of its leaves on other devices; each leaf is packed in one of them at most.
+        places: the destinations, by leaf.
+        device: where they have to be.
+
+    Raises:
+        LayoutError, IsContainer: as `plan_for`.
+    """
+    structure, there = parts.structure, _described(parts, places, device)
+    count = structure.num_leaves
+    packed, checked, same = (np.zeros(count, dtype=np.bool) for _ in range(3))
+    for table in tables:
+        mine = np.zeros(count, dtype=np.bool)
+        mine[table.positions(*PACKED)] = True
+        packed |= mine
+        fits = mine & _fit(table, there)
+        checked |= fits
+        same |= fits & _have_same_bytes(table, there)
+    moved = np.zeros(count, dtype=np.bool)
+    moved[parts.table.positions(RowKind.MOVED)] = True
+    rest = ((packed | moved) & ~checked).nonzero()[0].tolist()
     plain = [_by_itself(structure, parts.leaves, places, there, device, index) for index in rest]
-    same = checked & _same_bytes(parts, there)
     _check_overlaps(structure, there, checked, same)
+    direct, others = (mask.nonzero()[0].tolist() for mask in (same, checked & ~same))
+    return Checked(plain, direct, others)
+
+
+def results(parts: Parts, places: list[Any]) -> list[Any]:
+    """Return what the leaves of a batch are then: the destinations of tensors, and the batch's other leaves."""
     leaves = [leaf.obj if type(leaf) in WRAPPERS else leaf for leaf in parts.leaves]
     for index in parts.table.positions(*PACKED, RowKind.MOVED, RowKind.ALIAS):
         leaves[index] = places[index]
-    direct, scratch = (mask.nonzero()[0].tolist() for mask in (same, checked & ~same))
-    return Plan(parts, leaves, plain, scratch, direct)
+    return leaves
 
 
-def _in_order(structure: Structure, out: Any) -> list[Any]:
+def in_order(structure: Structure, out: Any) -> list[Any]:
     """Return the leaves of `out`, in the order of the batch's."""
     leaves, found = walk(out)
     if found == structure:
         return list(leaves)
     paths, theirs = structure.paths(), found.paths()
     if not found.matches(structure) or sorted(paths) != sorted(theirs):
-        path = next((path for path in paths if path not in theirs), None)
-        missing = next((path for path in theirs if path not in paths), "") if path is None else path
-        where = f"; batch{missing} has no counterpart" if path is not None else ""
+        one, other = (
+            [path for path in mine if path not in yours] for mine, yours in ((paths, theirs), (theirs, paths))
+        )
+        path = (one or other or [""])[0]
+        which = f"; batch{path} is not in out" if one else f"; out{path} is not in the batch" if other else ""
         raise LayoutError(
-            f"out has another structure than the batch: {found} instead of {structure}{where}; pass a nest of the same "
+            f"out has another structure than the batch: {found} instead of {structure}{which}; pass a nest of the same "
             "containers and keys, such as an earlier result of to_device",
-            missing,
+            path,
         )
     by_path = dict(zip(theirs, leaves, strict=True))
     return [by_path[path] for path in paths]
 
 
-def _readable(parts: Parts, places: list[Any]) -> Parts:
-    """Describe a batch again if some leaves have to be packed that a new batch would not pack.
+def make_readable(parts: Parts, places: list[Any]) -> list[Any] | None:
+    """Return the leaves of a batch to describe in place of its own, if some have to be packed that otherwise are not.
 
     These are tensors that require grad, which are read detached, and a tensor that comes twice but goes to two places.
     """
@@ -235,7 +285,7 @@ def _readable(parts: Parts, places: list[Any]) -> Parts:
     changed = False
     for index in parts.table.positions(RowKind.MOVED):
         leaf = leaves[index]
-        if type(leaf) in _PLAIN and leaf.is_cpu:
+        if type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad):
             leaves[index], changed = leaf.detach(), True
     for index in parts.table.positions(RowKind.ALIAS):
         first = int(rows["offset"][index])
@@ -243,7 +293,7 @@ def _readable(parts: Parts, places: list[Any]) -> Parts:
             leaf = leaves[first]
             leaves[index] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf.view()
             changed = True
-    return describe(leaves, parts.structure, _CPU) if changed else parts
+    return leaves if changed else None
 
 
 def _is_same_view(one: Any, other: Any) -> bool:
@@ -256,34 +306,28 @@ def _is_same_view(one: Any, other: Any) -> bool:
     )
 
 
-def _described(structure: Structure, places: list[Any], parts: Parts, device: torch.device) -> Parts:
+def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
     """Describe the destinations, each of which is written once; parameters among them by their memory."""
     leaves: list[Any] = list(places)
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
-    there = describe(leaves, structure, device, arrays=False)
+    there = describe(leaves, parts.structure, device, arrays=False)
     changed = False
     for index in there.table.positions(RowKind.MOVED):
         leaf = leaves[index]
         is_plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device == device
         if is_plain and not (leaf.requires_grad and torch.is_grad_enabled()):
             leaves[index], changed = leaf.detach(), True
-    return describe(leaves, structure, device, arrays=False) if changed else there
+    return describe(leaves, parts.structure, device, arrays=False) if changed else there
 
 
-def _checked(parts: Parts, there: Parts) -> tuple[Any, Any]:
-    """Say of each leaf whether it is packed, and of these whether its destination is plain memory of its shape."""
-    mine, theirs = parts.table.rows, there.table.rows
-    packed = np.zeros(len(mine), dtype=np.bool)
-    packed[parts.table.positions(*PACKED)] = True
-    plain = np.zeros(len(mine), dtype=np.bool)
-    plain[there.table.positions(*PACKED)] = True
-    width = min(mine["shape"].shape[1], theirs["shape"].shape[1])
+def _fit(table: Table, there: Parts) -> Any:
+    """Say which destinations are plain memory of their leaf's shape, each element at an address of its own."""
+    mine, theirs, steps = table.rows, there.table.rows, _steps(there)
+    kind, width = theirs["kind"], min(mine["shape"].shape[1], theirs["shape"].shape[1])
     alike = (mine["ndim"] == theirs["ndim"]) & (mine["shape"][:, :width] == theirs["shape"][:, :width]).all(1)
-    steps = _steps(there)
-    width = theirs["shape"].shape[1]
-    expanded = (theirs["kind"] != RowKind.RAW) & ((steps[:, 1:] == 0) & (theirs["shape"] > 1)).any(1)
-    return packed, packed & plain & alike & ~expanded
+    expanded = (kind != RowKind.RAW) & ((steps[:, 1:] == 0) & (theirs["shape"] > 1)).any(1)
+    return (kind >= RowKind.RAW) & (kind <= RowKind.LAZY) & alike & ~expanded
 
 
 def _steps(there: Parts) -> Any:
@@ -292,13 +336,12 @@ def _steps(there: Parts) -> Any:
     return np.frombuffer(there.sources, dtype=np.int64).reshape(-1, 1 + width)
 
 
-def _same_bytes(parts: Parts, there: Parts) -> Any:
+def _have_same_bytes(table: Table, there: Parts) -> Any:
     """Say which leaves have the same bytes in the slab as they have to have at their places."""
-    mine, theirs = parts.table.rows, there.table.rows
+    mine, theirs = table.rows, there.table.rows
     width = min(mine["shape"].shape[1], theirs["shape"].shape[1])
     steps = (mine["stride"][:, :width] == theirs["stride"][:, :width]) | (mine["shape"][:, :width] < 2)
-    alike: Any = (theirs["kind"] == RowKind.RAW) & (mine["dtype"] == theirs["dtype"]) & steps.all(1)
-    return alike
+    return (theirs["kind"] == RowKind.RAW) & (mine["dtype"] == theirs["dtype"]) & steps.all(1)
 
 
 def _by_itself(
@@ -307,7 +350,7 @@ def _by_itself(
     """Return a leaf that goes by ``dst.copy_(src)``, or say why its destination can't be written.
 
     The cases: `out` has no tensor there, or the batch has an object that is none; another shape or device; a tensor
-    that requires grad; one that is expanded; one that comes twice. What is left is memory that only torch knows.
+    that requires grad; an expanded one; a repeated one. The rest is memory that only torch knows.
     """
     source, place, path = leaves[index], places[index], structure.path(index)
     source = source.obj if type(source) in WRAPPERS else source

@@ -60,8 +60,9 @@ from ._device import AT_ONCE_BYTES, Sources, target_for
 from ._out import NOTHING, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, fetch
+from ._to_host import HostTransfer, event_of, fetch, fetch_into
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
+from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -81,7 +82,7 @@ _FEW_LEAVES = 16
 ``_native/blocks.c``."""
 
 _PARTS = 2
-"""Where a slab is smaller than its batch: one part of it is packed while the other travels. A batch of 64 MiB takes
+"""Where a slab is smaller than its batch: one part of it is packed while the other is copied. A batch of 64 MiB takes
 1.8 ms through one of 2 MiB, 2.1 in three parts, 2.4 in four, 4.0 in eight."""
 
 _LEAST_SLAB_BYTES = 1 << 20
@@ -89,7 +90,7 @@ _LEAST_SLAB_BYTES = 1 << 20
 
 
 _LEAST_OF_CAP_BYTES = 4096
-"""A cap that has no room for so much is too small for any batch."""
+"""A cap below this size is too small for any batch."""
 
 _MOST_PATHS = 8
 """Paths that a note names."""
@@ -100,7 +101,7 @@ def _same(blocks: Blocks) -> Blocks:
 
 
 class Kept:
-    """What has to stay alive until an event is done; a task of the reaper's."""
+    """Objects to keep alive until an event is done; a task for the reaper."""
 
     def __init__(self, event: Fence, things: list[Any]) -> None:
         self._event = event
@@ -113,7 +114,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StagerStats:
-    """What a stager has done so far."""
+    """Counters of a stager, and its pool's statistics."""
 
     batches: int
     """Batches staged."""
@@ -122,13 +123,13 @@ class StagerStats:
     blocks: int
     """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
     packed_leaves: int
-    """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
+    """Tensors and arrays that were packed; repeated ones of a batch count once."""
     packed_bytes: int
     """Their bytes."""
     padding_bytes: int
-    """Bytes of alignment that travelled with them."""
+    """Bytes of alignment that were sent with them."""
     passthrough_leaves: int
-    """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+    """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
     fallback_batches: int
     """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
@@ -136,7 +137,7 @@ class StagerStats:
     fetch_copies: int
     """Device-to-host copies issued by them."""
     fetched_bytes: int
-    """What these copies carried, padding included."""
+    """Bytes of these copies, padding included."""
     pool: PoolStats
     """The pool's counters."""
 
@@ -185,7 +186,7 @@ class Stager:
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease). They travel from where they are, each by its own copy. They must not be changed until
+            views of a lease). They are copied from where they are, each by its own copy. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
             batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
@@ -209,9 +210,10 @@ class Stager:
             `pack_threads` below 1, or another `own_storage`.
         CudaUnavailableError: a CUDA device, but no CUDA.
 
-    If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `StagingWarning`
-    says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
+    If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts through a smaller slab,
+    and `stage` waits for its copies. If nothing can be page-locked, it is copied from pageable memory. A
+    `StagingWarning` says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these
+    batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
     pool when it is at its cap. In a forked child nothing can be staged.
@@ -299,13 +301,13 @@ class Stager:
         stream; `Transfer.wait` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
         copy's event. When the call returns, everything that was packed has been read.
 
-        A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
-        while a CUDA graph is captured there, it travels like a larger one.
+        A batch of at most 64 KiB takes no slab, waits for none, and is copied on the current stream, behind its work;
+        while a CUDA graph is captured there, it is staged like a larger one.
 
         A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
-        counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
-        is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
-        warning.
+        counted: a sparse, quantised or nested one, an unregistered subclass, a tensor that requires grad, or a tensor
+        that isn't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after
+        a warning.
 
         With `out` the batch is written into tensors that exist. The copies start behind the work that the current
         stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
@@ -341,9 +343,9 @@ class Stager:
         """Do what `stage` does.
 
         Args:
-            batch: what is staged.
+            batch: the batch.
             is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
-            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
+            borrows: whether its page-locked leaves won't be written, whatever `borrow_pinned` says.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
@@ -367,14 +369,14 @@ class Stager:
         return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
-        """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
+        """Start the copy of a batch that is packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
         still the caller's. Its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch in this layout; of any pool.
-            layout: where each leaf lies.
+            layout: where each leaf is stored.
             others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
@@ -471,21 +473,65 @@ class Stager:
             with step("unflatten"):
                 return structure.rebuild(leaves)
 
-    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
+    def load_weights(
+        self,
+        module_or_dict: torch.nn.Module | dict[str, torch.Tensor],
+        tensors: Any,
+        *,
+        strict: bool = True,
+    ) -> IncompatibleKeys:
+        """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a dict.
+
+        ::
+
+            with safetensors.safe_open("model.safetensors", framework="pt") as file:
+                stager.load_weights(model, file)
+
+        Host memory is bounded by the pool, whatever the size of the checkpoint. Dtypes may differ: the tensors are cast
+        on the device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all
+        names that share them. DTensors (plain Shard and Replicate) take this rank's part of a tensor of global shape.
+        A name whose tensor is loaded under another name isn't missing (tied weights).
+
+        The copies are operations of the current stream, as with ``to_device(out=)``: later work on that stream sees the
+        weights. Tensors of `tensors` may be changed when the call has returned, but for page-locked ones with
+        ``borrow_pinned``.
+
+        Args:
+            module_or_dict: on the stager's device, or on meta.
+            tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
+                (name, tensor), read in waves of 256 MiB (for example of all shards), or safetensors' ``safe_open``.
+            strict: missing and unexpected names are errors.
+
+        Returns:
+            Missing and unexpected names, as from ``load_state_dict``.
+
+        Raises:
+            RuntimeError: the error of ``load_state_dict`` for missing, unexpected and misshapen names, also for tensors
+                on another device and for tensors that stay on meta. With a mapping or ``safe_open``, nothing was
+                written then; an iterable is checked by name as it comes.
+            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state).
+        """
+        return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
+
+    def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and travel in one copy; dense ones of 1 MiB and more are copied from where they are. The call acts
-        like an operation on the current stream: it sees the results of earlier work on that stream, and the tensors may
-        be changed or freed right afterwards. That stream waits while large tensors are read; if it must not, call on
-        another stream.
+        their device and are sent in one copy; dense ones of 1 MiB and more are copied from where they are. The call
+        acts like an operation on the current stream: it sees the results of earlier work on that stream, and the
+        tensors may be changed or freed right afterwards. That stream waits while large tensors are read; if it must
+        not, call on another stream.
 
         CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
         copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
-        subclass, one that requires grad) travels by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+        subclass, or one with grad) is moved by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: host tensors, in a nest of the tree's structure and with its shapes, which take the place of new ones.
+                Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
+                `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
+                `stage`.
             copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
                 slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
 
@@ -493,29 +539,47 @@ class Stager:
             The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
 
         Raises:
-            LayoutError: an object in the tree holds tensors and is not a known container.
+            ValueError: `out` is given with ``copy=False``.
+            LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
+                written, as for `stage`.
+            PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
+        if out is not None and not copy:
+            raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
         with step("fetch"), self._target.selected():
-            transfer: HostTransfer[B] = fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+            transfer = self._fetch_into(tree, out) if out is not None else self._fetch(tree, copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def to_host(self, tree: B) -> B:
+    def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
+        return fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+
+    def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
+        self._refuse_capture()
+        reaper.start()
+        transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
+        event = event_of(transfer)
+        if event is not None and written:
+            reaper.tasks.put(Kept(event, written))
+        return transfer
+
+    def to_host(self, tree: B, *, out: B | None = None) -> B:
         """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
-        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool.
-        Otherwise as `fetch`.
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
+        is one of `out`. Otherwise as `fetch`.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: see `fetch`.
 
         Returns:
             A tree of the same types.
@@ -523,7 +587,7 @@ class Stager:
         Raises:
             LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
         """
-        return self.fetch(tree).wait()
+        return self.fetch(tree, out=out).wait()
 
     @overload
     def prefetch(
@@ -589,7 +653,7 @@ class Stager:
                 over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
         stage = partial(self._stage, is_bounded=False, borrows=pinned)
         return prefetcher_of(stage, self._target, source, depth, background)
 
@@ -654,15 +718,15 @@ class Stager:
         """Send what can be packed.
 
         The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
-        slab, and a stream to wait for, would take longer than to pack and copy it. One below `SMALL_BYTES` that nobody
-        watches goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts, on the
-        stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
+        slab, and a stream to wait for, would take longer than packing and copying it. A batch below `SMALL_BYTES` that
+        isn't watched goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts,
+        on the stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
         before it comes here.)
 
         Args:
             parts: of the batch.
-            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
-                sent on the current stream needs no event, which takes some microseconds.
+            is_watched: whether the caller can ask when the bytes are there, or get them on another stream. Else copies
+                on the current stream need no event, which takes some microseconds.
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
@@ -719,13 +783,16 @@ class Stager:
                 reaper.tasks.put(Kept(event, borrowed.lenders))
         return Sent(blocks, event, copies, stream)
 
-    def _plan(self, batch: Any, out: Any) -> Plan:
-        """Check existing tensors against a batch. Writes nothing."""
+    def _refuse_capture(self) -> None:
         if self._target.is_capturing():
             raise PinstageError(
-                "cannot stage into existing tensors while a CUDA graph is captured: the graph would replay the copy of "
-                "this one batch; call it before graph.replay(), outside of the capture"
+                "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; "
+                "call it before or after graph.replay(), outside of the capture"
             )
+
+    def _plan(self, batch: Any, out: Any) -> Plan:
+        """Check existing tensors against a batch. Writes nothing."""
+        self._refuse_capture()
         while True:
             parts = take_apart(batch, keeping=self._keeping)
             try:
@@ -741,7 +808,7 @@ class Stager:
         the stream for copies. Nothing is counted for `run_ahead`: no memory is taken for a batch.
 
         Returns:
-            What is sent; its event is behind all of it.
+            The copies; the event is behind all of them.
         """
         target = self._target
         if self._pool_state.closed or self._pool_state.is_forked:
@@ -867,7 +934,7 @@ class Stager:
         """Pack, and send each chunk as soon as it is complete.
 
         Args:
-            parts: what is packed.
+            parts: the jobs of packing.
             lease: the host slab.
             make: makes the tensors that it goes to, which is done while threads pack.
             stream: that copies.

@@ -42,7 +42,7 @@ class LeafReport(NamedTuple):
 
 
 class LeafCopies(NamedTuple):
-    """What ``.to(device)`` on each leaf would do."""
+    """Cost of ``.to(device)`` on each leaf."""
 
     copies: int  # a leaf in two places is copied twice, an empty one not at all
     nbytes: int
@@ -51,7 +51,7 @@ class LeafCopies(NamedTuple):
 
 
 class SlabCopy(NamedTuple):
-    """What one slab would do."""
+    """Cost of one slab."""
 
     copies: int  # one, and one for each leaf that cannot be packed
     nbytes: int  # of the slab, padding included
@@ -67,7 +67,7 @@ class Audit:
     """The findings of `audit`. Print them, show them with rich, or use `to_dict`.
 
     Attributes:
-        leaves: each tensor and array, in the order of the batch; one that appears twice is listed twice.
+        leaves: each tensor and array, in the order of the batch, each as often as it appears.
         pinning: what ``DataLoader(pin_memory=True)`` would do.
         each: what ``.to()`` on each leaf would do.
         slab: what one slab would do.
@@ -202,7 +202,7 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
 
 
 def sections_of(found: Audit, *, every_leaf: bool = False) -> list[Section]:
-    """Return what is printed: the verdict, then the table."""
+    """Return the report: the verdict, then the table."""
     if not found.leaves:
         return [Line("there is no tensor and no array in this batch", "warning")]
     shown = found.leaves if every_leaf else found.leaves[:_ROWS]

@@ -132,7 +132,7 @@ REFERENCE_BUS = Bus(10, 55, source="as on an H200 (pinstage doctor measures your
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and bytes a second."""
+    """Seconds, and bytes per second."""
 
     fixed_seconds: float  # to stage any batch, whatever is in it
     leaf_seconds: float  # for each leaf
@@ -140,7 +140,7 @@ class Cost:
     source: str
 
     def seconds(self, leaves: int, nbytes: int, bus: float) -> float:
-        """Return how long it takes to stage a batch, over a bus of so many bytes a second."""
+        """Return how long it takes to stage a batch, over a bus with a speed in bytes per second."""
         return self.fixed_seconds + leaves * self.leaf_seconds + nbytes / min(self.bytes_per_second, bus)
 
 

@@ -68,7 +68,7 @@ def memory(max_bytes: int, reason: str) -> Check:
 
 
 def host_budgets(pools: Sequence[PoolUsage]) -> Check:
-    """Check what is taken of each `HostBudget`, and by whom."""
+    """Check how much of each `HostBudget` is taken, and by which processes."""
     name = "host budgets"
     if not pools:
         return Check(name, "ok", "no pool has one")
@@ -192,7 +192,7 @@ def link(gpu: Gpu) -> Check:
 
 
 def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
-    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine of so many nodes."""
+    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine with several nodes or one."""
     name = f"NUMA cuda:{gpu.index}"
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
@@ -216,7 +216,7 @@ def host_page_tables(gpu: Gpu) -> Check:
     return Check(name, "warning", found + "memory is copied fast", remedy)
 
 
-# -- what was measured -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:

@@ -41,7 +41,7 @@ class FoundLeaf(NamedTuple):
 
 
 def places(batch: Any) -> Iterator[FoundLeaf]:
-    """Yield each tensor and array of a batch, in order; one that is in two places comes twice.
+    """Yield each tensor and array of a batch, in order, as often as it appears.
 
     An object that refers back to one it was reached through is not entered again.
     """
@@ -58,7 +58,7 @@ def places(batch: Any) -> Iterator[FoundLeaf]:
 
 
 def _children(obj: Any) -> list[tuple[str, Any]]:
-    """Return what an object holds, with what is written behind its name to get there."""
+    """Return the contents of an object, each with the suffix of its path."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
@@ -79,7 +79,7 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Pinning:
-    """What would become of each leaf."""
+    """The fate of each leaf."""
 
     pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
     stopped_by: tuple[str | None, ...]  # for each leaf that would not, the name of the type that stops torch

@@ -1,4 +1,4 @@
-"""What it takes to work with the libraries that people train with: one small module for each."""
+"""Integrations with training libraries: one small module for each."""
 
 from __future__ import annotations
 

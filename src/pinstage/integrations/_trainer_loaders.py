@@ -72,8 +72,8 @@ class TrainerLoaders:
             always: whether it is wrapped whatever `in_workers` says.
         """
         stager = self.stager
-        inner = getattr(loader, "base_dataloader", loader)  # of one that Accelerate prepared
-        settings = getattr(inner, "_settings", None)  # of one that stages already
+        inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
+        settings = getattr(inner, "_settings", None)  # if it stages already
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
         if settings is None and _iterates_as_torch_does(inner):

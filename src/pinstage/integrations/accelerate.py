@@ -30,8 +30,8 @@ def prepare(
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. If that is
-            stateful, its first pass is packed in the main process: its workers run already.
+        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't iterated yet. If that
+            is stateful, its first pass is packed in the main process: its workers run already.
         max_bytes: as for `DataLoader`.
         budget: as for `DataLoader`.
         pool: as for `DataLoader`.

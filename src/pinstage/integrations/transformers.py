@@ -43,10 +43,10 @@ class StageInputs(_Trainer):
     """A pool over `SharedMemory` to take slabs from, instead of one with these caps."""
 
     depth: int = 2
-    """How many batches the loaders send ahead; see `DataLoader`."""
+    """Number of batches that the loaders send ahead; see `DataLoader`."""
 
     keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None
-    """What stays on the host, as for `DataLoader`; a function as a ``staticmethod``."""
+    """Leaves that stay on the host, as for `DataLoader`; a function as a ``staticmethod``."""
 
     workers: bool = True
     """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
@@ -100,8 +100,8 @@ class StageInputs(_Trainer):
     def _prepared(self, loader: Any, *, is_training: bool = False) -> Any:
         """Stage a loader of Accelerate's; it sends and page-locks nothing, nor does one made of it to skip batches.
 
-        One that dispatches sends in any case, so it stages what it sends. The Trainer may keep a loader and give it
-        again.
+        A dispatching loader sends in any case, so it stages the batches it sends. The Trainer may keep a loader and
+        give it again.
         """
         dispatches = isinstance(loader, DataLoaderDispatcher)
         if not dispatches:

@@ -52,7 +52,7 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
-    """Keep memory that a copy on a stream of ours reads or writes. One call of C, but for what it is given."""
+    """Keep memory that a copy on our stream reads or writes. One call of C, except for its arguments."""
     if event is not None:
         reaper.tasks.put(Kept(event, [memory]))
 
@@ -66,7 +66,7 @@ def drop_arrival(shuttle: Shuttle, arrival: Arrival) -> None:
 
 
 class OffloadedBlock:
-    """Bytes of one storage on the host; on the device as well, while they leave or when they have come back.
+    """Bytes of one storage on the host; on the device too, while they leave or when they have come back.
 
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
 

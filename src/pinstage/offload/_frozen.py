@@ -33,7 +33,7 @@ ACQUIRE_SECONDS = 60.0
 """Timeout for a slab, as a `Stager` has it."""
 
 _holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDictionary()
-"""Who holds a tensor: by the tensor's id, and by its storage's address on the host."""
+"""Owners of tensors: by the tensor's id, and by its storage's address on the host."""
 
 
 class Held(NamedTuple):
@@ -44,6 +44,7 @@ class Held(NamedTuple):
     path: str
     tensor: torch.Tensor
     """The module's own object."""
+    is_buffer: bool
     slab: int
     begin: int
     """Byte offset in the slab."""
@@ -63,14 +64,12 @@ class FrozenModule(Offloaded):
         self._shuttle = shuttle
         self._arrivals: list[Arrival] = []
         self._versions: list[int] = []
-        self._inside = self._closed = False
+        self._inside = False
         tensors = _tensors_of(module)
         for path, tensor in tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._slabs, self._held = _copy_to_slabs(tensors, pool)
-        for held in self._held:
-            held.tensor.data = held.host
+            self._slabs, self._held = _move_to_slabs(tensors, pool)
         self._keys = {id(held.tensor) for held in self._held}
         self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
         _holders.update(dict.fromkeys(self._keys, self))
@@ -87,20 +86,18 @@ class FrozenModule(Offloaded):
         before you enqueue that work.
 
         Raises:
-            RuntimeError: the handle is closed, or a parameter or buffer was moved, replaced, added or removed.
+            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or the handle was closed.
             torch.OutOfMemoryError: the device has too little memory; everything is as before.
         """
         if self._arrivals:
             return
-        if self._closed:
-            raise RuntimeError(f"the handle of {self!r} is closed; make another one by frozen_module")
         now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
         moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
         moved.update(held.path for held in self._held if not held.is_at(self._slabs[held.slab]))
         if moved:
             raise RuntimeError(
-                f"{sorted(moved)[0]} of {self!r} was moved, replaced, added or removed outside its block. Change "
-                "parameters and buffers in place, or close the handle first and make another one"
+                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, added or removed outside the block, or "
+                "the handle was closed. Change tensors in place, or make a new handle"
             )
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
@@ -141,17 +138,14 @@ class FrozenModule(Offloaded):
             return
         lost, changed = [], set()
         for held, version in zip(self._held, self._versions, strict=True):
-            if held.is_at(self._slabs[held.slab]):
-                continue  # an interrupt ended an earlier call
-            is_changed = version_of(held.tensor) != version
-            if not held.is_at(self._arrivals[held.slab].there) or (
-                is_changed and isinstance(held.tensor, torch.nn.Parameter)
-            ):
-                lost.append(held.path)
-            elif is_changed:
+            is_there = held.is_at(self._arrivals[held.slab].there)
+            if (is_there and version_of(held.tensor) == version) or held.is_at(self._slabs[held.slab]):
+                continue  # as before, or back already by a call that an interrupt ended
+            if is_there and held.is_buffer:
                 changed.add(held.owner)
-        events = [self._copy_back(held) for held in self._held if held.owner in changed]
-        for event in events:
+            else:
+                lost.append(held.path)
+        for event in [self._copy_back(held) for held in self._held if held.owner in changed and held.is_buffer]:
             if event is not None:
                 event.synchronize()
         for held in self._held:
@@ -172,13 +166,11 @@ class FrozenModule(Offloaded):
         self.offload()
         for key in self._keys:
             _holders.pop(key, None)
-        self._held, self._slabs, self._closed = [], [], True
+        self._held, self._slabs = [], []
 
     def _copy_back(self, held: Held) -> Any:
-        """Copy a buffer to its slab; return the event."""
-        if isinstance(held.tensor, torch.nn.Parameter) or not held.tensor.numel():
-            return None
-        first, last = range_of(held.host)
+        """Copy a buffer to its slab; return the event, None if it is done."""
+        first, last = range_of(held.host) if held.host.numel() else (0, 0)
         part = slice(held.begin, held.begin + last - first)
         return self._shuttle.leave(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], None)
 
@@ -216,8 +208,8 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"frozen_module can't hold {path}: it {why}")
 
 
-def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
-    """Copy the memory of tensors into slabs, by storage; return the slabs, uint8 ``[n]``, and the places."""
+def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
+    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the places."""
     ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
     for tensor in tensors.values():
         begin, end = range_of(tensor) if tensor.numel() else (0, 0)
@@ -256,7 +248,9 @@ def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
             part.copy_(bytes_of(storage, begin, end))
             storages[storage.data_ptr()] = part.untyped_storage()
         host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
-        held.append(Held(path.rpartition(".")[0], path, tensor, slab, start + offset - begin, host))
+        tensor.data = host  # at once: what it leaves can be freed
+        is_buffer, owner = not isinstance(tensor, torch.nn.Parameter), path.rpartition(".")[0]
+        held.append(Held(owner, path, tensor, is_buffer, slab, start + offset - begin, host))
     return [torch.from_numpy(slab) for slab in slabs], held
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from .._pool import SlabPool, check_pool
-from .._sizes import parse_bytes
+from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from ._block import OffloadedBlock, bytes_of, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
@@ -141,7 +141,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: int | str = "1MiB") -> Offloaded:
+def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: Size = "1MiB") -> Offloaded:
     """Keep an optimizer's state on the host between its steps, in slabs of a pool.
 
     ::

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat.storages import base_of, check_changes_are_seen
 from .._pool import SlabPool, check_pool
-from .._sizes import parse_bytes
+from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
 from ..errors import PinstageError
@@ -131,9 +131,9 @@ class save_on_cpu:  # noqa: N801 - torch's name
         self,
         pool: SlabPool,
         *,
-        min_bytes: int | str = "1MiB",
+        min_bytes: Size = "1MiB",
         keep_on_device: Callable[[torch.Tensor], bool] | None = None,
-        max_device_bytes: int | str = "1GiB",
+        max_device_bytes: Size = "1GiB",
     ) -> None:
         check_changes_are_seen()
         if keep_on_device is not None and not callable(keep_on_device):

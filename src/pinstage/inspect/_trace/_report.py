@@ -21,7 +21,7 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What a trace says, and what packing would change in it."""
+    """Figures from a trace, and the predicted effect of packing."""
 
     analysis: Analysis
     packing: Packing
@@ -37,7 +37,7 @@ class TraceReport:
         return " ".join(_verdict(self.analysis, self.packing))
 
     def sections(self) -> list[Section]:
-        """Return what is printed: one screen."""
+        """Return the report: one screen."""
         analysis = self.analysis
         style = "warning" if self.packing.is_stalled else "ok"
         shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
