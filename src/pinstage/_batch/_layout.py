@@ -206,12 +206,12 @@ def check_content(structure: Any, table: Any) -> None:
     if not isinstance(structure, Structure) or not isinstance(table, Table):
         raise LayoutError(
             f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a structure and an "
-            "offset table; compute the layout anew with Layout.of(batch)"
+            "offset table; compute the layout again with Layout.of(batch)"
         )
     if len(table.rows) != structure.num_leaves:
         raise LayoutError(
             f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
-            "layout anew with Layout.of(batch)"
+            "layout again with Layout.of(batch)"
         )
 
 

@@ -229,7 +229,7 @@ def register_node(
         raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
     if flatten is None and not has_attributes_only(cls):
         raise TypeError(
-            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that are no attributes; "
+            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that aren't attributes; "
             "pass flatten and unflatten"
         )
     how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)

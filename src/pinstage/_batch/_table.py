@@ -147,7 +147,7 @@ class Table(NamedTuple):
             figures = _native.core.figures(data)
         except ValueError as error:
             raise LayoutError(
-                f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+                f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
             ) from None
         return cls(data, *figures)
 
