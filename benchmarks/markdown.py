@@ -712,7 +712,7 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     lines.append("| copies to the device | " + " | ".join(rows["staging", way]["detail"] for way in ways) + " |")
     for case, text in (
         ("staging", "the host stages, or a copy runs, ms"),
-        ("GPU waits for staging", "of it, the GPU stands still, ms"),
+        ("GPU waits for staging", "of it, the GPU idles, ms"),
         ("step, profiled", "the step, under the profiler, ms"),
         ("step", "**the step, without it, ms**"),
     ):

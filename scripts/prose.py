@@ -22,7 +22,7 @@ MOST_WORDS = 42
 
 UNITS = r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line)"
 INSTEAD = {
-    r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
+    r"(?-i:(?<![+\x22])[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
     r"at the most": "at most",
     r"as ever": "leave it out",

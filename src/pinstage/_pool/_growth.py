@@ -19,10 +19,10 @@ from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
-from ._accounts import Waiter
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Holdings, Slab
+from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
 """Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""

@@ -20,8 +20,8 @@ import torch
 
 from ..errors import LeaseError
 from . import _refusals
-from ._accounts import Account
 from ._slab import Fence, Holdings, Slab
+from ._waiting import Account
 
 
 @lru_cache(maxsize=256)

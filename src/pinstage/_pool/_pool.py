@@ -15,7 +15,6 @@ from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
-from ._accounts import Account, Waiter
 from ._classes import reuse_limit
 from ._growth import Growth, Plan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
@@ -23,7 +22,7 @@ from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState, take_free
 from ._stats import PoolStats
-from ._waiting import check_timeout
+from ._waiting import Account, Waiter, check_timeout
 
 _PAUSE_SECONDS = 0.02
 """Poll interval of a reservation that waits for other processes."""
@@ -139,7 +138,7 @@ class SlabPool:
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
         self._host = None if budget is None else LimitedMemory(self._memory, budget)
-        self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
+        self._state = PoolState(self._host or self._memory, cap, reason, record)
         self._has_told = False
         if self._host is not None:
             self._host.serve(self._state)

@@ -14,7 +14,7 @@ from ..errors import (
     PoolError,
     PoolFrozenError,
 )
-from ._accounts import Account
+from ._waiting import Account
 
 E = TypeVar("E", bound=PoolError)
 

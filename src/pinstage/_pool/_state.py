@@ -7,9 +7,7 @@ changed by threads of its own only (`_growth`), where no interrupt comes.
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
@@ -17,62 +15,22 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
-from .._compat.calls import ownership
-from .._memory import MemoryResource
-from .._reaper import reaper
 from ..errors import PoolError
 from . import _refusals
-from ._accounts import Account, Waiter
 from ._classes import reuse_limit, size_class
 from ._growth import Growth, Plan
-from ._host_budget import LimitedMemory, held_bytes
+from ._host_budget import held_bytes
 from ._lease import Lease
 from ._refusals import Figures, Refusal
 from ._slab import Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
-
-_states: weakref.WeakSet[PoolState] = weakref.WeakSet()
-"""Of this process and its parents."""
-
-
-def _mark_forked() -> None:
-    for state in list(_states):
-        state.is_forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)
-
+from ._waiting import Account, Waiter
 
 _HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
 
 
 class PoolState(Holdings):
-    """The budget and the slabs. Methods of the first section are called under `lock`, and none does slow work.
-
-    Attributes:
-        is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
-        user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryResource,
-        max_bytes: int,
-        reason: str,
-        host: LimitedMemory | None,
-        record: Callable[[], tuple[Fence, ...]] | None,
-    ) -> None:
-        super().__init__(memory, host, max_bytes, record)
-        self._reason = reason
-        self.user: str | None = None
-        has_lock = ownership(self.lock)
-        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
-        _states.add(self)
-        # Not the state itself: the garbage collector tells of a death before finalisers have had their last use of it.
-        self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
+    """The decisions. Methods of the first section are called under `lock`, and none does slow work."""
 
     # -- decisions
 
@@ -369,23 +327,3 @@ def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
 
 def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
     return {f"{state}_bytes": sum(slab.capacity for slab in slabs), f"{state}_slabs": len(slabs)}
-
-
-def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
-    """Free the slabs of a dropped pool, except those whose event isn't done; say whether that was all.
-
-    Raises:
-        Exception: of the first slab that could not be freed; the others are.
-    """
-    errors = []
-    for slab in list(slabs):
-        try:
-            if all(fence.query() for fence in slab.fences()):
-                slab.event, slab.guards = None, ()  # a slab is garbage in a cycle: a forked child may not end events
-                del slabs[slab]
-                memory.deallocate(slab.block)
-        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return not slabs

@@ -69,9 +69,7 @@ class FrozenModule(Offloaded):
         for path, tensor in tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._slabs, self._held = _copy_to_slabs(tensors, pool)
-        for held in self._held:
-            held.tensor.data = held.host
+            self._slabs, self._held = _move_to_slabs(tensors, pool)
         self._keys = {id(held.tensor) for held in self._held}
         self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
         _holders.update(dict.fromkeys(self._keys, self))
@@ -210,8 +208,8 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"frozen_module can't hold {path}: it {why}")
 
 
-def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
-    """Copy the memory of tensors into slabs, by storage; return the slabs, uint8 ``[n]``, and the places."""
+def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
+    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the places."""
     ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
     for tensor in tensors.values():
         begin, end = range_of(tensor) if tensor.numel() else (0, 0)
@@ -250,6 +248,7 @@ def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
             part.copy_(bytes_of(storage, begin, end))
             storages[storage.data_ptr()] = part.untyped_storage()
         host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
+        tensor.data = host  # at once: what it leaves can be freed
         is_buffer, owner = not isinstance(tensor, torch.nn.Parameter), path.rpartition(".")[0]
         held.append(Held(owner, path, tensor, is_buffer, slab, start + offset - begin, host))
     return [torch.from_numpy(slab) for slab in slabs], held
