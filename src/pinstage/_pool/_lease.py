@@ -23,7 +23,6 @@ from . import _refusals
 from ._slab import Fence, Holdings, Slab
 from ._waiting import Account
 
-
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # found sooner than attributes of torch
 
 
