@@ -23,6 +23,8 @@ from . import _refusals
 from ._slab import Fence, Holdings, Slab
 from ._waiting import Account
 
+_BYTE, _tensor_of = torch.uint8, torch.frombuffer  # found sooner than attributes of torch
+
 
 @lru_cache(maxsize=256)
 def _exporter_type(capacity: int) -> type[Any]:
@@ -103,8 +105,8 @@ class Lease:
             TypeError: torch has no such dtype, or it is None.
             ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
         """
-        if shape is None and dtype is torch.uint8 and not offset:
-            return torch.frombuffer(self._export("tensor()"), dtype=dtype, count=self._nbytes)
+        if shape is None and dtype is _BYTE and not offset:
+            return _tensor_of(self._export("tensor()"), dtype=_BYTE, count=self._nbytes)
         if dtype is None:
             raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):

@@ -36,7 +36,7 @@ class Account:
     max_bytes: int | None = None
     """Bytes that it may have; None for no limit but the pool's cap."""
     waits: int = 0
-    """How many of its requests waited."""
+    """Number of its requests that waited."""
     wait_seconds: float = 0.0
 
 
