@@ -70,7 +70,7 @@ def blanked(text: str, *patterns: str) -> str:
 def prose(text: str) -> str:
     """Return a page without code, generated tables, comments and addresses."""
     return blanked(
-        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", CODE, r"\]\([^)]*\)", r"^ {4,}.*?$"
+        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", r"^ {4,}.*?$", CODE, r"\]\([^)]*\)"
     )
 
 
