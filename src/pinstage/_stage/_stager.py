@@ -186,7 +186,8 @@ class Stager:
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease). They are copied from where they are, each by its own copy. They must not be changed until
+            views of a lease or a `HostRegion`). They are copied from where they are, each by its own copy, in a region
+            cut where its chunks end. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
             batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
