@@ -180,3 +180,14 @@ def test_a_module_goes_to_the_device_that_is_named(two_devices):
             assert module(x).device == two_devices[1]
         handle.close()
         torch.cuda.synchronize(two_devices[1])
+
+
+def test_compiled_modules_change_their_buffers(cuda_device, pool):
+    plain, module = make(0, width=256).to(cuda_device), make(0, width=256)
+    x = torch.randn(64, 256, device=cuda_device)
+    compiled = torch.compile(module, backend="aot_eager")
+    handle = frozen_module(module, pool, device=cuda_device)
+    for _ in range(3):
+        with torch.no_grad(), handle:
+            assert torch.equal(compiled(x), plain(x))
+    assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])
