@@ -45,7 +45,7 @@ INSTEAD = {
     r"(?<!there )(?:is|are|was) no(?! (?:longer|more|less|faster|slower|way|need|other|use|such|room))": "isn't a",
     rf"{UNITS} an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
     r"times as fast": "1.7x faster, a speed-up of 1.7",
-    r"travels?|travell?ed|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
+    r"travels?|travell?(?:ed|ing)|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
 }
 """Patterns to avoid in prose, and the replacement."""
 
