@@ -57,8 +57,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     def close(self) -> None:
         """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
 
-        Blocks until the workers have ended. A pass that was not at its end raises an error when it is asked for another
-        batch. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
+        Blocks until the workers have ended. The next batch of an unfinished pass is an
+        error. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
         it at the end of the block. In a forked child it does nothing.
         """
         slabs = self._slabs
@@ -180,8 +180,8 @@ class DataLoader(Staging[T_co]):
         budget: a second cap, which pools of several processes share; see `HostBudget`.
         depth: how many batches are sent ahead of the yielded one, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
-        keep_on_host: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
-            workers are not forked. Tensors that stay are sent through torch's shared memory.
+        keep_on_host: leaves that stay on the host, as for `Stager`. Workers call a function, so it must be picklable
+            where workers are not forked. Tensors that stay are sent through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
             not change what workers write.
         owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a quota of the pool

@@ -216,7 +216,7 @@ class SlabPool:
 
         Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
         Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
-        because of its own owner's limit does not hold up those behind it.
+        because of its own owner's limit doesn't delay those behind it.
 
         Quotas of a frozen pool are parts of what it holds. Slabs beyond a new quota stay where they are until they are
         released. A second call for the same owner replaces the first.
@@ -249,7 +249,8 @@ class SlabPool:
             background: allocate in a thread, and return at once. Other threads may use the pool meanwhile.
 
         Returns:
-            Is done when all slabs are there. Its `synchronize` waits for that, and raises what prevented it.
+            A fence that is done when all slabs are there. Its `synchronize` waits for that, and raises the error that
+            prevented it.
 
         Raises:
             BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that

@@ -198,8 +198,9 @@ class Stager:
         run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
             that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
             None sets no bound.
-        keep_on_host: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots`
-            write them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
+        keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as errors and
+            `Layout.slots` write them (``["['lengths']"]``), or a function of path and leaf that returns true for such
+            leaves. They are
             neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
             even if results of `fetch` in the calling thread hold the slabs.
@@ -310,17 +311,17 @@ class Stager:
         that isn't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after
         a warning.
 
-        With `out` the batch is written into tensors that exist. The copies start behind the work that the current
+        With `out` the batch is written into existing tensors. The copies start behind the work that the current
         stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
-        are done. All is checked before anything is written. A call that fails later, by a time-out or an interrupt, may
-        leave some tensors written in part, which a note of the error names. A batch larger than the pool's cap goes in
-        parts, and the call waits for them.
+        are done. Everything is checked before anything is written. A call that fails later, by a time-out or an
+        interrupt, may leave some tensors written in part, which a note of the error names. A batch larger than the
+        pool's cap goes in parts, and the call waits for them.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
-            out: tensors on the stager's device, in a nest of the batch's structure and with its shapes; a result of
-                `to_device`, for example. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
-                that aren't tensors are neither compared nor changed. Returned is a nest of these tensors and the
+            out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
+                of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
+                that aren't tensors are neither compared nor changed. The result has these tensors and the
                 batch's other leaves.
 
         Raises:
@@ -529,7 +530,7 @@ class Stager:
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
-            out: host tensors, in a nest of the tree's structure and with its shapes, which take the place of new ones.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new ones.
                 Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
                 `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
                 `stage`.
@@ -623,8 +624,8 @@ class Stager:
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
-        the device only if it still has the work of more than three batches to do.
+        When a batch is yielded, the next `depth` are packed and being copied, or, with a thread, will soon be. Waits
+        for the device only if it still has the work of more than three batches to do.
 
         A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
         ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
@@ -637,7 +638,7 @@ class Stager:
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches,
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches.
             background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
                 that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
                 for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global

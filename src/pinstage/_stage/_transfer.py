@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 
 
 class Transfer(NotABatch, Generic[B_co]):
-    """A staged batch, perhaps still travelling. Made by `Stager.stage`.
+    """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
     Packed tensors may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
     """
@@ -117,8 +117,8 @@ class Transfer(NotABatch, Generic[B_co]):
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
-            A batch of the same types. Tensors and arrays are tensors on the device. Which of them share memory is said
-            by the stager's `own_storage`.
+            A batch of the same types. Tensors and arrays are tensors on the device. The stager's `own_storage`
+            says which of them share memory.
         """
         with step("hand_over"):
             blocks, event, _, writer = self._sent
