@@ -32,7 +32,7 @@ from comparison.harness import Outcome, Variant
 
 MIB = 1 << 20
 MODULES = 3
-SECONDS = 4.0
+SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,10 @@ class Measure:
         self._outcome = {"status": "ok" if is_right else "incorrect", "detail": f"device peak {peak:.1f} GB"}
 
     def _turns(self) -> Iterator[int]:
-        """Yield once for the allocations and kernels, and for each sample: at least two, and no more after a while."""
+        """Yield once for the allocations and kernels, and for each sample: at least one, and no more after a while."""
         began = time.perf_counter()
         for turn in range(1 + self._repeats):
-            if turn < 3 or time.perf_counter() - began < SECONDS:
+            if turn < 2 or time.perf_counter() - began < SECONDS:
                 yield turn
 
     def _in_turn(self, way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:

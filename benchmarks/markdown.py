@@ -510,6 +510,39 @@ def refusals(result: dict[str, Any] | None = None) -> str:
     return "\n".join(["## Measured", "", *lines, "", source(result)])
 
 
+def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str) -> str:
+    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were measured."""
+    result = result or measured(name)
+    if result is None:
+        return ""
+    cases = by_case(result)
+    lines = head(["ms", *(heading for case in cases for heading in [case, *(["GB/s"] if case in rates else [])])])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for case, rows in cases.items():
+            cells.append(shown(rows[variant]))
+            cells += [shown(rows[variant], "gb_per_s")] if case in rates else []
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+
+
+frozen = partial(
+    ways_by_cases,
+    name="frozen",
+    rates=["onload"],
+    said="Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
+    "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of two. "
+    "The bus alone copies as many bytes and computes nothing.",
+)
+weights = partial(
+    ways_by_cases,
+    name="weights",
+    rates=["cold", "warm"],
+    said="8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the page cache, and "
+    "everything is used for the first time. `warm`: the file is in the page cache.",
+)
+
+
 def page_locking(result: dict[str, Any] | None = None) -> str:
     """How a large range is page-locked, with its heading and picture; nothing until it was measured."""
     result = result or measured("page_locking")
@@ -679,7 +712,7 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     lines.append("| copies to the device | " + " | ".join(rows["staging", way]["detail"] for way in ways) + " |")
     for case, text in (
         ("staging", "the host stages, or a copy runs, ms"),
-        ("GPU waits for staging", "of it, the GPU stands still, ms"),
+        ("GPU waits for staging", "of it, the GPU idles, ms"),
         ("step, profiled", "the step, under the profiler, ms"),
         ("step", "**the step, without it, ms**"),
     ):
@@ -738,6 +771,8 @@ TABLES = {
     "transformers": partial(frameworks, only="trainer"),
     "checkpoint": checkpoint,
     "offload": offload,
+    "frozen": frozen,
+    "weights": weights,
     "page_locking": page_locking,
     "refusals": refusals,
     "to_host": to_host,

@@ -79,7 +79,7 @@ def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
 
 def _resource(name: str, device: str) -> Allocate:
     def allocate(nbytes: int) -> Held:
-        memory = getattr(ps, name)(device)
+        memory = getattr(ps.memory, name)(device)
         block = memory.allocate(nbytes)
         whole = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(block.ptr), dtype=torch.uint8)
         return Held(int, _parts([whole]), lambda: memory.deallocate(block))
@@ -253,25 +253,25 @@ def kernels(device: str) -> Iterator[None]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def once(allocate: Allocate, nbytes: int, device: str) -> dict[str, float]:
+def once(
+    allocate: Allocate, nbytes: int, device: str, neighbours: Callable[[], float], launches: Callable[[], float]
+) -> dict[str, float]:
     """Make memory ready and give it back; return the seconds of each part, and the resident share."""
     found: dict[str, float] = {}
-    cuda = torch.device(device).type == "cuda"
-    with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as (neighbours, launches):
-        neighbours()
-        launches()
-        before, began = _resident(), time.perf_counter()
-        held = allocate(nbytes)
-        found[FIRST] = time.perf_counter() - began
-        held.wait()
-        found[LAST] = time.perf_counter() - began
-        found[RESIDENT] = (_resident() - before) / nbytes
-        found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
-        found[TO_DEVICE] = _copy(held, nbytes, device)
-        launches()
-        began = time.perf_counter()
-        held.release()
-        found |= {BACK: time.perf_counter() - began, LAUNCH_BACK: launches()}
+    neighbours()
+    launches()
+    before, began = _resident(), time.perf_counter()
+    held = allocate(nbytes)
+    found[FIRST] = time.perf_counter() - began
+    held.wait()
+    found[LAST] = time.perf_counter() - began
+    found[RESIDENT] = (_resident() - before) / nbytes
+    found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
+    found[TO_DEVICE] = _copy(held, nbytes, device)
+    launches()
+    began = time.perf_counter()
+    held.release()
+    found |= {BACK: time.perf_counter() - began, LAUNCH_BACK: launches()}
     return found
 
 
@@ -283,28 +283,30 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     for number in range(count):
         there.copy_(held.part(number), non_blocking=True)
     if there.is_cuda:
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     return time.perf_counter() - began
 
 
 def run(allocate: Allocate, nbytes: int, device: str, seconds: float) -> dict[str, list[float]]:
     """Measure as often as fits into so many seconds, and once at least; return the samples of each case."""
     samples: dict[str, list[float]] = {}
-    deadline, longest = time.perf_counter() + seconds, 0.0
+    cuda = torch.device(device).type == "cuda"
 
     def add(found: dict[str, float], state: str) -> None:
         for what, value in found.items():
             samples.setdefault(f"{what}, {state}", []).append(value)
 
-    if torch.device(device).type == "cuda":
-        with kernels(device):
-            add(once(allocate, nbytes // 4, device), "busy")
-    while True:
-        began = time.perf_counter()
-        add(once(allocate, nbytes, device), "idle")
-        longest = max(longest, time.perf_counter() - began)
-        if time.perf_counter() + longest > deadline:
-            return samples
+    with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
+        deadline, longest = time.perf_counter() + seconds, 0.0
+        if cuda:
+            with kernels(device):
+                add(once(allocate, nbytes // 4, device, *others), "busy")
+        while True:
+            began = time.perf_counter()
+            add(once(allocate, nbytes, device, *others), "idle")
+            longest = max(longest, time.perf_counter() - began)
+            if time.perf_counter() + longest > deadline:
+                return samples
 
 
 def _cases(args: Any) -> list[Size]:
@@ -382,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed."""
     parser = script.parser(__doc__, repeats=1, repeats_help=argparse.SUPPRESS)
     parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
-    parser.add_argument("--seconds", type=float, default=180.0, help="time for all ways together")
+    parser.add_argument("--seconds", type=float, default=150.0, help="time for all ways together")
     parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
     parser.add_argument("--from", dest="source", type=Path, help="draw what this result file has; measure nothing")
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)

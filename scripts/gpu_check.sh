@@ -169,8 +169,8 @@ to_host() { benchmark to_host 180; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
-frozen() { benchmark frozen 90; }
-weights() { benchmark weights 120; } # all rows need safetensors
+frozen() { benchmark frozen 120; }
+weights() { benchmark weights 180; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086

@@ -1,4 +1,4 @@
-"""Check the pages and docstrings for words that readers stumble over, and pages for long sentences. For `make docs`.
+"""Check pages, docstrings and messages for words that readers stumble over, and pages for long sentences; `make docs`.
 
 proselint has the rules of style, without those for typography. `INSTEAD` has the patterns of this project, `HEADLESS`
 those of sentences. Code and names in backticks are left out.
@@ -22,7 +22,7 @@ MOST_WORDS = 42
 
 UNITS = r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line)"
 INSTEAD = {
-    r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
+    r"(?-i:(?<![+\x22])[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
     r"at the most": "at most",
     r"as ever": "leave it out",
@@ -45,7 +45,7 @@ INSTEAD = {
     r"(?<!there )(?:is|are|was) no(?! (?:longer|more|less|faster|slower|way|need|other|use|such|room))": "isn't a",
     rf"{UNITS} an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
     r"times as fast": "1.7x faster, a speed-up of 1.7",
-    r"travels?|travell?ed|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
+    r"travels?|travell?(?:ed|ing)|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
 }
 """Patterns to avoid in prose, and the replacement."""
 
@@ -58,6 +58,7 @@ HEADLESS = {
 
 LEFT_OUT = dict.fromkeys(("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False)
 CODE = r"`+[^`]*`+"
+QUOTED = r"(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|\.c?g?pu\(\)|--\w+"
 
 
 def blanked(text: str, *patterns: str) -> str:
@@ -70,7 +71,7 @@ def blanked(text: str, *patterns: str) -> str:
 def prose(text: str) -> str:
     """Return a page without code, generated tables, comments and addresses."""
     return blanked(
-        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", CODE, r"\]\([^)]*\)", r"^ {4,}.*?$"
+        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", r"^ {4,}.*?$", CODE, r"\]\([^)]*\)"
     )
 
 
@@ -109,12 +110,12 @@ def findings(page: Path) -> list[str]:
 
 
 def findings_in_docstrings(module: Path) -> list[str]:
-    """Return what `words` finds in a module's docstrings and comments, a line each."""
+    """Return what `words` finds in a module's docstrings, comments and messages, a line each."""
     text = module.read_text()
     found = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found += words(blanked(node.value.value, CODE, r"^ +\w+:"), node.lineno)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            found += words(blanked(node.value, CODE, QUOTED, r"^ +\w+:"), node.lineno)
     for number, line in enumerate(text.splitlines(), 1):
         _, mark, comment = line.partition("# ")
         found += words(blanked(comment, CODE), number) if mark and '"' not in comment else []

@@ -118,7 +118,7 @@ class Reaper:
         except Exception as error:  # noqa: BLE001 - there is no caller
             with contextlib.suppress(StagingWarning):  # made an error: not here
                 warnings.warn(
-                    f"what a pool or loader that nobody has any more held could not be given back: {error!r}; close() "
+                    f"memory of a dropped pool or loader could not be freed: {error!r}; close() "
                     "it before its device fails",
                     StagingWarning,
                     stacklevel=1,

@@ -205,7 +205,7 @@ def test_a_layout_from_a_damaged_pickle_is_an_error():
     batch = {"a": torch.ones(3), "b": torch.ones(2)}
     restore, (structure, table) = Layout.of(batch).__reduce__()
     for contents in ((table, structure), (structure, table.data), (structure, tuple(table))):
-        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout anew"):
+        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout again"):
             restore(*contents)
     rows = table.rows.copy()
     rows["offset"][1] = 0  # where the other one is

@@ -88,7 +88,7 @@ class Movable(Box):
 
 def test_a_class_with_a_to_of_its_own_moves_by_it_and_is_named_once(stager):
     batch = [Movable(torch.ones(2)), torch.ones(1)]
-    text = r"Movable holds tensors and is no known container: it moves by its own"
+    text = r"Movable holds tensors and isn't a known container: it moves by its own"
     with pytest.warns(StagingWarning, match=text) as told:
         results = [stager.to_device(batch) for _ in range(3)]
     for staged in results:

@@ -264,7 +264,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
 def test_a_table_that_is_none_is_refused_where_it_is_read(kind):
-    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it anew"):
+    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it again"):
         Table.of_bytes(IMPOSSIBLE[kind])
 
 
@@ -300,7 +300,7 @@ def test_plain_python_takes_and_refuses_the_same_tables(data):
     try:
         expected = Table(data, *oracle.figures_of(data))
     except ValueError as error:
-        expected = f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+        expected = f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
     assert read(data) == expected
 
 

@@ -170,3 +170,24 @@ def test_a_recurrent_layer_finds_its_weights_in_one_piece(cuda_device, pool, kin
     expected = module(x)[0]
     with frozen_module(module, pool, device=cuda_device):
         assert torch.equal(module(x)[0], expected)
+
+
+def test_a_module_goes_to_the_device_that_is_named(two_devices):
+    module, x = make(0, width=256), torch.randn(4, 256, device=two_devices[1])
+    with ps.SlabPool("64MiB", memory=ps.memory.default_memory(two_devices[1])) as pool:
+        handle = frozen_module(module, pool, device=two_devices[1])
+        with torch.cuda.device(two_devices[0]), handle:
+            assert module(x).device == two_devices[1]
+        handle.close()
+        torch.cuda.synchronize(two_devices[1])
+
+
+def test_compiled_modules_change_their_buffers(cuda_device, pool):
+    plain, module = make(0, width=256).to(cuda_device), make(0, width=256)
+    x = torch.randn(64, 256, device=cuda_device)
+    compiled = torch.compile(module, backend="aot_eager")
+    handle = frozen_module(module, pool, device=cuda_device)
+    for _ in range(3):
+        with torch.no_grad(), handle:
+            assert torch.equal(compiled(x), plain(x))
+    assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])

@@ -97,3 +97,11 @@ def test_earlier_work_sees_the_old_weights(cuda_device, latch: Latch):
         torch.cuda.synchronize(cuda_device)
     assert torch.equal(seen, old["0.weight"])
     assert_same(module, expected)
+
+
+def test_weights_go_to_the_device_that_is_not_current(two_devices):
+    state, module = make(1, width=256).state_dict(), make(0, two_devices[1], width=256)
+    with ps.Stager(two_devices[1], max_bytes="64MiB") as stager, torch.cuda.device(two_devices[0]):
+        stager.load_weights(module, state)
+        torch.cuda.synchronize(two_devices[1])
+        assert_same(module, state)

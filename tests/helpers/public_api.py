@@ -86,6 +86,8 @@ def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[st
         members = list(members_of(node, names))
         yield from (f"    {text}" for member, text in members if member not in seen)
         seen |= {member for member, _ in members}
+    inits = [part for node in nodes for part in node.body if getattr(part, "name", "") == "__init__"][:1]
+    yield from (f"    {attribute}" for init in inits for attribute in attributes_of(init) if attribute not in seen)
 
 
 def seen_by_type_checkers(nodes: list[Any]) -> list[Any]:
@@ -108,6 +110,13 @@ def members_of(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if name[0] != "_":
                 default = "" if part.value is None else f" = {ast.unparse(resolved(part.value, names))}"
                 yield name, f"{name}: {ast.unparse(kind)}{default}"
+
+
+def attributes_of(init: ast.FunctionDef) -> list[str]:
+    """Return the public attributes that ``__init__`` sets."""
+    stored = (word for word in ast.walk(init) if isinstance(word, ast.Attribute) and isinstance(word.ctx, ast.Store))
+    names = (word.attr for word in stored if isinstance(word.value, ast.Name) and word.value.id == "self")
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
 def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:

@@ -342,7 +342,7 @@ def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     found = report(waiting_loop(**loop))
     assert found.packing.saved_seconds == found.packing.most_saved_seconds == 0
     assert "The saving isn't predicted: no loop with more than 1,000 copies or 40.00 MiB per step" in found.verdict
-    assert "The GPU stands still for" in found.verdict
+    assert "The GPU idles for" in found.verdict
 
 
 def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report):
@@ -352,9 +352,9 @@ def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report)
     )
     assert found.verdict == (
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.1 ms without the "
-        "profiler. The GPU stands still for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
+        "profiler. The GPU idles for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
         "per step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
-        f"stage, where this takes about 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
+        f"stage, instead of 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
         "without the profiler, narrows this."
     )
     assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
@@ -369,7 +369,7 @@ def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(rep
         )
     verdict = report(trace).verdict
     assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
-    assert "Staging holds the GPU up for only 0% of a step: 1 host-to-device copy per step" in verdict
+    assert "The GPU waits for staging for only 0% of a step: 1 host-to-device copy per step" in verdict
     assert "100% of it behind kernels" in verdict
     assert verdict.endswith("Packing them into one slab wouldn't help.")
 
@@ -430,14 +430,14 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
 def test_downloads_get_a_verdict_of_their_own(report):
     found = report(downloading_loop(100))
     assert found.analysis.middle("download_seconds") == approx(2e-3)
-    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, hold" in found.verdict
+    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block" in found.verdict
     assert "Stager.fetch copies them together" in found.verdict
 
 
 def test_a_download_that_waits_for_kernels_says_so(report):
     found = report(downloading_loop(1, waiting_us=900))
     assert found.analysis.middle("exposed_download_seconds") == approx(20e-6)
-    assert "900 us of it for kernels that were still to run" in found.verdict
+    assert "900 us of it waiting for queued kernels" in found.verdict
     assert "Downloads" not in report(naive_loop()).verdict
 
 

@@ -74,7 +74,7 @@ def test_a_node_that_this_host_has_not_is_an_error_that_says_which_it_has(host):
 def test_a_process_that_may_not_use_the_nodes_cpus_gets_its_pages_all_the_same(host, affinity):
     node, cpus, reason = _numa.placement(1, "", host({0: "0-7", 1: "8-15"}))
     assert (node, cpus) == (1, frozenset())
-    assert reason == "node 1, as asked (this process may use none of its cpus)"
+    assert reason == "node 1, as asked (this process may use none of its CPUs)"
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "0", 1.0, "automatic"])

@@ -100,8 +100,7 @@ def with_lease(pool):
 
 
 def with_batch(stager):
-    with stager.stage(batch()) as staged:
-        yield staged
+    yield stager.stage(batch()).wait()
 
 
 def with_stager():
@@ -201,6 +200,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
         gc.disable()
         assert data.same(found, batch())
         del found
+        gc.collect(0)  # where the use allocated less: garbage would fill the pool
 
 
 def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
@@ -320,7 +320,7 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
     assert read(loader_that_is_killed(Killer(None, path))) == (24, None)
     lines = path.read_text().split()
     reached = {line.partition(":")[0] for line in lines}
-    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_messages.py"}
+    assert reached >= {"_worker.py", "_collate.py", "_messages.py"}
     for nth in range(1, len(lines) + 1, EVERY_NTH_LINE):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)

@@ -120,6 +120,8 @@ def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts
     [
         ("checkpoint", "guides/checkpoints.md", "| `CheckpointStager()` | **"),
         ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
+        ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | **"),
+        ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
         ("page_locking", "guides/large_host_memory.md", "| `ps.HostRegion(n)` | **"),
         ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
         ("loops", "performance.md", "| tokens | "),

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -250,6 +252,61 @@ def test_values_that_are_not_tensors_are_named(stager, source):
         stager.load_weights(found, source({"a": 3, "b": torch.ones(1)}))
     state = {"a": torch.ones(1), "step": 3, "b": torch.ones(1)}
     assert stager.load_weights(found, source(state), strict=False) == ([], ["step"])
+
+
+NAMES = "abcdef"
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+class Drawn(torch.nn.Module):
+    """Parameters of these shapes and dtypes; those with the same number are one tensor."""
+
+    def __init__(self, shapes, dtypes, numbers):
+        super().__init__()
+        made = {}
+        for name, shape, dtype, number in zip(NAMES, shapes, dtypes, numbers, strict=True):
+            tensor = made.setdefault(number, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+            self.register_parameter(name, tensor)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=6, max_size=6),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),
+    numbers=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    names=st.permutations([*NAMES, "x", "y"]),
+    count=st.integers(0, 8),
+    wrong=st.sets(st.sampled_from(NAMES), max_size=2),
+    wave_bytes=st.sampled_from([1, 64, 1 << 20]),
+    has_names=st.booleans(),
+)
+def test_any_checkpoint_ends_as_with_load_state_dict(
+    stager, monkeypatch, shapes, dtypes, numbers, names, count, wrong, wave_bytes, has_names
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(_weights, "WAVE_BYTES", wave_bytes)
+        ours, torchs = Drawn(shapes, dtypes, numbers), Drawn(shapes, dtypes, numbers)
+        state = {}
+        for position, name in enumerate(names[:count]):
+            shape = tuple(getattr(torchs, name).shape) if name in NAMES else (2,)
+            value = position if has_names or name not in NAMES else numbers[NAMES.index(name)]
+            state[name] = torch.full((*shape, *([2] if name in wrong else [])), value + 1.0)
+        source = state if has_names else iter(state.items())
+        if wrong & state.keys():
+            with pytest.raises(RuntimeError) as expected:
+                torchs.load_state_dict(state, strict=False)
+            with pytest.raises(RuntimeError) as found:
+                stager.load_weights(ours, source, strict=False)
+            if has_names:
+                assert sorted(str(found.value).splitlines()) == sorted(str(expected.value).splitlines())
+                assert not any(parameter.any() for parameter in ours.parameters())
+            return
+        expected = torchs.load_state_dict(state, strict=False)
+        missing, unexpected = stager.load_weights(ours, source, strict=False)
+        loaded = {id(getattr(ours, name)) for name in state if name in NAMES}
+        assert missing == [name for name in expected.missing_keys if id(getattr(ours, name)) not in loaded]
+        assert unexpected == expected.unexpected_keys
+        assert_same(ours, torchs.state_dict())
 
 
 # -- meta --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a batch is made of, and where each leaf is stored.
+"""Batches: their structure, and where each leaf is stored.
 
 A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes it apart into its leaves and its
 `Structure`, which puts others together again; classes of other libraries are looked up in `_libraries`. The leaves are

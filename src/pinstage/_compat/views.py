@@ -78,7 +78,7 @@ def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
         with torch.inference_mode(mode=False), torch.enable_grad():
             _why_slow[0] = _probe_tensors(core, samples)
     except WRONG as error:
-        _why_slow[0] = in_this_torch(f"does not do what is expected of its C shim ({error!r})")
+        _why_slow[0] = in_this_torch(f"doesn't behave as expected of its C shim ({error!r})")
     if _why_slow[0] is not None:
         core.use_handle(0)
 

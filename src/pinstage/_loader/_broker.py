@@ -27,11 +27,11 @@ from ._sending import SendingQueue
 from ._slabs import Slabs
 
 _STARVED_MS = 1
-"""How often the thread asks whether copies are done while a worker waits for a slab. It does not while none waits."""
+"""Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread doesn't poll."""
 
 _IDLE_MS = 100
-"""How often the thread looks by itself for what nobody may have told it: a batch was dropped, or an interrupt swallowed
-a wake-up. Only while a worker or a batch waits."""
+"""Poll interval for events that may come without a wake-up: a batch was dropped, or an interrupt swallowed
+the wake-up. Only while a worker or a batch waits."""
 
 _tokens = itertools.count()
 
@@ -39,8 +39,8 @@ _tokens = itertools.count()
 class Loan:
     """A slab that one worker may write.
 
-    First the worker has it. Then the batch that arrived in it has it, until that is sent or dies. Then the copy has it.
-    When the copy is done, the worker is told, and has it again.
+    First the worker has it. Then the batch that arrived in it has it, until that is sent or dropped. Then the copy has
+    it. When the copy is done, the worker gets a message, and has it again.
     """
 
     def __init__(self, number: int, worker: int, lease: Lease) -> None:
@@ -71,7 +71,7 @@ class SlabBroker:
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], Known] = {}
-        """What each worker's numbers stand for, by the worker's id and the number."""
+        """The slab of each worker's number, by the worker's id and the number."""
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
@@ -80,15 +80,15 @@ class SlabBroker:
         self._open = {channel.fileno(): worker for worker, channel in self._channels.items()}
         self._numbers = itertools.count()
         self._loans: dict[int, Loan] = {}
-        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by whoever sends
-        self._lost: deque[int] = deque()  # written by whoever unpickles
+        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by the sending thread
+        self._lost: deque[int] = deque()  # written by the unpickling thread
         self._starved: dict[int, int] = {}  # bytes that a worker waits for
         self._asked: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()  # worker, least bytes, wanted
         self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
         self._lender: threading.Lock | None = None  # held until the second thread ends
         self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # which close themselves
         os.set_blocking(self._wake_write.fileno(), False)
-        self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
+        self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread too
         self._closing = self._told = self._finished = self._ended = self._leak = self._has_warned = False
         self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
         self._gone = threading.Lock()
@@ -145,7 +145,7 @@ class SlabBroker:
     def wake(self) -> None:
         """Wake the thread. Does not block."""
         with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
-            if not self._ended:  # else the descriptor may be another file's by now
+            if not self._ended:  # else the descriptor may be another file's
                 os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
@@ -244,7 +244,7 @@ class SlabBroker:
             self._sweep()
 
     def _tell_workers(self) -> None:
-        """Tell the workers to wait no longer. To close their channels would not: later workers have those, too."""
+        """Tell the workers to wait no longer. Closing their channels isn't enough: later workers have those, too."""
         for worker in self._open.values():
             self._send(self._channels[worker], ("closed",))
 
@@ -315,7 +315,7 @@ class SlabBroker:
             self._free(self._lost.popleft())
         if self._starved:
             for loan in list(self._loans.values()):
-                if loan.batch is not None and loan.batch() is None:  # it has died unsent
+                if loan.batch is not None and loan.batch() is None:  # it was dropped unsent
                     self._free(loan.number)
         while self._copying and ((event := self._copying[0][1]) is None or event.query()):
             self._free(self._copying.popleft()[0])
@@ -368,7 +368,7 @@ class SlabBroker:
             return self._pool.acquire(size, timeout=0, owner=self._owner)
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
             return None  # the worker does without
-        except Exception as error:  # noqa: BLE001 - of the system: the same, but nobody would know why it is slow
+        except Exception as error:  # noqa: BLE001 - of the system: the same, but the warning gives the reason
             self._warn(size, repr(error))
             return None
 
@@ -408,7 +408,7 @@ LEAKED: list[Any] = []
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before the interpreter ends: one that comes back from CUDA later would abort the process."""
+    """End all threads before the interpreter ends: a later return from CUDA would abort the process."""
     for broker in list(BROKERS.values()):
         broker.finish(leak=True)  # the workers are still there
 

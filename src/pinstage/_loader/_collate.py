@@ -1,4 +1,4 @@
-"""What workers run in place of the collate function: it collates, and packs the batch into a slab.
+"""The collate function of workers: it collates, and packs the batch into a slab.
 
 Default collation is put off until there is a slab, and stacks the samples right into it.
 """
@@ -23,14 +23,14 @@ from ._messages import Message
 from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""How many structures of batches a worker and the main process know by number, each with its last offset table. A batch
-of a known structure sends its table only where that has changed; any other batch sends both."""
+"""Number of batch structures that a worker and the main process know by number, each with its last offset table. A
+batch of a known structure sends its table only where that has changed; any other batch sends both."""
 
 
 class SlabCollate:
     """Collates by the loader's own function, and packs the result into a slab.
 
-    Is called in workers only. Travels there with the process object, whatever the start method.
+    Is called in workers only. Sent there with the process object, whatever the start method.
 
     Args:
         collate: the loader's collate function.
@@ -66,7 +66,7 @@ class SlabCollate:
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
             ClosedError: the iterator is being shut down.
-            Exception: of the collate function, or of pickling what is not packed.
+            Exception: of the collate function, or of pickling the unpacked part.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
@@ -126,14 +126,14 @@ class SlabCollate:
 # -- default collation -------------------------------------------------------------------------------------------------
 
 _LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
-"""What most leaves of samples are. None of them is a container."""
+"""The usual types of leaves of samples. None of them is a container."""
 
 
 class Stack(NamedTuple):
     """Samples of one field, which are stacked later."""
 
     stand_in: torch.Tensor
-    """What the batch has in place of the stack, of its dtype and shape ``[samples, ...]``. Nobody reads its memory."""
+    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory isn't read."""
     samples: Any
     found: bytes
     """Addresses and strides of the samples."""
@@ -186,7 +186,7 @@ def collates_as_shipped(collate: Any) -> bool:
 
 
 def _in_plain_containers(sample: Any) -> bool:
-    """Say whether all containers of a sample are Python's own. Other classes may look at what is put into them."""
+    """Say whether all containers of a sample are Python's own. Other classes may look at inserted items."""
     kind = type(sample)
     if kind in _LEAVES:
         return True
@@ -199,7 +199,7 @@ def _in_plain_containers(sample: Any) -> bool:
 
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack as torch does in the main process. In a worker, torch would stack into /dev/shm, which nobody needs."""
+    """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
     if _stacks_plainly(batch):
         # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))

@@ -113,7 +113,7 @@ class LoaderIterator:
         stats, nbytes = pool.stats(), counters.largest_fallback
         mine = stats.owners.get(self._slabs.settings.owner)
         if (stats.max_bytes if mine is None else mine.available_bytes) >= nbytes:
-            return  # the system refused: somebody else warns of that
+            return  # the system refused, which causes a warning elsewhere
         counters.has_warned = True
         warnings.warn(
             f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
@@ -184,7 +184,7 @@ class Ending:
         self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
-        """Begin. The reaper calls this when the iterator has died."""
+        """Begin. The reaper calls this when the iterator is gone."""
         if not self._claimed.locked() and os.getpid() == self._pid:  # not in a forked child
             self.begun = True
             try:
@@ -234,7 +234,7 @@ class WorkersIterator(LoaderIterator):
         self._ending = ending
         self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
-        # Who knows the length may never ask for more than the last batch, as Lightning, and the slabs may be needed.
+        # A loop that knows the length, such as Lightning's, may stop at the last batch, and the slabs may be needed.
         self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.serve(self._sending)
@@ -303,7 +303,7 @@ class WorkersIterator(LoaderIterator):
 # -- the start of workers ----------------------------------------------------------------------------------------------
 
 INSISTED_SECONDS = 1.0
-"""Interrupts wait until the workers are started. One that comes so long after the first one does not wait: something
+"""Interrupts wait until the workers are started. An interrupt this long after the first one doesn't wait: something
 hangs, and the user insists."""
 
 
@@ -320,7 +320,7 @@ def start_workers(start: Callable[[], T]) -> T:
     """Call a function that starts workers, and return its result.
 
     An interrupt (SIGINT) that comes meanwhile is handled afterwards. In the middle of a fork it would leave a process
-    that nobody knows of, and torch's half-made iterator would print an error.
+    that are unknown, and torch's half-made iterator would print an error.
 
     The garbage collector of a forked worker leaves alone what the main process had. To free a CUDA tensor that another
     stream had used would abort the worker (rwth-i6/returnn#1494).

@@ -33,7 +33,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     torch's loader, and each class made of it, calls ``_get_iterator`` to begin a pass. That is what this class changes.
 
-    An object may lack our attributes. A framework may have made the loader anew, and a copy in another process must not
+    An object may lack our attributes. A framework may have rebuilt the loader, and a copy in another process must not
     touch the device before it is used.
     """
 
@@ -57,8 +57,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     def close(self) -> None:
         """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
 
-        Blocks until the workers have ended. A pass that was not at its end raises an error when it is asked for another
-        batch. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
+        Blocks until the workers have ended. The next batch of an unfinished pass is an
+        error. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
         it at the end of the block. In a forked child it does nothing.
         """
         slabs = self._slabs
@@ -140,7 +140,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             for _, there in pairs:
                 there.close()
         broker.finish(leak=False)
-        end_workers(batches)  # else they end when it has died
+        end_workers(batches)  # else they end when it is freed
         warn_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
         for generator, state in zip(draws, drawn, strict=True):
             generator.set_state(state)  # or samples would come in another order
@@ -178,10 +178,10 @@ class DataLoader(Staging[T_co]):
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
             reached. A batch for which there can be no slab is sent through the worker queue, which is slower.
         budget: a second cap, which pools of several processes share; see `HostBudget`.
-        depth: how many batches are sent ahead of the one that is yielded, of those that have arrived; 0 for none.
+        depth: how many batches are sent ahead of the yielded one, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
-        keep_on_host: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
-            workers are not forked. Tensors that stay are sent through torch's shared memory.
+        keep_on_host: leaves that stay on the host, as for `Stager`. Workers call a function, so it must be picklable
+            where workers are not forked. Tensors that stay are sent through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
             not change what workers write.
         owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a quota of the pool
@@ -204,7 +204,7 @@ class DataLoader(Staging[T_co]):
     ``with`` block, ends the workers at once.
     """
 
-    # Attributes have the names of the arguments: Lightning makes loaders anew from them.
+    # Attributes have the names of the arguments: Lightning rebuilds loaders from them.
     pool: SlabPool | None
     max_bytes: Size
     budget: HostBudget | None
@@ -295,7 +295,7 @@ def wrap_loader(
     own_storage: OwnStorage = "auto",
     owner: str = "loader",
 ) -> WrappedLoader[T_co]:
-    """Return a loader like the one that is given, but with batches that arrive on a device, as those of `DataLoader`.
+    """Return a loader like the given one, but with batches that arrive on a device, as those of `DataLoader`.
 
     This is for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
     the batches that were yielded, not those that were sent ahead.
@@ -308,7 +308,8 @@ def wrap_loader(
     loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Nobody has iterated over it yet.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It must not have been iterated over
+            yet.
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
@@ -353,7 +354,7 @@ def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
 
 
 def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> WrappedLoader[Any]:
-    """Return a loader whose class is its own and has its settings: a framework may make it anew by its type."""
+    """Return a loader whose class is its own and has its settings: a framework may rebuild it by its type."""
 
     def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class before the wrapping
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())

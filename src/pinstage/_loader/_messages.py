@@ -25,7 +25,7 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @dataclass(slots=True)
 class Known:
-    """What one worker's batches of one number look like."""
+    """The structure of one worker's batches of one number."""
 
     structure: bytes | Structure
     """Pickled, until it was unpickled for the first time."""
@@ -54,7 +54,7 @@ class Message:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PackedBatch:
-    """A batch that a worker has packed, in the main process. If it dies unsent, its slab is free again."""
+    """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is free again."""
 
     broker: Any
     structure: Structure
@@ -114,7 +114,7 @@ def receive(
 
     Raises:
         OSError: from unpickling. torch says what it means.
-        BaseException: from unpickling, if it is no `Exception`.
+        BaseException: from unpickling, if it isn't an `Exception`.
     """
     broker = BROKERS.get(token)
     if broker is None:
@@ -157,7 +157,7 @@ def receive(
 # To open ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
 
 _MARK = b"f"
-"""A descriptor cannot travel without at least one byte."""
+"""A descriptor can't be sent without at least one byte."""
 
 
 def send_descriptor(channel: Connection, fd: int) -> None:

@@ -38,7 +38,7 @@ class SendingQueue:
     """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
 
     The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
-    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the one that the loop wants. Those
+    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the loop. Batches
     that come too early stay in their slabs.
 
     The news that a worker has no more batches keeps its place between them. It must not overtake the worker's last one.

@@ -15,17 +15,17 @@ from .._memory import SharedMapping, attach
 from ._messages import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
-"""How often a waiting worker looks whether the main process is alive, where the kernel cannot tell by a pidfd."""
+"""Poll interval of a waiting worker for the main process, on kernels without pidfd."""
 
 GROWTH = 1.25
 """A slab that replaces a smaller one is larger than needed by this factor, so that batches of random size soon fit."""
 
 ASK_AGAIN_AFTER = 32
-"""For so many batches after a refusal, a worker does with the slabs that it has."""
+"""Number of batches after a refusal for which a worker makes do with its slabs."""
 
 
 class ClosedError(RuntimeError):
-    """The iterator is being shut down. Ends the worker's batch; nobody sees it."""
+    """The iterator is being shut down. Ends the worker's batch; never seen by users."""
 
 
 class WorkerSlab:
@@ -173,5 +173,5 @@ class WorkerSlabs:
 
 
 def _exit() -> NoReturn:
-    # The main process has ended. Nobody reads the queue, and its feeder thread could wait forever at a normal exit.
+    # The main process has ended. The queue has no reader, and its feeder thread could wait forever at a normal exit.
     os._exit(1)

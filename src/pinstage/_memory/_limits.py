@@ -1,4 +1,4 @@
-"""How much memory a process may page-lock without hurting its host, and the reason."""
+"""The most that a process may page-lock without hurting its host, and the reason."""
 
 import os
 from pathlib import Path

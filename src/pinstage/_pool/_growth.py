@@ -19,16 +19,16 @@ from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
-from ._accounts import Waiter
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Holdings, Slab
+from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
 """Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""
 
 RETRY_SECONDS = 60.0
-"""How long a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
+"""Seconds for which a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Plan:
 class Growth:
     """Carries out a plan in a thread of its own.
 
-    That thread makes the decision again, under the pool's lock, so that a plan which nobody carries out leaves nothing
+    That thread makes the decision again, under the pool's lock, so that an abandoned plan leaves nothing
     behind. Until the end, `Growth` says which bytes are promised to it.
 
     Args:
@@ -53,7 +53,7 @@ class Growth:
         waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
 
     Attributes:
-        plan: what is carried out; empty until the decision.
+        plan: the steps; empty until the decision.
         freed: bytes given back to the system.
         refusal: why the platform refused memory; empty if it did not.
     """
@@ -84,7 +84,7 @@ class Growth:
         self._news.get()
 
     def result(self) -> Any:
-        """Wait for the end. Return the lease, or what was there instead of a plan; None if the thread never began.
+        """Wait for the end. Return the lease, or the answer instead of a plan; None if the thread never began.
 
         Raises:
             BaseException: what ended the work. Then nothing was allocated.

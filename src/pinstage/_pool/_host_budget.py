@@ -2,8 +2,8 @@
 
 Each pool has a file in a folder of the user's, locked as long as its process lives: a file without a lock belongs to a
 process that has ended. Allocating and freeing read and write these files under the folder's lock. A pool that finds the
-budget used up writes into its file how much it wants. Pools with idle slabs look once a second, and free what is
-missing.
+budget used up writes into its file how much it wants. Pools with idle slabs look every second, and free the missing
+bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 """Interval at which a pool updates its file, and looks whether others want its idle slabs."""
 
 LEND_SECONDS = 2.5
-"""How long `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
+"""Seconds that `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
 
 _WAIT_SECONDS = 0.05
 """Interval at which a pool that found the budget used up looks whether there is room."""
@@ -60,10 +60,10 @@ class HostBudget:
 
     Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back what
     it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of other
-    processes free idle slabs. What a process held is free again when the process has ended, even if it was killed.
+    processes free idle slabs. The bytes of a process are free again when it has ended, even if it was killed.
 
-    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the one that
-    ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
+    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the folder
+    that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
 
     Args:
         max_bytes: the cap, as an int or text such as ``"64GiB"``. The same in all processes.
@@ -101,7 +101,7 @@ class HostBudget:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """What one pool holds of a `HostBudget`. Leased, in flight, free and the owners are up to a second old."""
+    """The part of a `HostBudget` that one pool holds. Leased, in flight, free and the owners are up to a second old."""
 
     budget: str
     """The budget's name."""
@@ -189,14 +189,14 @@ class LimitedMemory:
             self._write(folder, 0)
 
     def holders(self) -> str:
-        """Say, for errors, who had the rest of the budget; empty if nobody."""
+        """Say, for errors, who had the rest of the budget; empty if it is free."""
         largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
         names = [f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})" for pool in largest]
         total = format_bytes(held_bytes(self.others))
         return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
     def check_room(self, nbytes: int, *, take: bool = False) -> None:
-        """See that so many bytes can be allocated now, or write down that they are wanted.
+        """Make sure that this many bytes can be allocated now, or record that they are wanted.
 
         Raises:
             HostIsFull: there is no room.
@@ -284,7 +284,7 @@ class LimitedMemory:
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
     def _write(self, folder: int, held: int) -> None:
-        """Write the pool's file, with so many bytes. Makes it where it is missing, or somebody removed it."""
+        """Write the pool's file, with its number of bytes. Makes it if it is missing or was removed."""
         if self._file < 0 or not os.fstat(self._file).st_nlink:
             self._close()
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC

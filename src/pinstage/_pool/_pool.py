@@ -15,7 +15,6 @@ from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
-from ._accounts import Account, Waiter
 from ._classes import reuse_limit
 from ._growth import Growth, Plan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
@@ -23,10 +22,10 @@ from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState, take_free
 from ._stats import PoolStats
-from ._waiting import check_timeout
+from ._waiting import Account, Waiter, check_timeout
 
 _PAUSE_SECONDS = 0.02
-"""How often a reservation that waits for other processes looks again."""
+"""Poll interval of a reservation that waits for other processes."""
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
@@ -62,7 +61,7 @@ def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None
 
 
 def check_open(pool: SlabPool) -> None:
-    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
+    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse it with a slab.
 
     Raises:
         PoolError: as `SlabPool.acquire`, whatever the size.
@@ -95,7 +94,7 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
 
     Returns:
         The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
-        suitable, or if somebody waits for one.
+        suitable, or if a request waits.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -139,7 +138,7 @@ class SlabPool:
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
         self._host = None if budget is None else LimitedMemory(self._memory, budget)
-        self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
+        self._state = PoolState(self._host or self._memory, cap, reason, record)
         self._has_told = False
         if self._host is not None:
             self._host.serve(self._state)
@@ -170,7 +169,7 @@ class SlabPool:
         """Lease a slab of at least `nbytes`.
 
         Blocks only at the cap, or at the owner's limit, until another lease is released or an event is done. The order
-        is first come, first served, except for what is guaranteed to an owner (see `set_quota`). The call
+        is first come, first served, except for bytes guaranteed to an owner (see `set_quota`). The call
         also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
         waits for the device). `reserve` beforehand avoids both.
 
@@ -217,7 +216,7 @@ class SlabPool:
 
         Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
         Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
-        because of its own owner's limit does not hold up those behind it.
+        because of its own owner's limit doesn't delay those behind it.
 
         Quotas of a frozen pool are parts of what it holds. Slabs beyond a new quota stay where they are until they are
         released. A second call for the same owner replaces the first.
@@ -250,11 +249,12 @@ class SlabPool:
             background: allocate in a thread, and return at once. Other threads may use the pool meanwhile.
 
         Returns:
-            Is done when all slabs are there. Its `synchronize` waits for that, and raises what prevented it.
+            A fence that is done when all slabs are there. Its `synchronize` waits for that, and raises the error that
+            prevented it.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
-                processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that
+                other processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -332,7 +332,7 @@ class SlabPool:
             return
         state.closed = True
         state.line.wake_all()
-        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
+        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: another thread has to wait
             state.tidy_later()
         else:
             for event in state.pending():
@@ -372,7 +372,7 @@ class SlabPool:
 
         found: Lease | Growth | None = None
         while not isinstance(found, Lease):
-            # A request that grows stands in the line as well, until that is decided, so that none overtakes it.
+            # A request that grows is in the line too, until that is decided, so that no request overtakes it.
             found = state.line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             if isinstance(found, Growth):
                 found = self._end_of(found, account, nbytes)

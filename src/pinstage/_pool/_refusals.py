@@ -1,4 +1,4 @@
-"""What the pool says when it refuses: each error with the numbers of the moment, and with what to do."""
+"""The pool's errors: each with the numbers of the moment, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import (
     PoolError,
     PoolFrozenError,
 )
-from ._accounts import Account
+from ._waiting import Account
 
 E = TypeVar("E", bound=PoolError)
 
@@ -28,7 +28,7 @@ class Figures(NamedTuple):
     max_bytes: int
     reason: str
     others: int | None
-    """What other pools hold of the `HostBudget`; None if the pool's own cap is lower than that leaves."""
+    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is lower than that leaves."""
 
     def __str__(self) -> str:
         return (
@@ -84,7 +84,7 @@ class Refusal(NamedTuple):
     """The platform would not give more memory."""
 
     reason: str
-    """What it said, and what to do."""
+    """Its message, and the remedy."""
     total: int
     """Bytes that the pool would have held."""
     held: int

@@ -10,7 +10,7 @@ from .._sizes import count, format_bytes, table_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerStats:
-    """What one owner of a pool's leases has. Idle slabs belong to no owner."""
+    """Bytes of one owner of a pool's leases. Idle slabs belong to no owner."""
 
     held_bytes: int
     """Bytes of slabs that the owner keeps from others: leased, or in flight."""
@@ -19,7 +19,7 @@ class OwnerStats:
     in_flight_bytes: int
     """Bytes of slabs that it released whose event is not done or of which a view is alive."""
     available_bytes: int
-    """What it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
+    """Bytes it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
     min_bytes: int
     """Bytes that are guaranteed to it by `SlabPool.set_quota`; 0 for none."""
     max_bytes: int | None
@@ -74,7 +74,7 @@ class PoolStats:
     trims: int
     """Idle slabs given back to the system."""
     owners: Mapping[str, OwnerStats] = field(hash=False)
-    """Who holds what, by the name given to `SlabPool.acquire`."""
+    """Bytes by owner: the name given to `SlabPool.acquire`."""
 
     def __str__(self) -> str:
         """Return one line for a log; ``repr`` is a table."""

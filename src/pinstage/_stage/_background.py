@@ -30,12 +30,12 @@ from ._device import Target
 from ._hand_over import HandOver
 
 _WAIT_SECONDS = 60.0
-"""How long a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
+"""Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
 
 _GRACE_SECONDS = 0.2
-"""How long the end of the program waits for a thread in the source to return, and then to end by an exception. Before
+"""Seconds that the end of the program waits for a thread in the source to return, and to end by an exception. Before
 Python 3.14 a thread that wants the interpreter lock during finalisation is ended where it is, and the C++ of a call of
-torch aborts the process then. One that sleeps, or waits for workers, is in C and can be left behind."""
+torch aborts the process then. A thread that sleeps, or waits for workers, is in C and can be left behind."""
 
 _threads: dict[Any, weakref.ref[Background]] = {}
 """The threads that are there: their `Background`, by the lock that each holds until its end."""
@@ -86,9 +86,9 @@ class Background:
     alive by its own thread.
 
     Args:
-        source: what is read, by which other passes over it are known.
+        source: the iterable, which identifies other passes over it.
         read: reads a batch; None at the end. This is the source's code.
-        stage: stages what was read.
+        stage: stages the batch.
         depth: how many batches may wait. The first `advance` is for the batch that the loop has already.
     """
 
@@ -263,7 +263,7 @@ def _place_of(thread: int) -> str:
 _ended: list[bool] = []
 
 
-@atexit.register  # before the reaper's, which waits for what is running
+@atexit.register  # before the reaper's, which waits for running tasks
 def _end() -> None:
     for me in list(_threads.values()):
         background = me()

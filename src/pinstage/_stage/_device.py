@@ -1,4 +1,4 @@
-"""What staging needs of a device, for CUDA and for the CPU: streams and events, copies to it, and copies from it."""
+"""Devices, as staging uses them, for CUDA and the CPU: streams and events, copies to it, and copies from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..errors import CudaUnavailableError
 E = TypeVar("E", bound=torch.cuda.Event)
 
 UNSHARED = next(map(sys.getrefcount, [object()]))
-"""What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
+"""The answer of `sys.getrefcount` for an object that only a list refers to, asked in this way."""
 
 _TYPES = ATOM_TYPES, WRAPPERS
 """Types of leaves that stay as they are, but for those of the second set."""
@@ -86,7 +86,7 @@ def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class EventCache(Generic[E]):
-    """Events of one device, each recorded again when nobody else has it any more: to make and end one takes longer.
+    """Events of one device, each recorded again when nothing else refers to it: making and ending one takes longer.
 
     May be used by several threads.
 
@@ -182,7 +182,7 @@ class Target(Protocol):
         ...
 
     def in_background(self) -> AbstractContextManager[Any]:
-        """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
+        """Make the device current in our thread, which may send and ask events whatever the others do."""
         ...
 
     def use_own_stream(self) -> None:
@@ -550,14 +550,14 @@ def target_for(device: torch.device | str | int | None) -> Target:
 
 
 class HostCopy(NamedTuple):
-    """What one copy brings to the host."""
+    """The result of one copy to the host."""
 
     there: torch.Tensor
     """uint8 ``[n]`` on the device."""
     here: torch.Tensor
     """uint8 ``[n]`` of a host slab."""
     owned: bool
-    """Whether nobody but the copy uses `there`; else it is the caller's tensor itself."""
+    """Whether only the copy uses `there`; else it is the caller's tensor itself."""
 
 
 class Source(Protocol):
@@ -570,13 +570,13 @@ class Source(Protocol):
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
         Args:
-            pieces: what is copied.
-            hold: whether what that stream is given afterwards comes after the copies that read the caller's own
+            pieces: the copies.
+            hold: whether later work of that stream comes after the copies that read the caller's own
                 tensors, so that these may be changed or freed as if the copies had been work of that stream.
 
         Returns:
-            The event behind the copies; None where they are done when the call returns. If the call raises, what was
-            begun has been waited for.
+            The event behind the copies; None where they are done when the call returns. If the call raises, it has
+            waited for the begun copies.
         """
         ...
 
@@ -597,7 +597,7 @@ class CudaSource:
             with on_stream(self.stream):
                 for there, here, owned in pieces:
                     here.copy_(there, non_blocking=True)
-                    if owned:  # it dies with this call; the allocator has to wait for the copy
+                    if owned:  # it is freed with this call; the allocator has to wait for the copy
                         there.record_stream(self.stream)
             event.record(self.stream)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Into tensors that exist (`out=`): what is checked before the first byte, and which way each leaf goes.
+"""Copies into existing tensors (`out=`): the checks before the first byte, and the way of each leaf.
 
 ::
 
@@ -42,7 +42,7 @@ DIRECT_FROM_BYTES = 64 * 1024
 """Destinations that are neighbours in the slab, and of this size together, have a copy of their own."""
 
 _FEW_COPIES = 8
-"""Smaller ones have it too, if they are at most so many: scratch costs an allocation and a kernel."""
+"""Up to this many smaller ones have it too: scratch costs an allocation and a kernel."""
 
 SCRATCH_BYTES = 64 << 20
 """The most device memory that one call takes beside its destinations."""
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
     parts: Parts
     leaves: list[Any]
-    """What is returned: the destinations, and the batch's other leaves."""
+    """The result: the destinations, and the batch's other leaves."""
     plain: list[tuple[int, torch.Tensor, torch.Tensor]]
     """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
     scratch: list[int]
@@ -366,7 +366,7 @@ def _by_itself(
     """Return a leaf that goes by ``dst.copy_(src)``, or say why its destination can't be written.
 
     The cases: `out` has no tensor there, or the batch has an object that is none; another shape or device; a tensor
-    that requires grad; one that is expanded; one that comes twice. What is left is memory that only torch knows.
+    that requires grad; an expanded one; a repeated one. The rest is memory that only torch knows.
     """
     source, place, path = leaves[index], places[index], structure.path(index)
     source = source.obj if type(source) in WRAPPERS else source

@@ -29,7 +29,7 @@ _FLAGS = ("end_of_dataloader", "remainder")
 
 
 class _Said(NamedTuple):
-    """What a source said of itself when a batch had been read."""
+    """The state of a source after a batch was read."""
 
     state: Any
     """Of its ``state_dict()``; a `_Failed` if that failed; None if it has none."""
@@ -55,7 +55,7 @@ class _Place:
     def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
         self.said = said
         self.consumer = consumer
-        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another one of theirs,
+        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another stream,
         and use them on this one: both have to wait for the copy."""
 
 
@@ -88,11 +88,11 @@ class Prefetcher(Generic[T]):
 
     @property
     def source(self) -> Any:
-        """What `Stager.prefetch` was given."""
+        """The source given to `Stager.prefetch`."""
         return self._source
 
     def __iter__(self) -> Iterator[T]:
-        """Begin a pass. What was staged ahead is given back when the iterator dies.
+        """Begin a pass. Batches staged ahead are freed with the iterator.
 
         A batch is safe to use on the stream that is current when it is asked for, and on that which is current now.
         Waits for the thread of an earlier pass over the same source, if that still reads.
@@ -232,7 +232,7 @@ class StatefulPrefetcher(Prefetcher[T]):
     def _state(self) -> Any:
         try:
             return copy.deepcopy(self._source.state_dict())
-        except Exception as error:  # noqa: BLE001 - raised when somebody asks for the state
+        except Exception as error:  # noqa: BLE001 - raised when the state is asked for
             return _Failed(error.with_traceback(None))
 
     def state_dict(self) -> Any:
@@ -343,7 +343,7 @@ def _refuse_hidden_loader(source: object, active: object) -> None:
         active: what `_active_loader` returned before.
 
     Raises:
-        PinstageError: it did: nobody could set that loader's flags.
+        PinstageError: it did, so that loader's flags couldn't be set.
     """
     now = _active_loader()
     if now is not active and now is not source:

@@ -82,7 +82,7 @@ _FEW_LEAVES = 16
 ``_native/blocks.c``."""
 
 _PARTS = 2
-"""Where a slab is smaller than its batch: one part of it is packed while the other travels. A batch of 64 MiB takes
+"""Where a slab is smaller than its batch: one part of it is packed while the other is copied. A batch of 64 MiB takes
 1.8 ms through one of 2 MiB, 2.1 in three parts, 2.4 in four, 4.0 in eight."""
 
 _LEAST_SLAB_BYTES = 1 << 20
@@ -90,7 +90,7 @@ _LEAST_SLAB_BYTES = 1 << 20
 
 
 _LEAST_OF_CAP_BYTES = 4096
-"""A cap that has no room for so much is too small for any batch."""
+"""A cap below this size is too small for any batch."""
 
 _MOST_PATHS = 8
 """Paths that a note names."""
@@ -101,7 +101,7 @@ def _same(blocks: Blocks) -> Blocks:
 
 
 class Kept:
-    """What has to stay alive until an event is done; a task of the reaper's."""
+    """Objects to keep alive until an event is done; a task for the reaper."""
 
     def __init__(self, event: Fence, things: list[Any]) -> None:
         self._event = event
@@ -114,7 +114,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StagerStats:
-    """What a stager has done so far."""
+    """Counters of a stager, and its pool's statistics."""
 
     batches: int
     """Batches staged."""
@@ -123,13 +123,13 @@ class StagerStats:
     blocks: int
     """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
     packed_leaves: int
-    """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
+    """Tensors and arrays that were packed; repeated ones of a batch count once."""
     packed_bytes: int
     """Their bytes."""
     padding_bytes: int
-    """Bytes of alignment that travelled with them."""
+    """Bytes of alignment that were sent with them."""
     passthrough_leaves: int
-    """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+    """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
     fallback_batches: int
     """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
@@ -137,7 +137,7 @@ class StagerStats:
     fetch_copies: int
     """Device-to-host copies issued by them."""
     fetched_bytes: int
-    """What these copies carried, padding included."""
+    """Bytes of these copies, padding included."""
     pool: PoolStats
     """The pool's counters."""
 
@@ -186,7 +186,8 @@ class Stager:
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease). They travel from where they are, each by its own copy. They must not be changed until
+            views of a lease or a `HostRegion`). They are copied from where they are, each by its own copy, in a region
+            cut where its chunks end. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
             batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
@@ -197,8 +198,9 @@ class Stager:
         run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
             that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
             None sets no bound.
-        keep_on_host: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots`
-            write them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
+        keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as errors and
+            `Layout.slots` write them (``["['lengths']"]``), or a function of path and leaf that returns true for such
+            leaves. They are
             neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
             even if results of `fetch` in the calling thread hold the slabs.
@@ -210,9 +212,10 @@ class Stager:
             `pack_threads` below 1, or another `own_storage`.
         CudaUnavailableError: a CUDA device, but no CUDA.
 
-    If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `StagingWarning`
-    says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
+    If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts through a smaller slab,
+    and `stage` waits for its copies. If nothing can be page-locked, it is copied from pageable memory. A
+    `StagingWarning` says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these
+    batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
     pool when it is at its cap. In a forked child nothing can be staged.
@@ -300,25 +303,25 @@ class Stager:
         stream; `Transfer.wait` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
         copy's event. When the call returns, everything that was packed has been read.
 
-        A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
-        while a CUDA graph is captured there, it travels like a larger one.
+        A batch of at most 64 KiB takes no slab, waits for none, and is copied on the current stream, behind its work;
+        while a CUDA graph is captured there, it is staged like a larger one.
 
         A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
-        counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
-        is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
-        warning.
+        counted: a sparse, quantised or nested one, an unregistered subclass, a tensor that requires grad, or a tensor
+        that isn't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after
+        a warning.
 
-        With `out` the batch is written into tensors that exist. The copies start behind the work that the current
+        With `out` the batch is written into existing tensors. The copies start behind the work that the current
         stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
-        are done. All is checked before anything is written. A call that fails later, by a time-out or an interrupt, may
-        leave some tensors written in part, which a note of the error names. A batch larger than the pool's cap goes in
-        parts, and the call waits for them.
+        are done. Everything is checked before anything is written. A call that fails later, by a time-out or an
+        interrupt, may leave some tensors written in part, which a note of the error names. A batch larger than the
+        pool's cap goes in parts, and the call waits for them.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
-            out: tensors on the stager's device, in a nest of the batch's structure and with its shapes; a result of
-                `to_device`, for example. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
-                that aren't tensors are neither compared nor changed. Returned is a nest of these tensors and the
+            out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
+                of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
+                that aren't tensors are neither compared nor changed. The result has these tensors and the
                 batch's other leaves.
 
         Raises:
@@ -342,9 +345,9 @@ class Stager:
         """Do what `stage` does.
 
         Args:
-            batch: what is staged.
+            batch: the batch.
             is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
-            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
+            borrows: whether its page-locked leaves won't be written, whatever `borrow_pinned` says.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
@@ -368,14 +371,14 @@ class Stager:
         return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
-        """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
+        """Start the copy of a batch that is packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
         still the caller's. Its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch in this layout; of any pool.
-            layout: where each leaf lies.
+            layout: where each leaf is stored.
             others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
@@ -517,18 +520,18 @@ class Stager:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and travel in one copy; dense ones of 1 MiB and more are copied from where they are. The call acts
-        like an operation on the current stream: it sees the results of earlier work on that stream, and the tensors may
-        be changed or freed right afterwards. That stream waits while large tensors are read; if it must not, call on
-        another stream.
+        their device and are sent in one copy; dense ones of 1 MiB and more are copied from where they are. The call
+        acts like an operation on the current stream: it sees the results of earlier work on that stream, and the
+        tensors may be changed or freed right afterwards. That stream waits while large tensors are read; if it must
+        not, call on another stream.
 
         CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
         copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
-        subclass, one that requires grad) travels by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+        subclass, or one with grad) is moved by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
-            out: host tensors, in a nest of the tree's structure and with its shapes, which take the place of new ones.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new ones.
                 Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
                 `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
                 `stage`.
@@ -619,8 +622,8 @@ class Stager:
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
-        the device only if it still has the work of more than three batches to do.
+        When a batch is yielded, the next `depth` are packed and being copied, or, with a thread, will soon be. Waits
+        for the device only if it still has the work of more than three batches to do.
 
         A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
         ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
@@ -633,7 +636,7 @@ class Stager:
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches,
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches.
             background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
                 that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
                 for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
@@ -650,7 +653,7 @@ class Stager:
                 over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
         stage = partial(self._stage, is_bounded=False, borrows=pinned)
         return prefetcher_of(stage, self._target, source, depth, background)
 
@@ -715,15 +718,15 @@ class Stager:
         """Send what can be packed.
 
         The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
-        slab, and a stream to wait for, would take longer than to pack and copy it. One below `SMALL_BYTES` that nobody
-        watches goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts, on the
-        stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
+        slab, and a stream to wait for, would take longer than packing and copying it. A batch below `SMALL_BYTES` that
+        isn't watched goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts,
+        on the stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
         before it comes here.)
 
         Args:
             parts: of the batch.
-            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
-                sent on the current stream needs no event, which takes some microseconds.
+            is_watched: whether the caller can ask when the bytes are there, or get them on another stream. Else copies
+                on the current stream need no event, which takes some microseconds.
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
@@ -831,7 +834,7 @@ class Stager:
         the stream for copies. Nothing is counted for `run_ahead`: no memory is taken for a batch.
 
         Returns:
-            What is sent; its event is behind all of it.
+            The copies; the event is behind all of them.
         """
         target = self._target
         if self._pool_state.closed or self._pool_state.is_forked:
@@ -956,7 +959,7 @@ class Stager:
         """Pack, and send each chunk as soon as it is complete.
 
         Args:
-            parts: what is packed.
+            parts: the jobs of packing.
             lease: the host slab.
             make: makes the tensors that it goes to, which is done while threads pack.
             stream: that copies.

@@ -8,7 +8,7 @@
                                                                                             | wait(): event, views
 
 The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
-copies are done and the last view has died.
+copies are done and the last view is gone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Share(NamedTuple):
     device: torch.device
     gathering: Gathering
     kept: list[torch.Tensor]
-    """What has to stay alive until the copies are under way."""
+    """Objects to keep alive until the copies are under way."""
 
     @property
     def table(self) -> Table:
@@ -119,7 +119,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel through the host slab, padding included."""
+        """Bytes that go through the host slab, padding included."""
         return self._nbytes
 
     def query(self) -> bool:
@@ -140,7 +140,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With ``copy=False`` they are
             views of one page-locked slab, which goes back to the pool when the last view and this transfer, which keeps
-            its result, are freed. What was on the host already is the same object as before. With `out` these are the
+            its result, are freed. Objects on the host are returned unchanged. With `out` these are the
             existing tensors, which the first call fills.
         """
         fetched: B_co
@@ -184,7 +184,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
                 copy_all([place for place, _, _ in writes], [view_of(row, host[start:]) for _, row, start in writes])
 
     def _duplicated(self, leaves: list[Any]) -> list[Any]:
-        """Give the leaves that travelled memory of their own."""
+        """Give the copied leaves memory of their own."""
         for table in self._tables:
             for index in table.positions(*PACKED):
                 leaves[index] = duplicate(leaves[index])
@@ -201,7 +201,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
 
 
 class Write(NamedTuple):
-    """What goes from the slab into an existing tensor."""
+    """A copy from the slab into an existing tensor."""
 
     place: torch.Tensor
     row: Any
@@ -211,7 +211,7 @@ class Write(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Where a tensor lies in the host slab."""
+    """The place of a tensor in the host slab."""
 
     offset: int
     """In bytes."""
@@ -222,7 +222,7 @@ class Landing(NamedTuple):
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `wait`."""
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it isn't in a slab. Before `wait`."""
     assert transfer._leaves is not None
     found, start = list(transfer._leaves), 0
     for table in transfer._tables:
@@ -236,12 +236,12 @@ def landings(transfer: HostTransfer) -> list[Any]:
 
 
 def event_of(transfer: HostTransfer) -> Fence | None:
-    """Return what is done when all bytes are on the host; None where they are there already."""
+    """Return the event that is done when all bytes are on the host; None where they are there already."""
     return transfer._event
 
 
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
-    """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
+    """Give tensors that aren't in a slab, since they were on the host and cannot be packed, memory of their own.
 
     Args:
         transfer: before `wait`.
@@ -267,7 +267,7 @@ def fetch(
     Args:
         tree: what to fetch.
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
-        acquire: leases a host slab of so many bytes.
+        acquire: leases a host slab of a number of bytes.
         sources: the stager's.
         copy: return ordinary tensors.
         hold: see `Source.fetch`.
@@ -369,7 +369,7 @@ def _copy_out(
         shares: of the tree.
         leaves: of the tree.
         direct: destinations that are written without a slab, by leaf.
-        acquire: leases a host slab of so many bytes.
+        acquire: leases a host slab of a number of bytes.
         sources: the stager's.
         hold: see `Source.fetch`.
 
@@ -412,7 +412,7 @@ def _divide(
         Each device's share; the leaves that are in none, in their places; and which of those are tensors, or objects
         that hold some.
     """
-    left: list[Any] = [None] * len(leaves)  # the caller's tensors that travel may go
+    left: list[Any] = [None] * len(leaves)  # the caller's copied tensors may go
     shares: list[Share] = []
     devices = [home]
     on_their_own: set[int] = set()

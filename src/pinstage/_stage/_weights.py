@@ -185,8 +185,10 @@ def load_weights(
     hoped = destination.tensors if checkpoint.shapes is None else known
     destination.check({destination.keys[name] for name in hoped}, unexpected, problems)
     loaded: set[Any] = set()
-    last = {destination.keys[name]: name for name in known}  # of names that share a tensor
-    for wave in _waves(checkpoint.read(last.values()), destination, unexpected, strict=strict):
+    # Of names that share a tensor the module's last, as in `load_state_dict`; read in the checkpoint's order.
+    last = {destination.keys[name]: name for name in destination.tensors if name in known}
+    names = [name for name in known if last[destination.keys[name]] == name]
+    for wave in _waves(checkpoint.read(names), destination, unexpected, strict=strict):
         to_device(wave, out={name: destination.local(name) for name in wave})
         loaded.update(destination.keys[name] for name in wave)
     destination.check(loaded, unexpected, [])

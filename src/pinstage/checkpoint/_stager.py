@@ -190,7 +190,7 @@ class CheckpointStager(AsyncStager):
         except AcquireTimeoutError as error:
             if self._save is not None and not self._save.is_over():
                 error.add_note(
-                    "the last checkpoint's writer has ended, but somebody refers to its tensors: drop the future of a "
+                    "the last checkpoint's writer has ended, but its tensors are still in use: drop the future of a "
                     "save that failed, and pass a new planner to each save"
                 )
             raise

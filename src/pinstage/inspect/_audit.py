@@ -146,9 +146,9 @@ class Audit:
                 lines.append(Line(f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"))
         each, slab = self.each, self.slab
         text = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
-        text += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf were pinned, "
-        lines.append(Line(text + "not counting the pinning"))
-        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; to stage it takes "
+        text += f", {duration(each.seconds)} now; {duration(each.seconds_pinned)} if every leaf were pinned, "
+        lines.append(Line(text + "without the time to pin them"))
+        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; staging it takes "
         lines.append(Line(f"{text}about {duration(slab.seconds)}"))
         if slab.smallest_bytes:
             kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
@@ -156,7 +156,7 @@ class Audit:
         if slab.unpackable:
             lines.append(Line(f"  {_leaves(slab.unpackable)} cannot be packed: copied by .to() of their own", "info"))
         if slab.error is not None:
-            lines.append(Line(f"  to stage it as it is: {slab.error}", "warning"))
+            lines.append(Line(f"  staging it now fails: {slab.error}", "warning"))
         return [*lines, Line(f"bus: {self.bus}", "info")]
 
     def __str__(self) -> str:

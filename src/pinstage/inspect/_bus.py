@@ -120,7 +120,7 @@ class Bus:
             raise ValueError(f"the bandwidth of a bus must be above zero: {self}; give GB/s, and microseconds per call")
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us a call"
+        return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us per call"
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""

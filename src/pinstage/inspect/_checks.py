@@ -163,7 +163,7 @@ def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -
 def private_names(problems: list[Problem]) -> list[Check]:
     """Say which private names of torch and CPython do something else than pinstage expects."""
     if not problems:
-        return [Check("private names", "ok", "those of torch and CPython do what is expected")]
+        return [Check("private names", "ok", "those of torch and CPython behave as expected")]
     return [Check(problem.name, "warning", problem.reason, problem.remedy) for problem in problems]
 
 
@@ -247,6 +247,6 @@ def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
 
 def no_such_device(index: int, gpus: int) -> Check:
     remedy = (
-        "name one that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
+        "name a GPU that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
     )
     return Check("device", "problem", f"no cuda:{index}: torch sees {count(gpus, 'GPU')}", remedy)

@@ -3,7 +3,7 @@
 ::
 
     module's tensors --once--> slabs of the pool          outside the block, the module's tensors are views of them
-    onload            one copy per slab, side stream -->  device blocks
+    onload            one copy per block, side stream --> device blocks
     with handle:      the module's tensors are views of the blocks
     end of the block  changed buffers are copied back;    the blocks are freed
 
@@ -44,12 +44,11 @@ class Held(NamedTuple):
     path: str
     tensor: torch.Tensor
     """The module's own object."""
-    is_buffer: bool
-    slab: int
+    block: int
     begin: int
-    """Byte offset in the slab."""
+    """Byte offset in the block."""
     host: torch.Tensor
-    """View of the slab: the tensor's content outside the block."""
+    """View of the slab: the tensor's content outside the ``with`` block."""
 
     def is_at(self, memory: torch.Tensor) -> bool:
         """Say whether the tensor is this part of a slab or block."""
@@ -69,9 +68,7 @@ class FrozenModule(Offloaded):
         for path, tensor in tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._slabs, self._held = _copy_to_slabs(tensors, pool)
-        for held in self._held:
-            held.tensor.data = held.host
+            self._blocks, self._held = _move_to_slabs(tensors, pool)
         self._keys = {id(held.tensor) for held in self._held}
         self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
         _holders.update(dict.fromkeys(self._keys, self))
@@ -79,7 +76,7 @@ class FrozenModule(Offloaded):
     def stats(self) -> OffloadedStats:
         """Return how many bytes are where. Doesn't block."""
         device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
-        return OffloadedStats(host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes)
+        return OffloadedStats(host_bytes=sum(block.numel() for block in self._blocks), device_bytes=device_bytes)
 
     def onload(self) -> None:
         """Start copying to the device, behind earlier work of the current stream. Doesn't block.
@@ -95,7 +92,7 @@ class FrozenModule(Offloaded):
             return
         now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
         moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
-        moved.update(held.path for held in self._held if not held.is_at(self._slabs[held.slab]))
+        moved.update(held.path for held in self._held if not held.is_at(self._blocks[held.block]))
         if moved:
             raise RuntimeError(
                 f"{min(moved)} of {self!r} isn't held: it was moved, replaced, added or removed outside the block, or "
@@ -103,10 +100,10 @@ class FrozenModule(Offloaded):
             )
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
-            for slab in self._slabs:
-                arrival = self._shuttle.fetch(slab, None)
+            for block in self._blocks:
+                arrival = self._shuttle.fetch(block, None)
                 self._arrivals.append(arrival)
-                keep_until(arrival.event, slab)
+                keep_until(arrival.event, block)
         except BaseException:
             self._drop()
             raise
@@ -122,7 +119,7 @@ class FrozenModule(Offloaded):
         self._inside = True
         with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
             for held in self._held:
-                storage = self._arrivals[held.slab].there.untyped_storage()
+                storage = self._arrivals[held.block].there.untyped_storage()
                 held.tensor.data = view_of(storage, held.begin, held.host.dtype, held.host.shape, held.host.stride())
         return self
 
@@ -140,14 +137,16 @@ class FrozenModule(Offloaded):
             return
         lost, changed = [], set()
         for held, version in zip(self._held, self._versions, strict=True):
-            is_there = held.is_at(self._arrivals[held.slab].there)
-            if (is_there and version_of(held.tensor) == version) or held.is_at(self._slabs[held.slab]):
+            is_there = held.is_at(self._arrivals[held.block].there)
+            if (is_there and version_of(held.tensor) == version) or held.is_at(self._blocks[held.block]):
                 continue  # as before, or back already by a call that an interrupt ended
-            if is_there and held.is_buffer:
+            if is_there and not _is_parameter(held.tensor):
                 changed.add(held.owner)
             else:
                 lost.append(held.path)
-        for event in [self._copy_back(held) for held in self._held if held.owner in changed and held.is_buffer]:
+        for event in [
+            self._copy_back(held) for held in self._held if held.owner in changed and not _is_parameter(held.tensor)
+        ]:
             if event is not None:
                 event.synchronize()
         for held in self._held:
@@ -168,13 +167,13 @@ class FrozenModule(Offloaded):
         self.offload()
         for key in self._keys:
             _holders.pop(key, None)
-        self._held, self._slabs = [], []
+        self._held, self._blocks = [], []
 
     def _copy_back(self, held: Held) -> Any:
         """Copy a buffer to its slab; return the event, None if it is done."""
         first, last = range_of(held.host) if held.host.numel() else (0, 0)
         part = slice(held.begin, held.begin + last - first)
-        return self._shuttle.leave(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], None)
+        return self._shuttle.leave(self._arrivals[held.block].there[part], self._blocks[held.block][part], None)
 
     def _drop(self) -> None:
         """Free the device memory of copies that no block has used."""
@@ -188,6 +187,10 @@ class FrozenModule(Offloaded):
 
     def __repr__(self) -> str:
         return f"<{type(self._module).__name__} in frozen_module, to {self._shuttle.device}>"
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -210,21 +213,34 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"frozen_module can't hold {path}: it {why}")
 
 
-def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
-    """Copy the memory of tensors into slabs, by storage; return the slabs, uint8 ``[n]``, and the places."""
+def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
+    """Move the memory of tensors to slabs, by storage; return the parts of slabs to copy, uint8 ``[n]``, and places.
+
+    Parameters share blocks, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
+    storage with tensors of other dtypes.
+    """
     ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
+    kinds: dict[int, str] = {}  # by the same: empty for parameters
     for tensor in tensors.values():
         begin, end = range_of(tensor) if tensor.numel() else (0, 0)
         address = tensor.untyped_storage().data_ptr()
         least, most = ranges.get(address, (begin, end))
         ranges[address] = min(least, begin // ALIGNMENT * ALIGNMENT), max(most, end)
-    sizes: list[int] = []
-    places: dict[int, tuple[int, int]] = {}  # by the same: number of the slab, and offset there
-    for address, (begin, end) in ranges.items():
+        kinds[address] = max(kinds.get(address, ""), "" if _is_parameter(tensor) else str(tensor.dtype))
+    sizes: list[int] = []  # of slabs
+    blocks: list[list[int]] = []  # slab, first byte, bytes
+    places: dict[int, tuple[int, int]] = {}  # by the storage's address: block, and offset there
+    last = ""
+    for address in sorted(ranges, key=kinds.__getitem__):
+        begin, end = ranges[address]
         nbytes = max(ALIGNMENT, -((begin - end) // ALIGNMENT) * ALIGNMENT)
         if not sizes or sizes[-1] + nbytes > SLAB_BYTES:
             sizes.append(0)
-        places[address] = len(sizes) - 1, sizes[-1]
+        if not sizes[-1] or kinds[address] != last:
+            blocks.append([len(sizes) - 1, sizes[-1], 0])
+            last = kinds[address]
+        places[address] = len(blocks) - 1, blocks[-1][2]
+        blocks[-1][2] += nbytes
         sizes[-1] += nbytes
     if sum(sizes) > pool.max_bytes:
         raise BudgetExceededError(
@@ -238,21 +254,21 @@ def _copy_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
         lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
         slabs.append(lease.numpy())
         lease.release()  # the view keeps the slab
+    parts = [torch.from_numpy(slabs[slab][begin : begin + nbytes]) for slab, begin, nbytes in blocks]
     storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, else torch.save refuses unlike dtypes
     held = []
     for path, tensor in tensors.items():
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        (begin, end), (slab, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
+        (begin, end), (block, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
         if storage.data_ptr() not in storages:
-            part = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if end > begin:
-                part = torch.frombuffer(slabs[slab], dtype=torch.uint8, offset=start, count=end - begin)
-            part.copy_(bytes_of(storage, begin, end))
-            storages[storage.data_ptr()] = part.untyped_storage()
+            own = parts[block][start : start + end - begin]
+            own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if end > begin else torch.empty_like(own)
+            own.copy_(bytes_of(storage, begin, end))
+            storages[storage.data_ptr()] = own.untyped_storage()
         host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
-        is_buffer, owner = not isinstance(tensor, torch.nn.Parameter), path.rpartition(".")[0]
-        held.append(Held(owner, path, tensor, is_buffer, slab, start + offset - begin, host))
-    return [torch.from_numpy(slab) for slab in slabs], held
+        tensor.data = host  # at once, so that its old memory can be freed
+        held.append(Held(path.rpartition(".")[0], path, tensor, block, start + offset - begin, host))
+    return parts, held
 
 
 def frozen_module(
@@ -274,7 +290,7 @@ def frozen_module(
 
     Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of the slabs, in the
     same `Parameter` objects, so ``state_dict()`` works and in-place changes count. The block makes them views of device
-    memory, one copy per slab, ordered behind the current stream. Its end frees that memory behind the current stream's
+    memory, a few large copies, ordered behind the current stream. Its end frees that memory behind the current stream's
     work; the next block copies from the slabs again. Views that you keep of either stay valid, and keep their memory.
 
     The end of the block copies changed buffers back. A parameter that was changed in the block is an error. Hooks, tied

@@ -138,8 +138,8 @@ class save_on_cpu:  # noqa: N801 - torch's name
         check_changes_are_seen()
         if keep_on_device is not None and not callable(keep_on_device):
             raise TypeError(
-                f"keep_on_device must be a function: {keep_on_device!r}. Pass one that takes a tensor and returns "
-                "whether it stays on the device"
+                f"keep_on_device must be a function: {keep_on_device!r}. Pass a function that takes a tensor and "
+                "returns whether it stays on the device"
             )
         check_pool(pool)
         self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device)

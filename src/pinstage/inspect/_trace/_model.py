@@ -134,7 +134,7 @@ class Packing:
             return f"One slab would take about {ours} to stage, longer than this, {theirs}: leave it as it is."
         if most < SMALL * real:
             return "Packing them into one slab wouldn't help."
-        text = f"One slab would take about {ours} to stage, where this takes about {theirs}, and save"
+        text = f"One slab would take about {ours} to stage, instead of {theirs}, and save"
         if least < SMALL * real:
             text += f" up to {duration(most)}, perhaps nothing."
         else:

@@ -93,8 +93,8 @@ def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
     if round(copies):
         found.append(
             f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
-            f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.fetch copies "
+            f"{step}, {format_bytes(nbytes)}, block the host for {duration(seconds)}, "
+            f"{duration(max(seconds - exposed, 0.0))} of it waiting for queued kernels. Stager.fetch copies "
             "them together, and lets the host run ahead until it needs them."
         )
     return found
@@ -106,7 +106,7 @@ def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
         wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
         return (
             f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
-            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+            "in this process doesn't help. Give the loader more workers, or let them pack (pinstage.DataLoader)."
         )
     if real - kernels < SMALL * real:
         most = duration(max(real - kernels, 0.0))
@@ -127,6 +127,6 @@ def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
     what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
     part = f"{share(stall, packing.step_seconds)} of a {step}"
     if packing.is_stalled:
-        return f"The GPU stands still for {part} ({duration(stall)}) while the host stages: {what}."
+        return f"The GPU idles for {part} ({duration(stall)}) while the host stages: {what}."
     hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
-    return f"Staging holds the GPU up for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."
+    return f"The GPU waits for staging for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."
