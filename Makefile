@@ -32,9 +32,9 @@ sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (P
 wheels: $(VENV)/.stamp-wheels ## build wheels for x86_64 and aarch64 into dist/, and try one
 	scripts/build_wheels.sh
 
-release: ## build and check what is uploaded (REPOSITORY=https://...)
+release: ## build and check what is uploaded (REPOSITORY=https://... SITE=https://...)
 	@test -n "$(REPOSITORY)" || { echo "make release REPOSITORY=https://...: the README's links need its address"; exit 2; }
-	PINSTAGE_REPOSITORY=$(REPOSITORY) $(MAKE) wheels
+	PINSTAGE_REPOSITORY=$(REPOSITORY) PINSTAGE_SITE=$(SITE) $(MAKE) wheels
 
 lint: $(VENV)/.stamp-lint ## check style and format
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The extension in C, and the README as a package index shows it. All else is in pyproject.toml.
 
 An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links
-absolute; ``make release`` sets it.
+absolute; with ``PINSTAGE_SITE`` those to the docs lead to the pages of that site. ``make release`` sets them.
 """
 
 import os
@@ -57,15 +57,19 @@ core = Extension(
     py_limited_api=True,  # of the version that core.h says
 )
 
-repository = os.environ.get("PINSTAGE_REPOSITORY", "").rstrip("/")
+repository, site = (os.environ.get(name, "").rstrip("/") for name in ("PINSTAGE_REPOSITORY", "PINSTAGE_SITE"))
 readme = Path("README.md").read_text()
 urls = {}
+if site:
+    readme = re.sub(r"\]\(docs/(?:index|([\w/]+?)(?:/index)?)\.md(#[^)]+)?\)", rf"]({site}/\1/\2)", readme)
+    readme = readme.replace(f"{site}//", f"{site}/")
 if repository:
-    readme = re.sub(r"\]\((?!\w+:|#)([^)]+)\)", rf"]({repository}/blob/main/\1)", readme)
+    readme = re.sub(r"(?<=\]\()(?=docs/[\w/.-]+\.(?:svg|png)\))", f"{repository}/raw/main/", readme)
+    readme = re.sub(r"(?<=\]\()(?!\w+:|#)", f"{repository}/blob/main/", readme)
     urls = {
         "Repository": repository,
         "Issues": f"{repository}/issues",
-        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Documentation": site or f"{repository}/blob/main/docs/index.md",
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
     }
 

@@ -242,7 +242,7 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     """Train by a `Trainer` of transformers."""
     import transformers
 
-    from pinstage.integrations.trainer import StageInputs
+    from pinstage.integrations.transformers import StageInputs
 
     class Module(nn.Module):
         def __init__(self) -> None:

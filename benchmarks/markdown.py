@@ -18,12 +18,14 @@ from typing import Any
 
 from comparison.plot import DARK, dark
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
-from pinstage.inspect._plot import save_plot
+from pinstage.inspect._doctor import save_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
 BANDWIDTH = ROOT / "docs" / "bandwidth.png"
+PAGE_LOCKING = ROOT / "docs" / "images" / "page_locking.png"
+LOOPS = ROOT / "docs" / "images" / "loops.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NAMES = {
     "to": "`.to()` each",
@@ -153,6 +155,52 @@ def staging_short() -> str:
     return "\n".join([*lines, "", source(result)])
 
 
+GAINS = {
+    "many small tensors: graphs, boxes, ragged features": (
+        lambda leaves, size: leaves >= 50 and size < 64 << 10,
+        "one call per tensor becomes a few copies per batch",
+    ),
+    "some to many tensors of 64 KiB to 1 MiB": (
+        lambda leaves, size: leaves >= 8 and 64 << 10 <= size <= 1 << 20,
+        "several threads pack, and the first part is sent while the next one is packed",
+    ),
+    "a stack of images, or another large tensor": (
+        lambda leaves, size: leaves == 1 and size >= 16 << 20,
+        "it goes through memory that is page-locked already; page-locking a copy of it each time costs more",
+    ),
+    "several tensors of 16 MiB": (
+        lambda leaves, size: leaves > 1 and size >= 16 << 20,
+        "with idle CPUs, torch's own threads reach the speed of the bus too",
+    ),
+    "a few small tensors: tokens, labels, MNIST": (
+        lambda leaves, size: leaves < 50 and leaves * size < 1 << 20,
+        "microseconds either way: a call has a fixed cost",
+    ),
+}
+"""Kinds of batches: which rows of `staging` are of that kind, by tensors and bytes per tensor, and why they gain."""
+
+
+def gains() -> str:
+    """How much batches of several kinds gain: the range over the rows of `staging` that are of that kind."""
+    result = load("staging")
+    lines = head(["your batch", "speed-up over `.to()`", "over the best other way", "why"])
+    for kind, (matches, why) in GAINS.items():
+        over = []
+        for case, rows in by_case(result).items():
+            ours = rows["pinstage"]
+            if not case.endswith("in-place") and matches(ours["leaves"], ours["nbytes"] / ours["leaves"]):
+                best = best_rival(rows, NAMES)["median"]
+                over.append((rows["to"]["median"] / ours["median"], best / ours["median"]))
+        cells = [_range([row[column] for row in over]) for column in (0, 1)]
+        lines.append(f"| {kind} | {' | '.join(cells)} | {why} |")
+    return "\n".join([*lines, "", source(result)])
+
+
+def _range(ratios: list[float]) -> str:
+    low, high = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (min(ratios), max(ratios)))
+    return f"{low}x" if low == high else f"{low}x to {high}x"
+
+
 def native_threads() -> str:
     """Large leaves by native threads, and by the bus alone."""
     result = load("native_threads")
@@ -232,7 +280,7 @@ def loader() -> str:
     about = result["settings"]["variants"]
     rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    whole = ["| ms a batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    whole = ["| ms per batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
@@ -240,7 +288,7 @@ def loader() -> str:
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
         whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
-    short = ["| ms a batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
+    short = ["| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
     for case in cases:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
         best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
@@ -269,7 +317,7 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps a second, and the share of the time for which the GPU had one; nothing until measured."""
+    """Training loops: steps/s, and the share of the time for which the GPU had one; nothing until measured."""
     result = result or measured("loops")
     if result is None:
         return ""
@@ -278,7 +326,7 @@ def loops(result: dict[str, Any] | None = None) -> str:
         "stager_background": "`Stager.prefetch`",
         "pinstage": "**`ps.DataLoader`**",
     }
-    lines = head(["steps a second", *ways.values(), "times as fast"])
+    lines = head(["steps/s", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         cells = []
         for name in ways:
@@ -287,11 +335,62 @@ def loops(result: dict[str, Any] | None = None) -> str:
         best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps a second of training loops, and the share of the time for which the GPU was busy. Eight workers; "
+        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight workers; "
         "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
         "without `pin_memory=True`, whichever is faster."
     )
     return "\n".join([said, "", *lines, "", source(result)])
+
+
+LOOPS_PICTURE = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {height}" width="700" height="{height}" role="img"
+  aria-labelledby="t d">
+  <title id="t">Training loops with torch's DataLoader and with pinstage's</title>
+  <desc id="d">{desc}</desc>
+  <style>
+    text {{ font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24; }}
+    .case {{ font-weight: 700; }} .gain {{ font-size: 19px; font-weight: 700; fill: #1a4fa3; }}
+    .note {{ font-size: 11px; fill: #57606a; }}
+    .sheet {{ fill: #fff; }} .before {{ fill: #b9c2cd; }} .after {{ fill: #4c8bf5; }}
+    @media (prefers-color-scheme: dark) {{
+      text {{ fill: #e4e7eb; }} .gain {{ fill: #8ab4ff; }} .note {{ fill: #a8b0bb; }}
+      .sheet {{ fill: #1d2027; }} .before {{ fill: #5b6470; }} .after {{ fill: #3f78d8; }}
+    }}
+  </style>
+  <rect class="sheet" width="700" height="{height}" rx="8"/>
+{bars}
+  <text class="note" x="16" y="{foot}">{source}</text>
+</svg>
+"""
+
+
+def loops_picture() -> str:
+    """Return the loops as bars, as SVG: steps/s with torch's loader, with or without pinning, and with ours."""
+    result = load("loops")
+    bars, described, y = [], [], 16
+    for case, rows in by_case(result).items():
+        torchs = [row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"]
+        before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
+        gain = before["median"] / after["median"]
+        bars.append(f'  <text class="case" x="16" y="{y + 31}">{case}</text>')
+        for row, kind, top in ((before, "before", y), (after, "after", y + 24)):
+            width = round(400 * after["median"] / row["median"])
+            text = f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
+            at = f'x="{104 + width}" text-anchor="end"' if width > 330 else f'x="{120 + width}"'
+            bars.append(f'  <rect class="{kind}" x="112" y="{top}" width="{width}" height="20" rx="3"/>')
+            bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
+        bars.append(f'  <text class="gain" x="684" y="{y + 29}" text-anchor="end">{gain:.1f}x</text>')
+        described.append(f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s.")
+        y += 64
+    bars += [
+        f'  <rect class="before" x="112" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="130" y="{y + 11}">DataLoader of torch, with or without pin_memory</text>',
+        f'  <rect class="after" x="480" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="498" y="{y + 11}">ps.DataLoader</text>',
+    ]
+    return LOOPS_PICTURE.format(
+        height=y + 50, foot=y + 37, bars="\n".join(bars), desc=" ".join(described), source=source(result)
+    )
 
 
 def frameworks(result: dict[str, Any] | None = None, only: str | None = None) -> str:
@@ -301,14 +400,14 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         return ""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    lines = head(["ms a step", *ways.values(), "times as fast"])
+    lines = head(["ms per step", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         if only not in (None, case):
             continue
         cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
         lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
     said = (
-        "A step of a training loop, and the share of the time for which the GPU was busy. The last column is the time "
+        "Time of a training step, and the share of the time for which the GPU was busy. The last column is the time "
         "with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
@@ -376,8 +475,8 @@ def offload(result: dict[str, Any] | None = None) -> str:
     first, later = cases["first step"], cases["later steps"]
     ran = [name for name in about if name in later]
 
-    short = head(["ms a step", "first", "later", "peak on the device"])
-    whole = head(["ms a step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
+    short = head(["ms per step", "first", "later", "peak on the device"])
+    whole = head(["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
     for name in ran:
         times_taken = [shown(first[name]), shown(later[name])]
         peak, locked = (
@@ -402,13 +501,78 @@ def refusals(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     cases = by_case(result)
-    lines = head(["ms a batch", *(heading for case in cases for heading in (case, "of the speed"))])
+    lines = head(["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))])
     for variant, about in result["settings"]["variants"].items():
         cells = []
         for rows in cases.values():
             cells += [shown(rows[variant]), f"{rows['all']['median'] / rows[variant]['median']:.0%}"]
         lines.append(f"| {about} | {' | '.join(cells)} |")
     return "\n".join(["## Measured", "", *lines, "", source(result)])
+
+
+def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str) -> str:
+    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were measured."""
+    result = result or measured(name)
+    if result is None:
+        return ""
+    cases = by_case(result)
+    lines = head(["ms", *(heading for case in cases for heading in [case, *(["GB/s"] if case in rates else [])])])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for case, rows in cases.items():
+            cells.append(shown(rows[variant]))
+            cells += [shown(rows[variant], "gb_per_s")] if case in rates else []
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+
+
+frozen = partial(
+    ways_by_cases,
+    name="frozen",
+    rates=["onload"],
+    said="Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
+    "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of two. "
+    "The bus alone copies as many bytes and computes nothing.",
+)
+weights = partial(
+    ways_by_cases,
+    name="weights",
+    rates=["cold", "warm"],
+    said="8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the page cache, and "
+    "everything is used for the first time. `warm`: the file is in the page cache.",
+)
+
+
+def page_locking(result: dict[str, Any] | None = None) -> str:
+    """How a large range is page-locked, with its heading and picture; nothing until it was measured."""
+    result = result or measured("page_locking")
+    if result is None:
+        return ""
+    cases = by_case(result)
+    nbytes = next(row["nbytes"] for row in result["rows"] if row["case"] == "last byte, idle")
+    columns = {
+        "first byte, s": ("first byte, idle", 1e-3),
+        "last byte, s": ("last byte, idle", 1e-3),
+        "resident": ("resident, idle", 1),
+        "a neighbour's call, ms": ("neighbour's call, idle", 1),
+        "own launch, ms": ("own launch, idle", 1),
+        "beside a busy GPU, ms": ("own launch, busy", 1),
+        "freed, s": ("given back, idle", 1e-3),
+    }
+    lines = head([f"{nbytes / 2**30:g} GiB", *columns])
+    for variant, about in result["settings"]["variants"].items():
+        cells = []
+        for case, scale in columns.values():
+            row = cases.get(case, {}).get(variant, {"median": None, "ours": False})
+            scaled = row | {"median": row["median"] and row["median"] * scale}
+            cells.append(shown(scaled) + "%" * (case.startswith("resident") and row["median"] is not None))
+        lines.append(f"| {about} | {' | '.join(cells)} |")
+    said = (
+        "Of calls, the worst while the memory is made ready: `cudaMemGetInfo` in another process, and the launch of a "
+        "kernel, with its end, in another thread; beside a busy GPU for a quarter of the memory."
+    )
+    picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
+    return "\n".join(["## Measured", "", *lines, "", said, "", *(picture * PAGE_LOCKING.exists()), source(result)])
 
 
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -434,6 +598,26 @@ def shown(row: dict[str, Any], field: str = "median") -> str:
 def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how many times as long as the other a row took."""
     return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
+
+
+FRAMEWORK_LINES = {
+    "lightning": ("Lightning", "`Trainer(callbacks=[StageBatches()])`"),
+    "accelerate": ("Accelerate", "`loader = prepare(accelerator, loader)`"),
+    "trainer": ("transformers", "`class MyTrainer(StageInputs, Trainer)`"),
+}
+
+
+def framework_lines() -> str:
+    """The line to write for each of three frameworks, and what a step takes before and after."""
+    result = load("frameworks")
+    lines = head(["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"])
+    for case, rows in by_case(result).items():
+        if case in FRAMEWORK_LINES:
+            before, after = rows["pin_memory"], rows["pinstage"]
+            name, line = FRAMEWORK_LINES[case]
+            cells = f"{shown(before)} | **{shown(after).strip('*')}** | {times(before, after)}x"
+            lines.append(f"| {name} | {line} | {cells} |")
+    return "\n".join([*lines, "", source(result)])
 
 
 def _busy(row: dict[str, Any]) -> str:
@@ -528,7 +712,7 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     lines.append("| copies to the device | " + " | ".join(rows["staging", way]["detail"] for way in ways) + " |")
     for case, text in (
         ("staging", "the host stages, or a copy runs, ms"),
-        ("GPU waits for staging", "of it, the GPU stands still, ms"),
+        ("GPU waits for staging", "of it, the GPU idles, ms"),
         ("step, profiled", "the step, under the profiler, ms"),
         ("step", "**the step, without it, ms**"),
     ):
@@ -536,8 +720,8 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
-        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms a step. Measured, "
-        f"without the profiler: {figure(saved)} ms."
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. "
+        f"Measured, without the profiler: {figure(saved)} ms."
     )
     return "\n".join([*lines, "", said, "", source(result)])
 
@@ -574,6 +758,8 @@ TABLES = {
     "staging": staging,
     "staging_busy": staging_busy,
     "staging_short": staging_short,
+    "gains": gains,
+    "framework_lines": framework_lines,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
@@ -585,6 +771,9 @@ TABLES = {
     "transformers": partial(frameworks, only="trainer"),
     "checkpoint": checkpoint,
     "offload": offload,
+    "frozen": frozen,
+    "weights": weights,
+    "page_locking": page_locking,
     "refusals": refusals,
     "to_host": to_host,
     "waste": waste,
@@ -614,6 +803,7 @@ def main() -> None:
     if parser.parse_args().write:
         for page in PAGES:
             page.write_text(filled(page.read_text()))
+        LOOPS.write_text(loops_picture())
         draw_bandwidth()
     else:
         for name, table in TABLES.items():

@@ -35,7 +35,7 @@ def _resource(name: str) -> Allocate:
     import pinstage as ps
 
     def allocate(nbytes: int) -> Callable[[], Any]:
-        memory = getattr(ps, name)()
+        memory = getattr(ps.memory, name)()
         block = memory.allocate(nbytes)
         return lambda: memory.deallocate(block)
 
@@ -82,9 +82,9 @@ def _ours(name: str, about: str) -> Variant:
 
 
 VARIANTS = (
-    _ours("HostAllocMemory", "`ps.HostAllocMemory().allocate(n)`"),
-    _ours("RegisteredMemory", "`ps.RegisteredMemory().allocate(n)`"),
-    _ours("SharedMemory", "`ps.SharedMemory().allocate(n)`"),
+    _ours("HostAllocMemory", "`ps.memory.HostAllocMemory().allocate(n)`"),
+    _ours("RegisteredMemory", "`ps.memory.RegisteredMemory().allocate(n)`"),
+    _ours("SharedMemory", "`ps.memory.SharedMemory().allocate(n)`"),
     Variant("cuda_host_alloc", _cuda_host_alloc, "`cudaHostAlloc`, portable", package="cuda.bindings", needs_cuda=True),
     Variant("torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True),
 )

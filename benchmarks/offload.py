@@ -182,7 +182,7 @@ def _pinstage(
     import pinstage as ps
 
     smallest = min(case.saved)
-    with ps.SlabPool("16GiB", memory=ps.default_memory(training.device)) as pool:
+    with ps.SlabPool("16GiB", memory=ps.memory.default_memory(training.device)) as pool:
         if reserve:
             for nbytes in set(case.saved):
                 pool.reserve(nbytes, count=case.saved.count(nbytes))
@@ -287,7 +287,7 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
     optimizer = torch.optim.SGD(parameters, momentum=0.9, lr=0.1)
     for parameter in parameters:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros(case.bytes_each // 4, device=device)
-    with ps.SlabPool("16GiB", memory=ps.default_memory(device)) as pool:
+    with ps.SlabPool("16GiB", memory=ps.memory.default_memory(device)) as pool:
         offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes=min(MIB, case.bytes_each))
         # `state_dict` brings the state back as a step does.
         yield {"state out": offloaded.offload, "state back": lambda: optimizer.state_dict() and None}

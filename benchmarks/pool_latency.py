@@ -33,7 +33,7 @@ Cycle = Callable[[int], None]
 def _pool(resource: str) -> Iterator[Cycle]:
     import pinstage as ps
 
-    with ps.SlabPool("1GiB", memory=getattr(ps, resource)()) as pool:
+    with ps.SlabPool("1GiB", memory=getattr(ps.memory, resource)()) as pool:
 
         def cycle(nbytes: int) -> None:
             lease = pool.acquire(nbytes)
@@ -54,7 +54,7 @@ def _torch_empty(pin_memory: bool) -> Iterator[Cycle]:
 
 
 def _ours(name: str, resource: str, needs_cuda: bool) -> Variant:
-    about = f"`ps.SlabPool(memory=ps.{resource}())`: acquire, tensor(), release"
+    about = f"`ps.SlabPool(memory=ps.memory.{resource}())`: acquire, tensor(), release"
     return Variant(name, partial(_pool, resource), about, package="pinstage", needs_cuda=needs_cuda, ours=True)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from pinstage.errors import StagingWarning
 
 MIB = 1 << 20
 CASES = (Size("64MiB", 64 * MIB), Size("512MiB", 512 * MIB))
@@ -41,7 +42,7 @@ class WalledMemory:
         self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
 
     def allocate(self, nbytes: int) -> Any:
-        """See `ps.MemoryResource`."""
+        """See `ps.memory.MemoryResource`."""
         if nbytes > self._left:
             raise MemoryError(f"the wall leaves {self._left} bytes of {nbytes}")
         block = self._memory.allocate(nbytes)
@@ -49,7 +50,7 @@ class WalledMemory:
         return block
 
     def deallocate(self, block: Any) -> None:
-        """See `ps.MemoryResource`."""
+        """See `ps.memory.MemoryResource`."""
         self._memory.deallocate(block)
         self._left += block.nbytes
 
@@ -58,7 +59,7 @@ class WalledMemory:
 def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
     import pinstage as ps
 
-    wall = WalledMemory(ps.default_memory(device), int(share * AHEAD * nbytes * 1.125))
+    wall = WalledMemory(ps.memory.default_memory(device), int(share * AHEAD * nbytes * 1.125))
     with ps.SlabPool(2 * AHEAD * nbytes, memory=wall) as pool:
         yield ps.Stager(device, pool=pool)
 
@@ -78,7 +79,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
     setup: AbstractContextManager[Stage] = variant.setup(device, case.nbytes)
     total = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", StagingWarning)
         with setup as stager:
             for repeat in range(repeats + 1):
                 start = time.perf_counter()

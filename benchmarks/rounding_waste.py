@@ -36,7 +36,7 @@ Taken = Callable[[Any], tuple[int, int]]
 
 @contextmanager
 def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
-    with ps.SlabPool("256MiB", memory=ps.default_memory(device)) as pool:
+    with ps.SlabPool("256MiB", memory=ps.memory.default_memory(device)) as pool:
 
         def taken(batch: Any) -> tuple[int, int]:
             nbytes = ps.Layout.of(batch).nbytes

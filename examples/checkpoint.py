@@ -48,7 +48,10 @@ def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, lay
         optimizer.step()
 
     calls, good = [], 0
-    with ps.SlabPool("1GiB", memory=ps.SharedMemory()) as pool, CheckpointStager(pool=pool, hold="step") as stager:
+    with (
+        ps.SlabPool("1GiB", memory=ps.memory.SharedMemory()) as pool,
+        CheckpointStager(pool=pool, hold="step") as stager,
+    ):
         for number in range(saves):
             step()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "number": number}

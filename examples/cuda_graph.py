@@ -72,7 +72,7 @@ def replayed(device: torch.device, count: int, warm_ups: int) -> tuple[list[torc
         with torch.cuda.graph(graph, stream=stream):  # records the work, does none of it
             loss = step(static)
         for batch in source:
-            torch.utils._pytree.tree_map(torch.Tensor.copy_, static, stager.to_device(batch))
+            stager.to_device(batch, out=static)
             graph.replay()
             losses.append(loss.clone())
         stream.synchronize()

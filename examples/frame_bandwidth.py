@@ -161,7 +161,7 @@ def staged(device: torch.device, frames: Frames) -> Iterator[Timed]:
 @contextmanager
 def written_in_place(device: torch.device, frames: Frames) -> Iterator[Timed]:
     """The frames are made in page-locked memory, so nobody copies them into it."""
-    with ps.SlabPool("4GiB", memory=ps.default_memory(device)) as pool:
+    with ps.SlabPool("4GiB", memory=ps.memory.default_memory(device)) as pool:
         leases: list[ps.Lease] = []
 
         def before() -> None:

@@ -82,7 +82,7 @@ def main() -> None:
     print(f"training {args.steps} steps of {args.blocks} blocks on {args.device}, twice ...", flush=True)
     expected, said = train(args, None)
     print(f"plain: {said}")
-    with ps.SlabPool(args.max_bytes, memory=ps.default_memory(torch.device(args.device))) as pool:
+    with ps.SlabPool(args.max_bytes, memory=ps.memory.default_memory(torch.device(args.device))) as pool:
         found, said = train(args, pool)
     equal = all(map(torch.equal, found, expected))
     print(f"on the host: {said}; weights as those of the plain run bit for bit: {equal}")

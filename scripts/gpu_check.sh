@@ -17,7 +17,7 @@
 # that the machine lacks are taken from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of
 # its own is never replaced. The extension is compiled for it first; one that was carried serves where that fails.
 # Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
-# FRAMEWORKS_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
+# FRAMEWORKS_ARGS, PAGE_LOCKING_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
 # The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by scripts/build_rival.sh if ACCV_LAB is set.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -157,22 +157,28 @@ staging_busy() {
 }
 
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
+# 48 GiB on a machine of 128 GiB; PAGE_LOCKING_ARGS: '--seconds 900' for medians of five runs and more.
+# shellcheck disable=SC2086
+page_locking() { benchmark page_locking 300 --plot "$RESULTS/page_locking.png" ${PAGE_LOCKING_ARGS:-}; }
 pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 loops() { benchmark loops 150; }
 to_host() { benchmark to_host 180; }
+out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
+frozen() { benchmark frozen 120; }
+weights() { benchmark weights 180; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
 frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup pool_latency loader loops to_host checkpoint offload rounding_waste
-  native_threads refusals
+  staging staging_busy memory_startup page_locking pool_latency loader loops to_host out checkpoint offload frozen
+  weights rounding_waste native_threads refusals
 )
 
 bench() {

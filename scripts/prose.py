@@ -1,7 +1,7 @@
-"""Check the pages and docstrings for words that readers stumble over, and pages for long sentences. For `make docs`.
+"""Check pages, docstrings and messages for words that readers stumble over, and pages for long sentences; `make docs`.
 
-proselint has the rules of style, without those for typography. `INSTEAD` has the words of this project. Code, tables
-and names in backticks are left out.
+proselint has the rules of style, without those for typography. `INSTEAD` has the patterns of this project, `HEADLESS`
+those of sentences. Code and names in backticks are left out.
 """
 
 import ast
@@ -20,8 +20,9 @@ MODULES = sorted((ROOT / "src").rglob("*.py"))
 MOST_WORDS = 42
 """Of a sentence of a page."""
 
+UNITS = r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line)"
 INSTEAD = {
-    r"(?-i:(?<!\+)[cg]pus?)": "CPU, CPUs, GPU, GPUs",
+    r"(?-i:(?<![+\x22])[cg]pus?)": "CPU, CPUs, GPU, GPUs",
     r"for ever": "forever",
     r"at the most": "at most",
     r"as ever": "leave it out",
@@ -35,11 +36,29 @@ INSTEAD = {
     r"by now": "leave it out, or say since when",
     r"what not": "name it",
     r"page locked|pagelocked": "page-locked",
+    r"what (?:is|was)": "a noun phrase",
+    r"nobody|somebody|whoever": "name the subject",
+    r"(?:is|are|was|be) told|(?:it|they|we) tells?|is told": "warns, reports, shows",
+    r"ones? that": "repeat the noun",
+    r"of ours|of theirs|so (?:many|much|few)|anew|as well(?! as)|not any more": "our, the number, again, also",
+    r"for everybody|where there is none": "always, otherwise",
+    r"(?<!there )(?:is|are|was) no(?! (?:longer|more|less|faster|slower|way|need|other|use|such|room))": "isn't a",
+    rf"{UNITS} an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
+    r"times as fast": "1.7x faster, a speed-up of 1.7",
+    r"travels?|travell?(?:ed|ing)|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
 }
-"""Patterns that are not to stand in prose, and what is."""
+"""Patterns to avoid in prose, and the replacement."""
+
+START = r"(?:(?<=\A)|(?<=\n\n)|(?<=[.!?] )|(?<=[.!?]\n)|(?<=- )|(?<=\*\*))"
+HEADLESS = {
+    rf"{START}(?:What|Who|How (?:often|long|many|much|far))\b[^?.:]*[.:](?!\w)": "a noun phrase, or a question mark",
+    rf"{START}To [\w-]+ (?:[\w-]+ )*?(?:takes|costs|is|needs|would)\b": "start with a noun, or a gerund",
+}
+"""Patterns of sentences without a usual subject."""
 
 LEFT_OUT = dict.fromkeys(("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False)
 CODE = r"`+[^`]*`+"
+QUOTED = r"(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|\.c?g?pu\(\)|--\w+"
 
 
 def blanked(text: str, *patterns: str) -> str:
@@ -50,16 +69,20 @@ def blanked(text: str, *patterns: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return a page without code, tables, comments and addresses."""
-    return blanked(text, r"^(```|~~~).*?^\1$", "<!--.*?-->", CODE, r"\]\([^)]*\)", r"^\|.*?$", r"^ {4,}.*?$")
+    """Return a page without code, generated tables, comments and addresses."""
+    return blanked(
+        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", r"^ {4,}.*?$", CODE, r"\]\([^)]*\)"
+    )
 
 
 def words(text: str, first: int = 1) -> list[tuple[int, str]]:
-    """Return the words of `INSTEAD` in a text whose first line has the given number."""
+    """Return what `INSTEAD` and `HEADLESS` find in a text whose first line has the given number."""
+    found = [(rf"\b(?:{pattern})\b", instead, re.IGNORECASE) for pattern, instead in INSTEAD.items()]
+    found += [(pattern, instead, 0) for pattern, instead in HEADLESS.items()]
     return [
-        (first + text.count("\n", 0, match.start()), f"{match[0]!r}: {instead}")
-        for pattern, instead in INSTEAD.items()
-        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+        (first + text.count("\n", 0, match.start()), f"{' '.join(match[0].split())!r}: {instead}")
+        for pattern, instead, flags in found
+        for match in re.finditer(pattern, text, flags)
     ]
 
 
@@ -87,11 +110,15 @@ def findings(page: Path) -> list[str]:
 
 
 def findings_in_docstrings(module: Path) -> list[str]:
-    """Return the words of `INSTEAD` in a module's docstrings, a line each."""
+    """Return what `words` finds in a module's docstrings, comments and messages, a line each."""
+    text = module.read_text()
     found = []
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            found += words(blanked(node.value.value, CODE, r"^ +\w+:"), node.lineno)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            found += words(blanked(node.value, CODE, QUOTED, r"^ +\w+:"), node.lineno)
+    for number, line in enumerate(text.splitlines(), 1):
+        _, mark, comment = line.partition("# ")
+        found += words(blanked(comment, CODE), number) if mark and '"' not in comment else []
     return [f"{module.relative_to(ROOT)}:{line}: {message}" for line, message in sorted(found)]
 
 

@@ -29,7 +29,8 @@ MAY_SEE = {
     "_reaper": COMMON | {"_memory"},
     "_pool": COMMON | {"_memory", "_reaper"},
     "_batch": COMMON | {"_native"},
-    "_stage": COMMON | BATCHES | {"_memory", "_reaper", "_pool"},
+    "_region": COMMON | {"_memory", "_reaper", "_pool", "_batch"},
+    "_stage": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_region"},
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_stage"},
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_stage"},
     "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_stage"},
@@ -158,7 +159,7 @@ def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
 # -- programs beside the package ---------------------------------------------------------------------------------------
 
 INSIDE = {
-    "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._plot"},
+    "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._doctor"},
     "benchmarks/trace_reading.py": {"pinstage.inspect._trace"},
 }
 """Programs that measure or draw what no public name does."""
@@ -318,7 +319,7 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_cli", "from pinstage import _private", "pinstage._private"),
         ("integrations/lightning", "from pinstage._cli import main", "pinstage._cli.main"),
         ("_pool", "from cuda.bindings import runtime", "cuda.bindings.runtime"),
-        ("_unknown", "from pinstage.errors import StagingError", "pinstage.errors.StagingError"),
+        ("_unknown", "from pinstage.errors import PinstageError", "pinstage.errors.PinstageError"),
     ],
 )
 def test_the_checker_finds_a_wrong_arrow(tmp_path, module, line, name):
@@ -332,7 +333,7 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
     right = {
         "__init__": "from pinstage._pool import SlabPool\nfrom pinstage.inspect import audit",
         "_memory/__init__": "from ._host import HostAllocMemory",
-        "_memory/_host": "import cuda.bindings.runtime\nfrom ..errors import StagingError\nfrom . import _linux",
+        "_memory/_host": "import cuda.bindings.runtime\nfrom ..errors import PinstageError\nfrom . import _linux",
         "_memory/_linux": "import mmap, torch.cuda",
         "_pool": "from . import _memory, errors",
         "_stage": "from ._pool import SlabPool\nfrom ._batch import Layout",

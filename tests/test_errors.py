@@ -14,13 +14,19 @@ from pinstage.checkpoint import CheckpointStager
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
+    CudaUnavailableError,
     ForkedPoolError,
     HostBudgetError,
     LayoutError,
     LeaseError,
+    PinningError,
+    PinstageError,
     PoolClosedError,
+    PoolError,
     PoolFrozenError,
-    StagingError,
+    StagingWarning,
+    TargetError,
+    TraceError,
     UnreleasedLeaseWarning,
 )
 
@@ -30,34 +36,42 @@ BUILT_IN = {
     PoolClosedError: RuntimeError,
     PoolFrozenError: RuntimeError,
     ForkedPoolError: RuntimeError,
+    PinningError: RuntimeError,
+    CudaUnavailableError: RuntimeError,
     HostBudgetError: RuntimeError,
     LeaseError: RuntimeError,
     LayoutError: TypeError,
+    TraceError: ValueError,
+    TargetError: ImportError,
 }
 NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
 EXAMPLES = [
-    *(kind("what: 5 B; do this", **NUMBERS) for kind in (BudgetExceededError, AcquireTimeoutError, PoolFrozenError)),
-    *(kind("what: 5 B; do this") for kind in (StagingError, PoolClosedError, ForkedPoolError)),
-    *(kind("what: 5 B; do this") for kind in (HostBudgetError, LeaseError)),
+    *(kind("what: 5 B; do this", **NUMBERS) for kind in BUILT_IN if issubclass(kind, PoolError)),
+    *(kind("what: 5 B; do this") for kind in (PinstageError, CudaUnavailableError, HostBudgetError, LeaseError)),
+    *(kind("what: 5 B; do this") for kind in (TraceError, TargetError)),
+    PinningError("what: 5 B; do this", call="cudaHostAlloc", name="cudaErrorInvalidValue", nbytes=5),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 
 
 @pytest.mark.parametrize(("kind", "built_in"), BUILT_IN.items())
-def test_an_error_is_a_staging_error_and_the_built_in_that_a_caller_would_catch(kind, built_in):
-    assert issubclass(kind, StagingError)
+def test_an_error_is_also_the_expected_built_in(kind, built_in):
+    assert issubclass(kind, PinstageError)
     assert issubclass(kind, built_in)
 
 
 def test_no_error_was_forgotten_here():
     public = {kind for name, kind in vars(errors).items() if isinstance(kind, type) and name[0] != "_"}
-    assert public == {StagingError, UnreleasedLeaseWarning, *BUILT_IN}
+    assert public == {PinstageError, PoolError, StagingWarning, UnreleasedLeaseWarning, *BUILT_IN}
 
 
-def test_a_forgotten_lease_is_a_resource_warning_and_no_error():
-    assert issubclass(UnreleasedLeaseWarning, ResourceWarning)
-    assert not issubclass(UnreleasedLeaseWarning, StagingError)
+@pytest.mark.parametrize(
+    ("kind", "built_in"), [(UnreleasedLeaseWarning, ResourceWarning), (StagingWarning, RuntimeWarning)]
+)
+def test_a_warning_is_of_a_built_in_category_and_no_error(kind, built_in):
+    assert issubclass(kind, built_in)
+    assert not issubclass(kind, PinstageError)
 
 
 @every_example
@@ -156,7 +170,7 @@ def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
 )
 def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
     before, allocations = busy_pool.stats(), memory.allocations
-    with pytest.raises((StagingError, ValueError)):
+    with pytest.raises((PinstageError, ValueError)):
         verb(busy_pool)
     after = busy_pool.stats()
     for name in set(before.__slots__) - {"waits", "wait_seconds", "owners"}:
@@ -186,7 +200,7 @@ def test_a_size_in_the_place_of_a_pool_is_refused_with_the_line_to_write(make):
         make("1GiB")
 
 
-@pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.PageableMemory])
+@pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.memory.PageableMemory])
 def test_a_size_or_a_class_in_the_place_of_memory_is_refused(memory):
     with pytest.raises(TypeError, match=r"memory must be a MemoryResource: .*; pass one such as PageableMemory"):
         pinstage.SlabPool(memory=memory)

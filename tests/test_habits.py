@@ -25,7 +25,7 @@ def test_a_device_that_is_none_is_refused_in_our_words(device):
 
 def test_sizes_are_read_in_any_case():
     for size in ("4mib", "4MIB", 4.0 * MIB, 4 * MIB):
-        with ps.SlabPool(size, memory=ps.PageableMemory()) as pool:
+        with ps.SlabPool(size, memory=ps.memory.PageableMemory()) as pool:
             assert pool.max_bytes == 4 * MIB
 
 
@@ -47,7 +47,7 @@ def test_a_budget_of_another_type_is_refused(make):
 def test_a_pool_and_a_budget_exclude_each_other(make):
     budget = ps.HostBudget("1MiB", name="both")
     with (
-        ps.SlabPool("1MiB", memory=ps.SharedMemory(register=False)) as pool,
+        ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False)) as pool,
         pytest.raises(ValueError, match="pool and budget exclude each other: budget=HostBudget"),
     ):
         make(pool=pool, budget=budget)
@@ -78,7 +78,7 @@ def test_a_transfer_that_is_used_as_a_batch_says_wait(stager, make):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
 def test_a_lease_takes_numpy_s_dtypes(dtype):
-    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, pool.acquire(64) as lease:
+    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, pool.acquire(64) as lease:
         tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
         del tensor
@@ -125,10 +125,10 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         "pool",
         "max_bytes",
         "budget",
-        "owner",
         "depth",
-        "keep",
+        "keep_on_host",
         "own_storage",
+        "owner",
     ]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [
@@ -153,7 +153,7 @@ def test_an_argument_of_another_type_is_refused_in_our_words(options, error, tex
 
 
 def test_a_pool_refuses_a_timeout_that_is_no_number():
-    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool:
         with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
             pool.acquire(1, timeout="1")
         pool.acquire(1, timeout=np.float32(1)).release()
@@ -165,14 +165,14 @@ def test_a_pool_refuses_a_timeout_that_is_no_number():
 )
 def test_caps_are_read_in_any_case_and_from_numpy_s_floats(max_bytes, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with ps.SlabPool(max_bytes, memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool(max_bytes, memory=ps.memory.PageableMemory()) as pool:
         assert pool.stats().max_bytes_reason.startswith(reason)
         assert reason == "25%" or pool.max_bytes == 4 * MIB
 
 
 def test_a_lease_takes_no_dtype_for_none():
     with (
-        ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool,
+        ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool,
         pool.acquire(64) as lease,
         pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
     ):

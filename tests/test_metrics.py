@@ -122,10 +122,10 @@ def test_what_torch_page_locks_stands_beside_it(registry, monkeypatch):
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: figures)
     registry.register(TorchHostCollector())
     assert read(registry) == {
-        ("torch_host_bytes", "active"): 1024,
-        ("torch_host_bytes", "cached"): 3072,
-        ("torch_host_allocations_total",): 3,
-        ("torch_host_frees_total",): 1,
+        ("pinstage_torch_host_bytes", "active"): 1024,
+        ("pinstage_torch_host_bytes", "cached"): 3072,
+        ("pinstage_torch_host_allocations_total",): 3,
+        ("pinstage_torch_host_frees_total",): 1,
     }
 
 

@@ -100,7 +100,7 @@ def test_waiting_for_a_loaders_workers_is_timed():
 
 def test_a_step_that_fails_is_timed_and_the_error_is_what_it_was(stager):
     with ps.inspect.step_times() as steps, pytest.raises(ps.errors.BudgetExceededError):
-        ps.SlabPool("1MiB", memory=ps.PageableMemory()).acquire("2MiB")
+        ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()).acquire("2MiB")
     assert steps.times["acquire"].calls == 1
 
 

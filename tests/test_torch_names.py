@@ -11,7 +11,7 @@ import torch
 from torch_names import CASES, WORKS
 
 from pinstage._compat import calls, probes, views
-from pinstage.errors import StagingError
+from pinstage.errors import PinstageError, StagingWarning
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda
         monkeypatch.delattr(f"torch._C.{name}")
     else:
         monkeypatch.setattr(f"torch._C.{name}", other)
-    with pytest.warns(RuntimeWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
+    with pytest.warns(StagingWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
         found = calls.cuda_calls()
     calls.cuda_calls.cache_clear()
     calls.cuda_calls()  # does not warn again
@@ -137,5 +137,5 @@ def test_a_tensor_that_a_mode_made_is_not_taken_for_memory():
     class Ours(torch.Tensor):
         pass
 
-    with pytest.raises(StagingError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
+    with pytest.raises(PinstageError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
         views.check_is_plain(torch.ones(2).as_subclass(Ours))

@@ -19,7 +19,7 @@ SCHEMA = 1
 STATUSES = ("ok", "incorrect", "error", "not installed", "needs CUDA")
 PACKAGES = (
     "torch", "numpy", "cuda-bindings", "pinstage", "tensordict", "spdl-io", "spdl-core",
-    "accvlab.multi_tensor_copier", "lightning", "accelerate", "torch-geometric",
+    "accvlab.multi_tensor_copier", "lightning", "accelerate", "torch-geometric", "safetensors",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from visits import Batch, Model, Visits, collate, options, report
 
-from pinstage.integrations.trainer import StageInputs
+from pinstage.integrations.transformers import StageInputs
 
 
 class StagingTrainer(StageInputs, Trainer):

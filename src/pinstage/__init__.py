@@ -20,17 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
 from ._batch import Layout, Slot, StagingNode, on_host, register_node, register_tensor
-from ._memory import (
-    HostAllocMemory,
-    MemoryResource,
-    PageableMemory,
-    RegisteredMemory,
-    SharedMemory,
-    default_memory,
-)
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
+from ._region import HostRegion, RegionHandle
 from ._sizes import Size
-from ._stage import HostTransfer, Prefetcher, Stager, StagerStats, Transfer
+from ._stage import HostTransfer, IncompatibleKeys, Prefetcher, Stager, StagerStats, Transfer
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
@@ -39,7 +32,7 @@ if TYPE_CHECKING:
     from . import memory as memory
     from . import metrics as metrics
     from . import offload as offload
-    from ._loader import DataLoader, LoaderStats, wrap_loader
+    from ._loader import DataLoader, LoaderStats, WrappedLoader, wrap_loader
     from .inspect import audit
 
 __version__ = "0.3.0"
@@ -47,20 +40,18 @@ __version__ = "0.3.0"
 __all__ = [
     "DataLoader",
     "Fence",
-    "HostAllocMemory",
     "HostBudget",
+    "HostRegion",
     "HostTransfer",
+    "IncompatibleKeys",
     "Layout",
     "Lease",
     "LoaderStats",
-    "MemoryResource",
-    "PageableMemory",
     "OwnerStats",
     "PoolStats",
     "PoolUsage",
     "Prefetcher",
-    "RegisteredMemory",
-    "SharedMemory",
+    "RegionHandle",
     "Size",
     "SlabPool",
     "Slot",
@@ -69,8 +60,8 @@ __all__ = [
     "StagingNode",
     "Transfer",
     "audit",
+    "WrappedLoader",
     "wrap_loader",
-    "default_memory",
     "on_host",
     "register_node",
     "register_tensor",
@@ -80,12 +71,13 @@ _LATER = {
     "DataLoader": "._loader",
     "LoaderStats": "._loader",
     "audit": ".inspect",
+    "WrappedLoader": "._loader",
     "wrap_loader": "._loader",
     **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _LATER:

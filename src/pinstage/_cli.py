@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
             _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
-        if hasattr(error, "exit_status"):
-            _exit(str(error), error.exit_status)
+        if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
+            _exit(str(error), 2)
         _exit(f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1)
 
 
@@ -135,12 +135,11 @@ def audit(options: argparse.Namespace) -> int:
         pinstage audit train.py:make_loader
         pinstage audit mypackage.data:example_batch --bus pageable=8,pinned=55
     """
-    from .inspect import _report, _target
-    from .inspect import audit as look_at
+    from .inspect import _audit, _report, _target
 
     with _target.prints_on_stderr():
-        found = look_at(_target.first_batch(options.target), bus=options.bus)
-    _report.show(found.to_dict() if options.json else found.sections(every_leaf=options.all))
+        found = _audit.audit(_target.first_batch(options.target), bus=options.bus)
+    _report.show(found.to_dict() if options.json else _audit.sections_of(found, every_leaf=options.all))
     return 0
 
 
@@ -153,7 +152,7 @@ def doctor(options: argparse.Namespace) -> int:
         pinstage doctor --plot bandwidth.png
         pinstage doctor --json
     """
-    from .inspect import _doctor, _plot, _report
+    from .inspect import _doctor, _report
 
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
@@ -165,7 +164,7 @@ def doctor(options: argparse.Namespace) -> int:
     if options.plot is not None:
         if found.gpu is None:
             _exit(f"nothing was measured, so {options.plot} is not drawn; that takes a GPU, and no --no-measure", 2)
-        _plot.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
+        _doctor.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
         sys.stderr.write(f"written: {options.plot}\n")
     return int(found.has_problem)
 

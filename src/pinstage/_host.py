@@ -1,10 +1,11 @@
-"""What this host has: CPUs, memory, control groups, NUMA nodes, limits.
+"""Facts about this host: CPUs, memory, control groups, NUMA nodes, limits.
 
 The one reader of the kernel's files for such facts. The pool, the threads and the doctor ask here, so that all go by
 the same figures; what to make of a figure is theirs to decide.
 
-Files are read below ``root``, which a test replaces by a tree of its own. What the kernel does not tell is None or
-empty, and no error. Each answer is a snapshot: a virtual machine whose memory grows on demand tells what it has now.
+Files are read below ``root``, which a test replaces by a tree of its own. Facts that the kernel doesn't report are None
+or empty, not errors. Each answer is a snapshot: a virtual machine whose memory grows on demand reports its present
+size.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Headroom(NamedTuple):
     """A control group's memory, in bytes."""
 
     limit: int
-    """How much its processes may have."""
+    """Bytes that its processes may have."""
     left: int
-    """How much of that they do not have yet; negative where they have more, as ``memory.high`` lets them."""
+    """Bytes of that they do not have yet; negative where they have more, as ``memory.high`` lets them."""
 
 
 # -- CPUs --------------------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def threads_within(cpus: int, quota: float | None) -> int:
-    """Return how many threads can run at once on so many CPUs under a quota, as `cpu_quota` returns it; at least 1.
+    """Return how many threads can run at once on a number of CPUs under a quota, as `cpu_quota` returns it; at least 1.
 
     A quota of 2.5 gives 2. With a third thread the group would use up its quota before the period ends, and then the
     kernel stops all of its threads until the next one, tens of milliseconds later.
@@ -120,6 +121,12 @@ def huge_pages(root: Path = Path("/")) -> str:
     return match[1] if match else ""
 
 
+def shared_huge_pages(root: Path = Path("/")) -> str:
+    """Return when shared memory gets transparent huge pages: ``advise``, ``never`` and others; empty if unknown."""
+    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    return match[1] if match else ""
+
+
 # -- nodes and devices -------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +165,7 @@ def is_wsl(root: Path = Path("/")) -> bool:
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether there is such a process, ended ones included that nobody has waited for."""
+    """Return whether there is such a process, ended ones included that aren't waited for yet."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What finalisers leave to be done, and the thread that does it.
+"""Tasks that finalisers leave, and the thread that does them.
 
 A finaliser may run at any point of any thread: inside a lock, in the middle of a graph capture, or ended half-way by an
 interrupt. So it never waits, calls CUDA or frees memory. It hands over by one call of C, ``reaper.tasks.put``, which is
@@ -19,27 +19,28 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from ._memory import as_called_here
+from .errors import StagingWarning
 
 _POLL_SECONDS = 0.02
-"""How often the reaper looks at a task that is not done yet, such as to wait for a copy. Nobody looks while none is."""
+"""Poll interval for tasks that aren't done yet, such as waiting for a copy. Without tasks the reaper sleeps."""
 
 _EXIT_SECONDS = 10.0
-"""How long the end of the program waits for threads of ours: one that comes back from CUDA later would abort it."""
+"""Seconds that the end of the program waits for our threads: a later return from CUDA would abort it."""
 
 running: dict[Any, None] = {}
-"""What works right now in threads of ours; written by these."""
+"""Tasks that our threads are doing now; written by these."""
 
 
 class Task(Protocol):
-    """What the reaper gets."""
+    """A task for the reaper."""
 
     def reap(self) -> bool:
-        """Do what is to be done; say whether that was all. If not, it is called again a moment later."""
+        """Do the work; say whether that was all. If not, it is called again a moment later."""
         ...
 
 
 class Death(weakref.ref[Any]):
-    """A weak reference that becomes a task when its object has died."""
+    """A weak reference that becomes a task when its object is gone."""
 
     __slots__ = ("reap",)
 
@@ -70,10 +71,10 @@ class Reaper:
         self._is_running = False
 
     def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
-        """Have something done when an object has died. It must not keep the object alive.
+        """Add a task for when an object is gone. It must not keep the object alive.
 
         Of an object that may be in a cycle of garbage the collector says so before it calls the finalisers there, which
-        may still use the object. What numpy's arrays are in is safe: of these the collector knows nothing.
+        may still use the object. Objects that hold numpy's arrays are safe: the collector doesn't track these.
         """
         death = Death(thing, self.tasks.put)
         death.reap = reap
@@ -114,12 +115,12 @@ class Reaper:
         try:
             with as_called_here()():
                 return task.reap()
-        except Exception as error:  # noqa: BLE001 - nobody waits for it
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here
+        except Exception as error:  # noqa: BLE001 - there is no caller
+            with contextlib.suppress(StagingWarning):  # made an error: not here
                 warnings.warn(
-                    f"what a pool or loader that nobody has any more held could not be given back: {error!r}; close() "
+                    f"memory of a dropped pool or loader could not be freed: {error!r}; close() "
                     "it before its device fails",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
             return True

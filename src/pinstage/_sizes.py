@@ -32,7 +32,7 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
         The number of bytes, zero or more.
 
     Raises:
-        TypeError: ``size`` is neither a number nor text. A bool is no number here.
+        TypeError: ``size`` is neither a number nor text. A bool doesn't count as a number.
         ValueError: negative, not a number with a known unit, or not a whole number of bytes.
     """
     if isinstance(size, str):

@@ -76,7 +76,7 @@ class StepTimes:
         _open.pop(self, None)
 
     def __str__(self) -> str:
-        lines = [f"{'step':<12}{'calls':>10}{'ms':>12}{'us a call':>12}"]
+        lines = [f"{'step':<12}{'calls':>10}{'ms':>12}{'us per call':>12}"]
         for name, found in self.to_dict().items():
             each = found["seconds"] / found["calls"] * 1e6
             lines.append(f"{name:<12}{found['calls']:>10}{found['seconds'] * 1e3:>12.3f}{each:>12.1f}")

@@ -1,25 +1,25 @@
-"""What can go wrong, as types that carry the numbers.
+"""All errors and warnings of the package.
 
-The errors here derive from `StagingError` and also from the built-in that a caller would catch anyway. A message reads
-``<what>: <numbers>; <what to do>``. Wrong arguments are `ValueError` and `TypeError`. Errors of CUDA and torch pass
-through unchanged.
+Errors derive from `PinstageError`, and also from the built-in error that you would catch anyway. A message reads
+``<what happened>: <numbers>; <what to do>``. Wrong arguments raise `ValueError` and `TypeError`. Other errors of CUDA
+and torch pass through unchanged.
 """
 
 from __future__ import annotations
 
 
-class StagingError(Exception):
+class PinstageError(Exception):
     """Base of the errors in this module."""
 
 
-class _PoolStateError(StagingError):
-    """A request the pool cannot serve, with the pool's counters at that moment.
+class PoolError(PinstageError):
+    """The pool refuses a request. Carries the pool's counters at that moment.
 
     Attributes:
-        requested_bytes: what was requested.
+        requested_bytes: the size of the request.
         held_bytes: bytes that the pool held, idle ones included.
         leased_bytes: bytes of slabs in use.
-        in_flight_bytes: bytes of released slabs whose copy was not done or of which a view was alive.
+        in_flight_bytes: bytes of released slabs whose copy was not done or that still had live views.
         max_bytes: the cap.
     """
 
@@ -41,38 +41,60 @@ class _PoolStateError(StagingError):
         self.max_bytes = max_bytes
 
 
-class BudgetExceededError(_PoolStateError, MemoryError):
+class BudgetExceededError(PoolError, MemoryError):
     """The request can never fit under ``max_bytes``; waiting would not help. A `MemoryError`."""
 
 
-class AcquireTimeoutError(_PoolStateError, TimeoutError):
+class AcquireTimeoutError(PoolError, TimeoutError):
     """No slab came free in time; the same request might fit later. A `TimeoutError`."""
 
 
-class PoolFrozenError(_PoolStateError, RuntimeError):
+class PoolFrozenError(PoolError, RuntimeError):
     """Serving the request would need an allocation, and the pool is frozen. A `RuntimeError`."""
 
 
-class PoolClosedError(StagingError, RuntimeError):
+class PoolClosedError(PoolError, RuntimeError):
     """The pool was closed. A `RuntimeError`."""
 
 
-class ForkedPoolError(StagingError, RuntimeError):
-    """The pool belongs to the parent of this forked process. A `RuntimeError`."""
+class ForkedPoolError(PoolError, RuntimeError):
+    """The pool belongs to the parent of this forked process, so it carries no counters. A `RuntimeError`."""
 
 
-class HostBudgetError(StagingError, RuntimeError):
+class PinningError(PinstageError, RuntimeError):
+    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process's. A `RuntimeError`.
+
+    Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
+
+    Attributes:
+        call: the CUDA function.
+        name: CUDA's name of the error, such as ``cudaErrorInvalidValue``.
+        nbytes: bytes requested; None if the call takes no size.
+    """
+
+    def __init__(self, message: str, *, call: str = "", name: str = "", nbytes: int | None = None) -> None:
+        super().__init__(message)
+        self.call = call
+        self.name = name
+        self.nbytes = nbytes
+
+
+class CudaUnavailableError(PinstageError, RuntimeError):
+    """CUDA can't be used in this process, and was asked for. A `RuntimeError`."""
+
+
+class HostBudgetError(PinstageError, RuntimeError):
     """The folder of a `HostBudget` cannot be used, or isn't the user's alone. A `RuntimeError`."""
 
 
-class LeaseError(StagingError, RuntimeError):
+class LeaseError(PinstageError, RuntimeError):
     """A lease was used after its release, released twice, or its block left while a graph is captured.
 
     A `RuntimeError`.
     """
 
 
-class LayoutError(StagingError, TypeError):
+class LayoutError(PinstageError, TypeError):
     """A leaf or object that cannot be staged, or a batch that does not match a layout. A `TypeError`.
 
     Attributes:
@@ -83,6 +105,18 @@ class LayoutError(StagingError, TypeError):
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class TraceError(PinstageError, ValueError):
+    """A file isn't a trace of the PyTorch profiler, is broken, or has no copies to report. A `ValueError`."""
+
+
+class TargetError(PinstageError, ImportError):
+    """The ``module:callable`` of ``pinstage audit`` can't be found or called, or returns no batch. An `ImportError`."""
+
+
+class StagingWarning(RuntimeWarning):
+    """Staging works, but more slowly or with more memory than it should. Make it an error to find out in a test run."""
 
 
 class UnreleasedLeaseWarning(ResourceWarning):

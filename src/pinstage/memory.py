@@ -1,5 +1,24 @@
-"""What the author of a memory resource needs: a `MemoryResource` makes each `Block` by ``Block(ptr, nbytes)``."""
+"""Memory resources: where the slabs of a pool come from.
 
-from ._memory import Block, MemoryResource
+For a resource of your own, implement `MemoryResource`, and make each `Block` by ``Block(ptr, nbytes)``.
+"""
 
-__all__ = ["Block", "MemoryResource"]
+from ._memory import (
+    Block,
+    HostAllocMemory,
+    MemoryResource,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMemory,
+    default_memory,
+)
+
+__all__ = [
+    "Block",
+    "HostAllocMemory",
+    "MemoryResource",
+    "PageableMemory",
+    "RegisteredMemory",
+    "SharedMemory",
+    "default_memory",
+]

@@ -1,4 +1,4 @@
-"""What pools hold and do, for Prometheus. Needs the extra `metrics`: ``pip install 'pinstage[metrics]'``."""
+"""Statistics of pools, for Prometheus. Needs the extra `metrics`: ``pip install 'pinstage[metrics]'``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PoolCollector(Collector):
     """Reports to Prometheus what pools hold, who holds it, and who waited.
 
     Register it by ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` when Prometheus asks. For a
-    closed pool it reports what is still held; in a forked child it reports nothing. A registry takes one of them, to
+    closed pool it reports the bytes still held; in a forked child it reports nothing. A registry takes one of them, to
     which further pools are added.
 
     Args:
@@ -33,7 +33,7 @@ class PoolCollector(Collector):
         self.add(pool, name=name)
 
     def add(self, pool: SlabPool, *, name: str) -> None:
-        """Report another pool as well.
+        """Report another pool too.
 
         Raises:
             TypeError: `pool` is not a `SlabPool`.
@@ -120,7 +120,9 @@ class TorchHostCollector(Collector):
         stats = torch.cuda.host_memory_stats()
         if not stats:
             return
-        held = GaugeMetricFamily("torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"])
+        held = GaugeMetricFamily(
+            "pinstage_torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"]
+        )
         active = stats.get("active_bytes.current", 0)
         held.add_metric(["active"], active)
         held.add_metric(["cached"], max(0, stats.get("allocated_bytes.current", 0) - active))
@@ -129,4 +131,4 @@ class TorchHostCollector(Collector):
             ("allocations", "num_host_alloc", "Blocks that torch's host allocator page-locked."),
             ("frees", "num_host_free", "Blocks that torch's host allocator gave back."),
         ):
-            yield CounterMetricFamily(f"torch_host_{metric}", text, value=stats.get(key, 0))
+            yield CounterMetricFamily(f"pinstage_torch_host_{metric}", text, value=stats.get(key, 0))

@@ -15,7 +15,6 @@ from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
 from pinstage import Layout, SlabPool, Stager
-from pinstage._batch import _pack as _borrowing
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
 from pinstage.errors import LeaseError
@@ -27,7 +26,11 @@ LARGE = 256 * 1024
 def page_locked(monkeypatch):
     """Say of some tensors that they are page-locked, by the addresses of their first bytes."""
     found = set()
-    monkeypatch.setattr(_borrowing, "is_page_locked", lambda tensor: tensor.data_ptr() in found)
+
+    def pieces_of(tensor):
+        return [(0, tensor.nbytes)] if tensor.data_ptr() in found else []
+
+    monkeypatch.setattr("pinstage._stage._stager.pieces_of", pieces_of)
     return found
 
 

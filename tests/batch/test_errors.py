@@ -40,7 +40,7 @@ def test_all_unknown_classes_of_a_batch_are_named_at_once_each_with_the_line_to_
         ps.Layout.of(batch)
     first, *lines = str(caught.value).splitlines()
     assert caught.value.path == "['a'][0]"
-    assert first.startswith("batch['a'][0] holds tensors and is no known container: ")
+    assert first.startswith("batch['a'][0] holds tensors and isn't a known container: ")
     assert "pinstage.register_node(One)" in first
     assert [line.split("  #")[0].strip() for line in lines] == [
         "pinstage.register_node(Two)",
@@ -73,14 +73,14 @@ def linked(count, make):
 @pytest.mark.timeout(60)
 def test_a_linked_structure_is_one_line():
     cls = fresh()
-    with pytest.raises(LayoutError, match="holds tensors and is no known container") as caught:
+    with pytest.raises(LayoutError, match="holds tensors and isn't a known container") as caught:
         ps.Layout.of({"a": linked(8000, lambda _: cls)})
     assert (caught.value.path, str(caught.value).count("\n")) == ("['a']", 0)
 
 
 @pytest.mark.timeout(60)
 def test_an_error_names_a_bounded_number_of_classes():
-    with pytest.raises(LayoutError, match="holds tensors and is no known container") as caught:
+    with pytest.raises(LayoutError, match="holds tensors and isn't a known container") as caught:
         ps.Layout.of([linked(3000, lambda index: type(f"Link{index}", (fresh(),), {}))])
     assert str(caught.value).count("pinstage.register_node(") == 32
 

@@ -10,9 +10,10 @@ import torch
 from strategies import DTYPES, EXPERIMENTAL, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pinstage import Layout, PageableMemory, SlabPool, Stager
+from pinstage import Layout, SlabPool, Stager
 from pinstage._batch import ALIGNMENT, Slot
-from pinstage.errors import LayoutError, StagingError
+from pinstage.errors import LayoutError, PinstageError
+from pinstage.memory import PageableMemory
 
 pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -204,7 +205,7 @@ def test_a_layout_from_a_damaged_pickle_is_an_error():
     batch = {"a": torch.ones(3), "b": torch.ones(2)}
     restore, (structure, table) = Layout.of(batch).__reduce__()
     for contents in ((table, structure), (structure, table.data), (structure, tuple(table))):
-        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout anew"):
+        with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout again"):
             restore(*contents)
     rows = table.rows.copy()
     rows["offset"][1] = 0  # where the other one is
@@ -347,12 +348,12 @@ def test_where_torch_makes_no_memory_nothing_is_read_or_written_in_silence(allow
         with pytest.raises(ValueError, match=r"src must be .*: FakeTensor"):
             layout.unpack(fake)
         message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
-        error = StagingError if allow else AssertionError  # of torch's own
+        error = PinstageError if allow else AssertionError  # of torch's own
         with pytest.raises(error, match=message):
             layout.pack(real, slab)
-        with pytest.raises(StagingError, match="leave the mode"):
+        with pytest.raises(PinstageError, match="leave the mode"):
             layout.unpack(slab)
-        with pytest.raises(StagingError, match="leave the mode"):
+        with pytest.raises(PinstageError, match="leave the mode"):
             Layout.of(np.ones(3)[::-1])  # which torch would have to copy
 
 

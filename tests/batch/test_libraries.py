@@ -15,7 +15,7 @@ from torch.utils._pytree import register_pytree_node
 import pinstage as ps
 from pinstage._batch import _libraries
 from pinstage._compat import probes
-from pinstage.errors import LayoutError
+from pinstage.errors import LayoutError, StagingWarning
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -88,8 +88,8 @@ class Movable(Box):
 
 def test_a_class_with_a_to_of_its_own_moves_by_it_and_is_named_once(stager):
     batch = [Movable(torch.ones(2)), torch.ones(1)]
-    text = r"Movable holds tensors and is no known container: it moves by its own"
-    with pytest.warns(RuntimeWarning, match=text) as told:
+    text = r"Movable holds tensors and isn't a known container: it moves by its own"
+    with pytest.warns(StagingWarning, match=text) as told:
         results = [stager.to_device(batch) for _ in range(3)]
     for staged in results:
         assert (type(staged[0]), staged[0].note, staged[0].value.tolist()) == (Movable, "moved", [1, 1])
@@ -105,7 +105,7 @@ def test_a_to_that_returns_nothing_has_changed_its_object(stager):
             self.value = self.value.to(device)
 
     box = Changed(torch.ones(2))
-    with pytest.warns(RuntimeWarning, match="Changed"):
+    with pytest.warns(StagingWarning, match="Changed"):
         assert stager.to_device(box) is box
 
 
@@ -115,7 +115,7 @@ def movable(index):
 
 def test_a_class_with_a_to_of_its_own_moves_in_the_main_process_of_a_loader():
     loader = ps.DataLoader(Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB")
-    with pytest.warns(RuntimeWarning, match="Movable") as told:
+    with pytest.warns(StagingWarning, match="Movable") as told:
         found = list(loader)
     assert len(told) == 1
     assert [(box.value.tolist(), box.note) for box in found] == [([index] * 2, "moved") for index in range(3)]
@@ -143,7 +143,7 @@ def test_a_pin_memory_that_is_not_called_is_told_once(stager):
         def pin_memory(self):
             raise AssertionError("it was called")
 
-    with pytest.warns(RuntimeWarning, match=r"Pinned\.pin_memory\(\) is not called: ") as told:
+    with pytest.warns(StagingWarning, match=r"Pinned\.pin_memory\(\) is not called: ") as told:
         assert len([stager.to_device([Pinned(torch.ones(1))]) for _ in range(3)]) == 3
     assert len(told) == 1
 
@@ -220,7 +220,7 @@ def test_an_entry_point_is_asked_when_a_class_of_its_library_is_met_and_not_befo
 def test_an_entry_point_that_cannot_be_loaded_is_told_once_and_its_classes_are_unknown(library, stager):
     lost = type("Lost", (Box,), {"__module__": "broken.inside"})
     text = r"classes of broken are not known as such: ModuleNotFoundError.*register_node"
-    with pytest.warns(RuntimeWarning, match=text):
+    with pytest.warns(StagingWarning, match=text):
         stager.to_device([lost("no tensor")])
     for _ in range(2):
         with pytest.raises(LayoutError, match=r"broken\.inside\.Lost"):

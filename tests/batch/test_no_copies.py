@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from pinstage import PageableMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
+from pinstage.memory import PageableMemory
 
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
 THINGS = {

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import pinstage as ps
 from pinstage import Stager
-from pinstage.errors import LayoutError, StagingError
+from pinstage.errors import LayoutError, PinstageError
 
 pytestmark = [
     pytest.mark.usefixtures("both_paths"),
@@ -128,7 +128,7 @@ def test_fake_tensors_pass_and_real_ones_are_an_error_where_torch_makes_no_memor
         made = torch.empty(3, 2)
         for leaf in (fake, made):
             assert staging([leaf, "text"])[0] is leaf
-        with pytest.raises((StagingError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
+        with pytest.raises((PinstageError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
             staging([real, made])
     assert staging([made])[0] is made
     assert_same([real], staging([real]), "cpu")

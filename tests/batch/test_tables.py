@@ -264,7 +264,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
 def test_a_table_that_is_none_is_refused_where_it_is_read(kind):
-    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it anew"):
+    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it again"):
         Table.of_bytes(IMPOSSIBLE[kind])
 
 
@@ -300,7 +300,7 @@ def test_plain_python_takes_and_refuses_the_same_tables(data):
     try:
         expected = Table(data, *oracle.figures_of(data))
     except ValueError as error:
-        expected = f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+        expected = f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
     assert read(data) == expected
 
 
@@ -401,10 +401,11 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 
 
 def test_samples_are_stacked_only_into_their_room():
-    found = _native.core.alike([torch.ones(4), torch.ones(4)])
+    samples = [torch.ones(4), torch.ones(4)]
+    found = _native.core.alike(samples)
     with guarded(64) as slab:
         for wrong, room in [(b"bytes", 64), (found, 31), (found, -1)]:
-            with pytest.raises(ValueError, match="PyCapsule|more room"):
+            with pytest.raises(ValueError, match=r"PyCapsule|more room"):
                 _native.core.stack(wrong, slab.data_ptr(), room)
         assert slab.eq(0xEE).all()
         _native.core.stack(found, slab.data_ptr(), 32)

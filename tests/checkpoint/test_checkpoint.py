@@ -19,7 +19,7 @@ from pinstage.errors import AcquireTimeoutError, BudgetExceededError
 
 @pytest.fixture
 def pool():
-    with ps.SlabPool("64MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("64MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         yield pool
 
 

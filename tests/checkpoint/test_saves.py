@@ -26,7 +26,7 @@ from torchrun import torchrun
 import pinstage as ps
 from pinstage._pool import descriptor_of
 from pinstage.checkpoint import CheckpointStager
-from pinstage.errors import StagingError
+from pinstage.errors import PinstageError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
@@ -211,14 +211,14 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 
 @pytest.mark.usefixtures("alone")
 def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
-    with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
         response = dcp.async_save(
             adam_state(),
             checkpoint_id=tmp_path,
             async_stager=CheckpointStager(pool=pool),
             async_checkpointer_type=IN_PROCESS,
         )
-        with pytest.raises(StagingError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
+        with pytest.raises(PinstageError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
             response.upload_completion.result()
         del response
         gc.collect()

@@ -119,7 +119,9 @@ def test_workers_pack_a_stateful_loader_from_the_first_pass_on_in_accelerate_s_o
 
     packed_here = []
     _, *expected = passes(Accelerator.prepare)
-    loader, *found = passes(partial(prepare, max_bytes="8MiB", keep=lambda path, leaf: packed_here.append(path)))
+    loader, *found = passes(
+        partial(prepare, max_bytes="8MiB", keep_on_host=lambda path, leaf: packed_here.append(path))
+    )
     assert found == expected
     assert loader.stats().batches == 16
     assert packed_here == []  # the function is called where batches are packed
@@ -151,7 +153,7 @@ def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
         accelerator = Accelerator(cpu=True)
         model = torch.nn.Linear(64, 64)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        with ps.SlabPool("1MiB", memory=ps.PageableMemory()) as pool:
+        with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
             offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes="4KiB") if offloads else None
             for _ in range(3):
                 accelerator.backward(model(torch.randn(4, 64)).square().sum())
@@ -168,7 +170,7 @@ def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
 @pytest.mark.usefixtures("slabs_for_all")
 def test_a_pool_may_be_shared():
     accelerator = Accelerator(cpu=True)
-    with ps.SlabPool("16MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("16MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         one, other = (prepare(accelerator, made(), pool=pool) for _ in range(2))
         assert firsts(one) == firsts(other)
         assert pool.stats().hits + pool.stats().misses == 16

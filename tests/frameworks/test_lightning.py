@@ -13,6 +13,7 @@ from train_lightning import Module
 from visits import Visits, collate
 
 import pinstage as ps
+from pinstage.errors import LayoutError, StagingWarning
 from pinstage.integrations.lightning import StageBatches
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -73,6 +74,20 @@ def test_each_process_trains_on_half_of_the_samples(ranks):
 @pytest.fixture(params=[True, False], ids=["workers", "main process"])
 def in_workers(request):
     return request.param
+
+
+def test_options_reach_the_loaders(in_workers):
+    stage = StageBatches(max_bytes="8MiB", depth=1, keep_on_host="['nothing']", workers=in_workers)
+    with pytest.raises(LayoutError, match=r"keep_on_host=\"\['nothing'\]\" leads to nothing"):
+        trainer(stage).fit(module(), loader())
+
+
+def test_loaders_take_slabs_from_a_given_pool(in_workers):
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
+        stage = StageBatches(pool=pool, workers=in_workers)
+        trainer(stage).fit(module(), loader(num_workers=1))
+        assert stage.stager.pool is pool
+        assert stage.stats().batches == 8
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -291,7 +306,7 @@ def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
             return batch
 
     stage, data = StageBatches(), Data()
-    with pytest.warns(RuntimeWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
+    with pytest.warns(StagingWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
         trainer(stage).fit(module(), datamodule=data)
     assert stage.stats().batches == stage.stager.stats().batches == 8
     assert data.seen == (torch.int64, torch.Size([4])) * 8

@@ -12,6 +12,7 @@ import torch
 from class_trips import DEVICES, target
 
 import pinstage as ps
+from pinstage.errors import StagingWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
@@ -157,7 +158,7 @@ def test_a_wrapped_loader_whose_main_process_joins_yields_the_same(workers):
     torch.manual_seed(5)
     loader = ps.wrap_loader(loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB")
     says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .* filter_per_worker=True has none"
-    with pytest.warns(RuntimeWarning, match=says) if workers else nullcontext():
+    with pytest.warns(StagingWarning, match=says) if workers else nullcontext():
         found = list(loader)
     for mine, batch in zip(found, expected, strict=True):
         assert_same(mine, batch, torch.device("cpu"))

@@ -84,7 +84,7 @@ def test_validation_in_the_middle_of_an_epoch_does_not_end_it(stager):
 def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(stager, wrap, background):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples(), 4))
-    with pytest.raises(ps.errors.StagingError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
+    with pytest.raises(ps.errors.PinstageError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
         list(stager.prefetch(wrap(loader), background=background))
 
 

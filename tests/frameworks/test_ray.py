@@ -134,3 +134,18 @@ def test_what_is_pickled_makes_a_stager_of_its_own():
     again = pickle.loads(pickle.dumps(stage))
     assert again.stager is not stage.stager
     assert again.stager.pool.max_bytes == 1 << 20
+
+
+def test_options_reach_the_stager_and_ray(dataset):
+    stage = StageBatches("cpu", max_bytes="1MiB", depth=3, keep_on_host="['nothing']")
+    with pytest.raises(Exception, match="leads to nothing"):
+        next(iter(stage.iter_torch_batches(dataset)))
+    asked = []
+
+    class Shard:
+        def iter_torch_batches(self, **options):
+            asked.append(options["prefetch_batches"])
+            return []
+
+    assert list(stage.iter_torch_batches(Shard())) == list(stage.iter_torch_batches(Shard(), prefetch_batches=1)) == []
+    assert asked == [3, 1]

@@ -169,7 +169,7 @@ def test_a_loader_that_lightning_overfits_and_predicts_with_stages(make):
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_given_pool_serves_the_loader_that_is_made_anew(make, distributed):
-    with ps.SlabPool("1MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         plain = DataLoader(samples(), 4, num_workers=1)
         loader = ps.DataLoader(samples(), 4, num_workers=1, pool=pool, device="cpu")
         loader = loader if make is staging else ps.wrap_loader(plain, pool=pool, device="cpu")

@@ -20,25 +20,31 @@ import pinstage as ps
 BUDGET = ps.HostBudget(64 * MIB, name="gpu-tests")
 
 
-class TruthfulPageable(Truthful, ps.PageableMemory):
+class TruthfulPageable(Truthful, ps.memory.PageableMemory):
     pass
 
 
-class TruthfulRegistered(Truthful, ps.RegisteredMemory):
+class TruthfulRegistered(Truthful, ps.memory.RegisteredMemory):
     pass
 
 
 def hold(device, nbytes):
     """Have memory in use until the end of the input."""
     torch.cuda.init()  # before, torch takes no memory for page-locked
-    with ps.SlabPool(budget=BUDGET, memory=ps.default_memory(device)) as pool, pool.acquire(int(nbytes)) as lease:
+    with (
+        ps.SlabPool(budget=BUDGET, memory=ps.memory.default_memory(device)) as pool,
+        pool.acquire(int(nbytes)) as lease,
+    ):
         say(is_pinned=lease.tensor().is_pinned())
         sys.stdin.readline()
 
 
 def want(device, nbytes):
     """Wait for memory that another process has; say when it came, and stage by it."""
-    with ps.SlabPool(budget=BUDGET, memory=ps.default_memory(device)) as pool, ps.Stager(device, pool=pool) as stager:
+    with (
+        ps.SlabPool(budget=BUDGET, memory=ps.memory.default_memory(device)) as pool,
+        ps.Stager(device, pool=pool) as stager,
+    ):
         stager.to_device(torch.ones(3))  # the context is not what is timed
         say(ready=True)
         with pool.acquire(int(nbytes), timeout=60) as lease:

@@ -74,7 +74,7 @@ def pool_of_nobodys_device() -> None:
 
 
 def leases_by_hand() -> None:
-    with ps.SlabPool("16MiB", memory=ps.RegisteredMemory(DEVICE)) as pool:
+    with ps.SlabPool("16MiB", memory=ps.memory.RegisteredMemory(DEVICE)) as pool:
         there = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
         with pool.acquire("1MiB") as lease:
             there.copy_(lease.tensor().fill_(7), non_blocking=True)

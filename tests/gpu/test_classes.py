@@ -8,6 +8,7 @@ from latch import Latch
 
 import pinstage as ps
 from pinstage._compat import probes
+from pinstage.errors import StagingWarning
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +118,6 @@ def test_a_class_with_pin_memory_is_told_and_packed(stager):
             raise AssertionError("it was called")
 
     probes._warned.clear()
-    with pytest.warns(RuntimeWarning, match=r"pin_memory\(\) is not called"):
+    with pytest.warns(StagingWarning, match=r"pin_memory\(\) is not called"):
         staged = stager.to_device(Pinned(torch.ones(2)))
     assert staged.value.device == stager.device

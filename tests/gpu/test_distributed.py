@@ -31,7 +31,7 @@ def assert_arrived(batch, staged, device):
 
 def test_one_pool_feeds_stagers_on_two_devices(two_devices):
     rng = random.Random(0)
-    with ps.SlabPool("4MiB", memory=ps.default_memory(two_devices[0])) as pool:
+    with ps.SlabPool("4MiB", memory=ps.memory.default_memory(two_devices[0])) as pool:
         stagers = [ps.Stager(device, pool=pool) for device in two_devices]
         for _ in range(200):
             batches = [ragged_batch(rng) for _ in stagers]
@@ -57,7 +57,7 @@ def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
         except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
             failures.append(error)
 
-    with ps.SlabPool("1MiB", memory=ps.default_memory(two_devices[0])) as pool:
+    with ps.SlabPool("1MiB", memory=ps.memory.default_memory(two_devices[0])) as pool:
         threads = [threading.Thread(target=work, args=(device, pool)) for device in two_devices]
         for thread in threads:
             thread.start()
@@ -71,7 +71,7 @@ def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
 def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
     first, second = two_devices
     latch = Latch(second)
-    with ps.SlabPool(MIB, memory=ps.default_memory(first)) as pool:
+    with ps.SlabPool(MIB, memory=ps.memory.default_memory(first)) as pool:
         one, other = (ps.Stager(device, pool=pool) for device in two_devices)
         original = torch.arange(MIB // 4, dtype=torch.int32)
         for stager in (one, other):

@@ -27,6 +27,7 @@ from pinstage._memory import (
 )
 from pinstage._memory import _pages as pages
 from pinstage._sizes import format_bytes
+from pinstage.errors import PinningError, StagingWarning
 
 pytestmark = pytest.mark.gpu
 
@@ -164,7 +165,7 @@ def test_threads_allocate_and_deallocate_at_once(memory, cuda_device):
 def test_registering_twice_fails_and_leaves_no_error_behind(cuda_device):
     memory = RegisteredMemory(cuda_device)
     block = memory.allocate(4 * MIB)
-    with pytest.raises(_cuda.CudaError, match=r"cudaHostRegister of 4.00 MiB failed: cudaErrorHostMemoryAlreadyReg"):
+    with pytest.raises(PinningError, match=r"cudaHostRegister of 4.00 MiB failed: cudaErrorHostMemoryAlreadyReg"):
         _cuda.register(block.ptr, block.nbytes, block._device)
     assert_cuda_works(cuda_device)
     memory.deallocate(block)
@@ -172,14 +173,14 @@ def test_registering_twice_fails_and_leaves_no_error_behind(cuda_device):
 
 def test_registering_an_absurd_size_fails_and_leaves_no_error_behind(cuda_device):
     address = pages.map_anonymous(MIB)
-    with pytest.raises(_cuda.CudaError, match=r"cudaHostRegister of 1.00 PiB failed: cudaError"):
+    with pytest.raises(PinningError, match=r"cudaHostRegister of 1.00 PiB failed: cudaError"):
         _cuda.register(address, 1 << 50, _cuda.device_index(cuda_device))
     pages.unmap(address, MIB)
     assert_cuda_works(cuda_device)
 
 
 def test_allocating_an_absurd_size_fails_and_leaves_no_error_behind(memory, cuda_device):
-    with pytest.raises((MemoryError, _cuda.CudaError)) as caught:
+    with pytest.raises((MemoryError, PinningError)) as caught:
         memory.allocate(1 << 50)
     print(f"{type(caught.value).__name__}: {caught.value}")
     assert repr(memory).endswith("0 blocks, 0 B>")
@@ -199,7 +200,7 @@ def test_pages_that_the_driver_cannot_lock_roll_back_completely(kind, cuda_devic
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(pages, "populate", forbid)
-        with pytest.raises(_cuda.CudaError, match=r"cudaHostRegister of 4.00 MiB failed") as caught:
+        with pytest.raises(PinningError, match=r"cudaHostRegister of 4.00 MiB failed") as caught:
             memory.allocate(4 * MIB)
     print(caught.value)
     assert not is_mapped(mapped[0])
@@ -215,7 +216,7 @@ def test_giving_back_what_is_not_registered_leaks_it_and_leaves_no_error_behind(
     memory = RegisteredMemory(cuda_device)
     block = memory.allocate(MIB)
     _cuda.unregister(block.ptr, block._device)
-    with pytest.warns(RuntimeWarning, match=r"1.00 MiB stay mapped .* cudaHostUnregister failed: cudaError"):
+    with pytest.warns(StagingWarning, match=r"1.00 MiB stay mapped .* cudaHostUnregister failed: cudaError"):
         memory.deallocate(block)
     assert is_mapped(block.ptr)
     assert_cuda_works(cuda_device)

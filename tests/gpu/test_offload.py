@@ -47,7 +47,7 @@ def assert_equal(some, others):
 
 @pytest.fixture
 def pool(cuda_device):
-    with ps.SlabPool("1GiB", memory=ps.default_memory(cuda_device)) as pool:
+    with ps.SlabPool("1GiB", memory=ps.memory.default_memory(cuda_device)) as pool:
         yield pool
         torch.cuda.synchronize(cuda_device)
         stats = pool.stats()

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 20
 @pytest.fixture
 def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
     """A pool with room for a single slab, which is there: freeing it would wait for a stream that is held."""
-    with ps.SlabPool(MIB, memory=ps.RegisteredMemory(cuda_device)) as pool:
+    with ps.SlabPool(MIB, memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
         pool.reserve(MIB)
         yield pool
 
@@ -103,7 +103,7 @@ def test_slabs_come_back_by_themselves_when_the_work_is_done(cuda_device, pool, 
 
 
 def test_pageable_memory_is_free_at_the_end_of_the_block(cuda_device, latch):
-    with ps.SlabPool(MIB, memory=ps.PageableMemory()) as pool, latch:
+    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, latch:
         latch.hold(torch.cuda.current_stream(cuda_device))
         with pool.acquire(MIB):
             pass
@@ -163,3 +163,23 @@ def test_copies_to_two_devices_are_both_waited_for(two_devices, pool):
             assert_is_out(pool)
         overwrite(pool)
         assert all(holds(there, 7) for there in targets)
+
+
+@pytest.mark.parametrize("kind", [ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory])
+def test_a_large_slab_is_page_locked_in_the_background(cuda_device: torch.device, kind) -> None:
+    nbytes = 320 * MIB
+    with ps.SlabPool("1GiB", memory=kind(cuda_device)) as pool:
+        fence = pool.reserve(nbytes, background=True)
+        busy = torch.ones(1024, 1024, device=cuda_device)
+        for _ in range(20):  # the device may be used meanwhile
+            busy = busy @ busy / 1024
+        fence.synchronize()
+        assert fence.query()
+        pool.freeze()
+        with pool.acquire(nbytes, timeout=0) as lease:
+            assert lease.tensor().is_pinned()
+            lease.tensor()[-1] = 7
+            there = lease.tensor().to(cuda_device, non_blocking=True)
+        assert int(there[-1]) == 7
+        assert pool.stats().misses == 0
+    assert bool((busy == 1).all())

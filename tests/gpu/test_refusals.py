@@ -6,8 +6,10 @@ import warnings
 import pytest
 import torch
 
-from pinstage import RegisteredMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
 from pinstage._memory import _cuda
+from pinstage.errors import StagingWarning
+from pinstage.memory import RegisteredMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_device")]
 
@@ -33,7 +35,7 @@ def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
     memory = WalledMemory("cuda:0", 3 * MIB)
     with SlabPool("1GiB", memory=memory) as pool, Stager("cuda:0", pool=pool) as stager:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.simplefilter("ignore", StagingWarning)
             for seed in range(50):
                 batch = torch.randint(1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed))
                 assert torch.equal(stager.to_device(batch).cpu(), batch)
@@ -61,7 +63,7 @@ def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
         Stager("cuda:0", pool=pool) as stager,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", StagingWarning)
         while memory.refusals < 10_000:
             start = chance.randrange(4 * MIB)
             part = slice(start, start + chance.choice([1000, 70_000, 3 * MIB, 12 * MIB]))

@@ -93,9 +93,9 @@ def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothi
 
 def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
     def pin_and_free():
-        with ps.SlabPool("2MiB", memory=ps.RegisteredMemory(cuda_device)) as pool:
+        with ps.SlabPool("2MiB", memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
             pool.reserve("1MiB")
-        with ps.SlabPool("2MiB", memory=ps.HostAllocMemory(cuda_device)) as pool:
+        with ps.SlabPool("2MiB", memory=ps.memory.HostAllocMemory(cuda_device)) as pool:
             pool.reserve("1MiB")
 
     pin_and_free()

@@ -9,7 +9,12 @@ from doubles import is_mapped
 
 from pinstage._memory import _pages as pages
 
-NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 4: "cudaErrorCudartUnloading"}
+NAMES = {
+    1: "cudaErrorInvalidValue",
+    2: "cudaErrorMemoryAllocation",
+    4: "cudaErrorCudartUnloading",
+    801: "cudaErrorNotSupported",
+}
 
 
 class FakeCuda:
@@ -29,6 +34,8 @@ class FakeCuda:
         self.failing = {}
         self.refusing = {}
         self.offset = 0
+        self.most_registered = None  # more in one call is refused with 801
+        self.before = {}  # by name of a call: what happens before it
         self.attributes = {"HOST_REGISTER_SUPPORTED": 1, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0}
         prefix = "CU_DEVICE_ATTRIBUTE_"
         self.CUdevice_attribute = types.SimpleNamespace(**{prefix + name: name for name in self.attributes})
@@ -60,6 +67,14 @@ class FakeCuda:
         return 0
 
     # the driver's
+
+    CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        return self._code("cuThreadExchangeStreamCaptureMode", mode), 0
+
+    def cuDeviceGetPCIBusId(self, nbytes, device):
+        return self._code("cuDeviceGetPCIBusId", device), b"0000:1b:00.0".ljust(nbytes, b"\0")
 
     def cuDeviceGet(self, index):
         return self._code("cuDeviceGet", index), f"device {index}"
@@ -102,7 +117,10 @@ class FakeCuda:
         return (code,)
 
     def cudaHostRegister(self, address, nbytes, flags):
+        self.before.get("cudaHostRegister", int)()
         code = self._code("cudaHostRegister", address, nbytes, flags)
+        if self.most_registered is not None and nbytes > self.most_registered:
+            code = self.last_error = 801
         if not code:
             assert self.context_stack
             assert is_mapped(address)

@@ -82,7 +82,7 @@ class Truthful:
         self._truth.add(self._place, -block.nbytes)
 
 
-class TruthfulMemory(Truthful, ps.PageableMemory):
+class TruthfulMemory(Truthful, ps.memory.PageableMemory):
     pass
 
 
@@ -92,7 +92,7 @@ def say(**what):
 
 def rank(mine, peak, cap, timeout):
     """Peak twice, at other times than the other rank."""
-    with ps.SlabPool(**cap, memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool(**cap, memory=ps.memory.PageableMemory()) as pool:
         for turn in range(4):
             if turn % 2 == mine:
                 leases = [pool.acquire(MIB, timeout=timeout) for _ in range(peak)]
@@ -170,7 +170,7 @@ def crowd(folder, count, most, seconds, cap):
 
 def hold(nbytes, is_idle):
     """Hold memory, in use or idle, until the end of the input."""
-    pool = ps.SlabPool(memory=ps.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held"))
+    pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held"))
     lease = pool.acquire(nbytes, owner="eval")
     if is_idle:
         lease.release()

@@ -308,7 +308,7 @@ def workers(ps: Any) -> str:
 def outcome(ps: Any, attempt: Callable[..., str], *args: Any) -> str:
     try:
         return attempt(ps, *args)
-    except ps.errors.StagingError as error:
+    except ps.errors.PinstageError as error:
         return f"refused: {error}"
 
 

@@ -16,10 +16,11 @@ from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
 from pinstage import _cli
-from pinstage.inspect import Bus, TargetError
+from pinstage.errors import TargetError
+from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
+from pinstage.inspect._pinning import places
 from pinstage.inspect._target import first_batch
-from pinstage.inspect._walk import places
 
 approx = pytest.approx
 BUS = Bus(pageable=5, pinned=50, call=10)

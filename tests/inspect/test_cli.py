@@ -240,14 +240,14 @@ def test_a_terminal_gets_tables_with_colours(trace):
     text = in_terminal(trace)
     assert "\x1b[" in text
     assert "─" in text
-    assert "The GPU stands" in text
+    assert "The GPU idles" in text
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
     findings = in_terminal(trace, **environment)
     assert "\x1b" not in findings
-    assert "The GPU stands" in findings
+    assert "The GPU idles" in findings
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):

@@ -5,6 +5,7 @@ import struct
 
 import pytest
 import torch
+from doubles import wait_until
 
 from pinstage.inspect import _checks
 from pinstage.inspect._bus import (
@@ -18,9 +19,8 @@ from pinstage.inspect._bus import (
     measure,
 )
 from pinstage.inspect._checks import Check
-from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose
+from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose, save_plot, try_page
 from pinstage.inspect._gpus import Driver, Gpu, Link, describe, find_driver, query
-from pinstage.inspect._plot import save_plot
 from pinstage.inspect._report import as_text
 
 GIB = 1 << 30
@@ -38,10 +38,10 @@ H200 = Gpu(0, "NVIDIA H200", Link(5, 16, 16), 0, frozenset(range(8)))
         (_checks.shared_memory(None), "warning", "not there"),
         (_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
         (_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
-        (_checks.huge_pages("madvise"), "ok", "madvise"),
-        (_checks.huge_pages("always"), "ok", "always"),
-        (_checks.huge_pages("never"), "warning", "never"),
-        (_checks.huge_pages(""), "info", "does not tell"),
+        (_checks.huge_pages("madvise", "never"), "ok", "madvise; of shared memory (shmem_enabled): never"),
+        (_checks.huge_pages("always", "advise"), "ok", "always"),
+        (_checks.huge_pages("never", "never"), "warning", "never"),
+        (_checks.huge_pages("", ""), "info", "does not tell"),
         (_checks.cpus(16, None, 16), "ok", "16 of 16"),
         (_checks.cpus(8, None, 16), "ok", "8 of 16 (8 by affinity)"),
         (_checks.cpus(2, None, 16), "warning", "2 of 16"),
@@ -81,9 +81,15 @@ OLD = Driver("550.54", "12.4")
         (_checks.versions("3.12.3", DRIVER, "13.0", None), "problem", "cuda-python none"),
         (_checks.versions("3.12.3", Driver(None, None), None, "13.0"), "info", "driver none"),
         (_checks.versions("3.12.3", Driver("580", None), "13.0", "13.0"), "ok", "CUDA ?"),
-        (_checks.page_locking(True, None), "ok", "works"),
-        (_checks.page_locking(True, "cuda-python cannot use the driver"), "problem", "cannot use the driver"),
-        (_checks.page_locking(False, "no CUDA device"), "info", "not without a GPU"),
+        (_checks.page_locking(True, None, "registered", ""), "ok", "works"),
+        (
+            _checks.page_locking(True, None, "allocated", "refused (801)"),
+            "warning",
+            "refused (801). A HostRegion is alloc",
+        ),
+        (_checks.page_locking(True, None, "pageable", "refused (801)"), "problem", "could not be registered"),
+        (_checks.page_locking(True, "cuda-python cannot use the driver", "pageable", ""), "problem", "cannot use the"),
+        (_checks.page_locking(False, "no CUDA device", "pageable", ""), "info", "not without a GPU"),
         (_checks.link(H200), "ok", "generation 5 x16: 63.0 GB/s"),
         (_checks.link(Gpu(0, "g")), "info", "virtual machine"),
         (_checks.link(Gpu(0, "g", Link(5, 8, 16))), "warning", "generation 5 x8: 31.5 GB/s; x16 is possible"),
@@ -234,6 +240,15 @@ def test_the_report_has_each_line_and_each_remedy():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(("most", "kind"), [(None, "registered"), (0, "allocated")])
+def test_a_page_is_tried(cuda, most, kind):
+    cuda.most_registered = most
+    found, reason = try_page(0)
+    assert found == kind
+    assert bool(reason) is (kind != "registered")
+    wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
+
+
 def test_without_a_gpu_the_host_is_reported(tmp_path):
     found = diagnose(root=tmp_path, smi=lambda arguments: "")
     by_name = {check.name: check for check in found.checks}

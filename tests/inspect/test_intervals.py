@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pinstage.inspect._trace import _intervals as iv
+from pinstage.inspect._trace import _analysis as iv
 
 CELLS = 40
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy

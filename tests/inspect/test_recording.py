@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pinstage import _cli
-from pinstage.inspect._trace._stream import TraceFile
+from pinstage.inspect._trace._events import TraceFile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
 

@@ -26,8 +26,8 @@ def folder(tmp_path, monkeypatch):
 def two_pools():
     job, own = ps.HostBudget("8MiB", name="job7"), ps.HostBudget("1GiB", name="eval")
     with (
-        ps.SlabPool(budget=job, memory=ps.PageableMemory()) as first,
-        ps.SlabPool(budget=own, memory=ps.PageableMemory()) as _,
+        ps.SlabPool(budget=job, memory=ps.memory.PageableMemory()) as first,
+        ps.SlabPool(budget=own, memory=ps.memory.PageableMemory()) as _,
     ):
         first.acquire("1MiB").release()
         with first.acquire("2MiB", owner="eval"), first.acquire("3MiB", owner="checkpoint"):

@@ -7,10 +7,11 @@ import re
 import pytest
 from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
 
-from pinstage.inspect import Bus, TraceError
+from pinstage.errors import TraceError
+from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._report import TextTable, as_rich, as_text
-from pinstage.inspect._trace import _analysis, _events, _stream, trace_report
+from pinstage.inspect._trace import _analysis, _events, trace_report
 
 US = 1e-6
 ADDED = 3 * _analysis.EVENT_UNITS * _analysis.UNIT_SECONDS
@@ -341,7 +342,7 @@ def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     found = report(waiting_loop(**loop))
     assert found.packing.saved_seconds == found.packing.most_saved_seconds == 0
     assert "The saving isn't predicted: no loop with more than 1,000 copies or 40.00 MiB per step" in found.verdict
-    assert "The GPU stands still for" in found.verdict
+    assert "The GPU idles for" in found.verdict
 
 
 def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report):
@@ -351,9 +352,9 @@ def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report)
     )
     assert found.verdict == (
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.1 ms without the "
-        "profiler. The GPU stands still for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
+        "profiler. The GPU idles for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
         "per step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
-        f"stage, where this takes about 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
+        f"stage, instead of 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
         "without the profiler, narrows this."
     )
     assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
@@ -368,7 +369,7 @@ def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(rep
         )
     verdict = report(trace).verdict
     assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
-    assert "Staging holds the GPU up for only 0% of a step: 1 host-to-device copy per step" in verdict
+    assert "The GPU waits for staging for only 0% of a step: 1 host-to-device copy per step" in verdict
     assert "100% of it behind kernels" in verdict
     assert verdict.endswith("Packing them into one slab wouldn't help.")
 
@@ -429,14 +430,14 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
 def test_downloads_get_a_verdict_of_their_own(report):
     found = report(downloading_loop(100))
     assert found.analysis.middle("download_seconds") == approx(2e-3)
-    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, hold" in found.verdict
+    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block" in found.verdict
     assert "Stager.fetch copies them together" in found.verdict
 
 
 def test_a_download_that_waits_for_kernels_says_so(report):
     found = report(downloading_loop(1, waiting_us=900))
     assert found.analysis.middle("exposed_download_seconds") == approx(20e-6)
-    assert "900 us of it for kernels that were still to run" in found.verdict
+    assert "900 us of it waiting for queued kernels" in found.verdict
     assert "Downloads" not in report(naive_loop()).verdict
 
 
@@ -504,8 +505,8 @@ def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, wind
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
     path = trace.write(tmp_path / "t.json.gz")
     path.write_bytes(gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode()))
-    monkeypatch.setattr(_stream, "_WINDOW", window)
-    file = _stream.TraceFile(path)
+    monkeypatch.setattr(_events, "_WINDOW", window)
+    file = _events.TraceFile(path)
     assert list(file) == json.loads(trace.text())["traceEvents"]
     assert file.header["schemaVersion"] == 1
     assert file.header["traceName"] == "t"
@@ -514,8 +515,8 @@ def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, wind
 def test_numbers_at_the_end_of_a_window_are_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text('{"schemaVersion": 1234567, "traceEvents": [{"ph": "M"}]}')
-    monkeypatch.setattr(_stream, "_WINDOW", 1)
-    file = _stream.TraceFile(path)
+    monkeypatch.setattr(_events, "_WINDOW", 1)
+    file = _events.TraceFile(path)
     assert list(file) == [{"ph": "M"}]
     assert file.header == {"schemaVersion": 1234567}
 
@@ -611,14 +612,14 @@ def test_names_reach_no_terminal_as_control_sequences(report):
 
 
 def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_stream, "_WINDOW", 1000)
-    monkeypatch.setattr(_stream, "_LONGEST_VALUE", 5000)
+    monkeypatch.setattr(_events, "_WINDOW", 1000)
+    monkeypatch.setattr(_events, "_LONGEST_VALUE", 5000)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": oops}' + ', {"ph": "M"}' * 100_000 + "]}")
-    decoded, decode = [], _stream._decode
-    monkeypatch.setattr(_stream, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
+    decoded, decode = [], _events._decode
+    monkeypatch.setattr(_events, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
     with pytest.raises(TraceError, match="broken"):
-        list(_stream.TraceFile(path))
+        list(_events.TraceFile(path))
     assert max(decoded) < 10_000
 
 

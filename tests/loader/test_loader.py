@@ -285,7 +285,7 @@ def test_a_loader_may_get_workers_between_passes():
 def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4))
-    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(dataset, 4, num_workers=workers, pool=pool, device="cpu")
         other = torch.utils.data.DataLoader(dataset, 4, num_workers=workers)
         assert same(list(loader), expected)
@@ -304,7 +304,7 @@ def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_cap(copied, workers):
-    with ps.SlabPool("8MiB", memory=ps.SharedMemory(register=False)) as pool:
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu")
         twin = copied(loader)
         assert same(list(twin), list(loader))
@@ -318,8 +318,8 @@ def test_depth_has_one_default():
     assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
 
 
-PRIVATE = ps.SlabPool("1MiB", memory=ps.PageableMemory())
-SHARED = ps.SlabPool("1MiB", memory=ps.SharedMemory(register=False))
+PRIVATE = ps.SlabPool("1MiB", memory=ps.memory.PageableMemory())
+SHARED = ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_the_bottleneck_is_named(changes, sentence):
 
 @pytest.mark.parametrize(("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")])
 def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
-    with ps.SlabPool(cap, memory=ps.PageableMemory()) as pool:
+    with ps.SlabPool(cap, memory=ps.memory.PageableMemory()) as pool:
         pool.reserve("1MiB", count=2)
         stats = ps.LoaderStats(**STATS | {"slab_wait_seconds": 9.0, "pool": pool.stats()})
     assert stats.bottleneck.startswith(sentence)

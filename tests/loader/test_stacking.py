@@ -8,7 +8,7 @@ from loader_data import same
 from torch.utils.data import default_collate
 
 from pinstage._batch import cut, take_apart
-from pinstage._loader import _stacking
+from pinstage._loader import _collate
 
 KINDS = {
     "plain": lambda: torch.randn(4, 3),
@@ -33,9 +33,9 @@ ALIKE = ["plain", "other values", "transposed", "expanded"]
 def in_slab(samples):
     """Return the batch as a worker writes it into a slab, and how many stacks there were."""
     stacks = {}
-    parts = take_apart(_stacking.collate_lazily(samples, stacks))
+    parts = take_apart(_collate.collate_lazily(samples, stacks))
     slab = torch.full((parts.table.nbytes + 64,), 0xDD, dtype=torch.uint8)
-    _stacking.pack_and_stack(parts, stacks, slab)
+    _collate.pack_and_stack(parts, stacks, slab)
     assert slab[parts.table.nbytes :].eq(0xDD).all()
     return parts.structure.rebuild(cut(parts.table, slab, parts.others())), len(stacks)
 

@@ -18,7 +18,8 @@ import pinstage as ps
 from pinstage._compat import loader as torchs
 from pinstage._compat import probes
 from pinstage._compat.problems import problems
-from pinstage._loader._stacking import collates_as_shipped
+from pinstage._loader._collate import collates_as_shipped
+from pinstage.errors import StagingWarning
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -111,7 +112,7 @@ def assert_batches_arrive_the_slow_way(reason, persistent=True):
     """Read a loader twice, with workers; it says once that it is slow, and why."""
     loader = ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent)
     expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
-    with pytest.warns(RuntimeWarning, match="stages in the main process, which is slower: " + reason) as told:
+    with pytest.warns(StagingWarning, match="stages in the main process, which is slower: " + reason) as told:
         assert data.same(list(loader), expected)
     assert data.same(list(loader), expected)
     assert data.same(list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected)
@@ -180,15 +181,3 @@ def test_without_a_name_beside_torchs_iterator_batches_arrive(monkeypatch, path)
     monkeypatch.setattr(torchs, "_data", fakes[0])
     assert_batches_arrive_the_slow_way(f"torch .* has another loader .*{name}")
     assert "DataLoader" in [problem.name for problem in problems()]
-
-
-def test_a_torch_that_asks_its_queue_for_something_else_gets_an_error_that_says_so(monkeypatch):
-    def get(iterator, timeout=None):
-        return True, iterator._data_queue.get_many(timeout)
-
-    monkeypatch.setattr(ITERATOR, "_try_get_data", get)
-    loader = ps.DataLoader(data.Mapped(data.scalar, 8), 2, num_workers=1, device="cpu")
-    with pytest.raises(
-        AttributeError, match=r"asks its loader's queue for get_many, which pinstage\.DataLoader does not"
-    ):
-        list(loader)

@@ -74,7 +74,7 @@ def test_a_node_that_this_host_has_not_is_an_error_that_says_which_it_has(host):
 def test_a_process_that_may_not_use_the_nodes_cpus_gets_its_pages_all_the_same(host, affinity):
     node, cpus, reason = _numa.placement(1, "", host({0: "0-7", 1: "8-15"}))
     assert (node, cpus) == (1, frozenset())
-    assert reason == "node 1, as asked (this process may use none of its cpus)"
+    assert reason == "node 1, as asked (this process may use none of its CPUs)"
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "0", 1.0, "automatic"])
@@ -121,9 +121,9 @@ def test_touching_threads_run_on_the_cpus_and_the_caller_stays_where_it_is(monke
     touched = []
     piece = pages._populate_piece
 
-    def watch(address, nbytes):
+    def watch(address, nbytes, is_fresh):
         touched.append((threading.get_ident(), os.sched_getaffinity(0)))
-        piece(address, nbytes)
+        piece(address, nbytes, is_fresh)
 
     monkeypatch.setattr(pages, "_populate_piece", watch)
     nbytes = 3 * pages.POPULATE_PIECE_BYTES

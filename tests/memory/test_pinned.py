@@ -28,7 +28,7 @@ from pinstage._memory import (
     record_current_streams,
 )
 from pinstage._memory import _pages as pages
-from pinstage.errors import LeaseError
+from pinstage.errors import LeaseError, PinningError, StagingWarning
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
 
@@ -145,7 +145,7 @@ def test_registered_pages_have_their_memory_before_they_are_registered(cuda, mon
 # Failure
 
 
-@pytest.mark.parametrize(("code", "error"), [(INVALID_VALUE, _cuda.CudaError), (OUT_OF_MEMORY, MemoryError)])
+@pytest.mark.parametrize(("code", "error"), [(INVALID_VALUE, PinningError), (OUT_OF_MEMORY, MemoryError)])
 def test_a_failed_allocation_names_call_error_and_size_and_holds_nothing(kind, memory, cuda, code, error):
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     kept = memory.allocate(4 << 20)
@@ -164,7 +164,7 @@ def test_a_failed_allocation_names_call_error_and_size_and_holds_nothing(kind, m
 def test_a_failed_registration_unmaps_what_it_mapped(cuda):
     for memory in (RegisteredMemory(0), SharedMemory(0)):
         cuda.fail("cudaHostRegister", INVALID_VALUE)
-        with pytest.raises(_cuda.CudaError):
+        with pytest.raises(PinningError):
             memory.allocate(4 << 20)
         address = next(call[1] for call in reversed(cuda.calls) if call[0] == "cudaHostRegister")
         assert not is_mapped(address)
@@ -173,7 +173,7 @@ def test_a_failed_registration_unmaps_what_it_mapped(cuda):
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"])
 def test_a_device_that_cannot_be_used_fails_the_allocation_and_nothing_else(kind, memory, cuda, call):
     cuda.fail(call, OUT_OF_MEMORY)
-    with pytest.raises(_cuda.CudaOutOfMemoryError, match=f"{call} failed: cudaErrorMemoryAllocation"):
+    with pytest.raises(_cuda.PinningMemoryError, match=f"{call} failed: cudaErrorMemoryAllocation"):
         memory.allocate(4096)
     cuda.last_error = 0  # the driver has none to clear
     memory.deallocate(memory.allocate(4096))
@@ -196,7 +196,7 @@ def test_an_interrupt_while_pages_are_touched_rolls_back(cuda, monkeypatch):
 def test_memory_that_cuda_does_not_give_up_stays_mapped_and_is_reported_once(kind, memory, cuda):
     blocks = [memory.allocate(1 << 20) for _ in range(2)]
     cuda.fail(kind[2], INVALID_VALUE)
-    with pytest.warns(RuntimeWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv") as caught:
+    with pytest.warns(StagingWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv") as caught:
         memory.deallocate(blocks[0])
     assert caught[0].filename == __file__
     cuda.fail(kind[2], INVALID_VALUE)
@@ -330,7 +330,7 @@ def test_bindings_that_do_not_work_are_reported_and_pageable_memory_used(torch_w
     fake = driver()
     bindings(fake, fake)
     for make, expected in ((lambda: default_memory(0), PageableMemory), (lambda: SharedMemory(0), SharedMemory)):
-        with pytest.warns(RuntimeWarning, match=r"pageable memory, .*; install a cuda-python for CUDA 13.0"):
+        with pytest.warns(StagingWarning, match=r"pageable memory, .*; install a cuda-python for CUDA 13.0"):
             memory = make()
         assert type(memory) is expected
         assert not memory.is_pinned
@@ -421,5 +421,5 @@ def test_a_captured_stream_is_not_recorded(cuda, monkeypatch):
 def test_a_device_that_does_not_answer_is_an_error(cuda, monkeypatch):
     Streams(monkeypatch)
     cuda.fail("cuDevicePrimaryCtxGetState", INVALID_VALUE)
-    with pytest.raises(_cuda.CudaError, match="cuDevicePrimaryCtxGetState failed"):
+    with pytest.raises(PinningError, match="cuDevicePrimaryCtxGetState failed"):
         record_current_streams()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pinstage as ps
 from pinstage import SlabPool
-from pinstage.errors import PoolClosedError, StagingError
+from pinstage.errors import PinstageError, PoolClosedError, StagingWarning
 from pinstage.offload import save_on_cpu
 
 KIB = 1 << 10
@@ -410,7 +410,7 @@ def test_tensors_stay_where_the_memory_is_refused(make_pool, memory):
     x = torch.randn(40, 40, requires_grad=True)
     offload = save_on_cpu(pool, min_bytes=KIB)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the pool's own word for it
+        warnings.simplefilter("ignore", StagingWarning)  # the pool's own word for it
         with offload:
             y = x.sin()
     y.sum().backward()
@@ -780,7 +780,7 @@ def test_sizes_have_to_be_sizes(pool, wrong):
 
 def test_it_is_refused_where_changes_are_not_seen(pool, monkeypatch):
     monkeypatch.setattr("pinstage._compat.storages.why_changes_are_not_seen", lambda: "torch is too old")
-    with pytest.raises(StagingError, match="torch is too old"):
+    with pytest.raises(PinstageError, match="torch is too old"):
         save_on_cpu(pool)
 
 

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import PageableMemory, SlabPool
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
+from pinstage import SlabPool
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
+from pinstage.memory import PageableMemory
 
 
 def idle_in_order(pool, *sizes):
@@ -188,6 +189,52 @@ def test_reserved_slabs_serve_as_many_leases_without_an_allocation(pool, memory)
     for lease in leases:
         lease.release()
     assert (pool.stats().hits, pool.stats().misses) == (4, 0)
+
+
+def test_a_reservation_in_the_background_is_done_later(pool, memory):
+    memory.allocate_gate = Gate()
+    fence = pool.reserve(200, count=2, background=True)
+    memory.allocate_gate.wait_for_arrival()
+    assert not fence.query()
+    assert pool.stats().held_bytes == 0
+    memory.allocate_gate.open()
+    fence.synchronize()
+    assert fence.query()
+    pool.freeze()
+    with pool.acquire(200, timeout=0), pool.acquire(200, timeout=0):
+        assert pool.stats().misses == 0
+
+
+def test_a_reservation_is_done_when_it_returns(pool):
+    assert pool.reserve(200).query()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nothing_missing_is_reserved_at_once(pool, memory, count):
+    pool.reserve(200)
+    pool.reserve(200, count=count, background=True).synchronize()
+    assert memory.allocations == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "error"),
+    [(lambda pool: None, BudgetExceededError), (SlabPool.freeze, PoolFrozenError), (SlabPool.close, PoolClosedError)],
+)
+def test_an_impossible_reservation_fails_before_it_begins(pool, memory, verb, error):
+    verb(pool)
+    with pytest.raises(error):
+        pool.reserve(250, count=5, background=True)
+    assert memory.allocations == 0
+
+
+def test_a_failed_reservation_raises_where_it_is_waited_for(pool, memory):
+    memory.fail_allocate(MemoryError("no more"), nth=2)
+    fence = pool.reserve(200, count=3, background=True)
+    with pytest.raises(MemoryError, match="no more"):
+        fence.synchronize()
+    assert fence.query()
+    assert pool.stats().held_bytes == 0
+    pool.acquire(960).release()
 
 
 def test_a_reservation_beyond_the_cap_allocates_nothing_and_says_what_is_missing(pool, memory):

@@ -274,7 +274,7 @@ def run_script(script):
 SLOW_MEMORY = """
 import gc, os, time, torch, pinstage as ps
 
-class Slow(ps.PageableMemory):
+class Slow(ps.memory.PageableMemory):
     def deallocate(self, block):
         os.write(1, b"begun ")
         time.sleep(0.5)

@@ -7,8 +7,9 @@ import warnings
 import pytest
 from doubles import Gate, ManualEvent, claim_in_child, outcome
 
-from pinstage import PageableMemory, SlabPool
+from pinstage import SlabPool
 from pinstage.errors import ForkedPoolError
+from pinstage.memory import PageableMemory
 
 VERBS = {
     "acquire": lambda pool, lease: pool.acquire(10),

@@ -30,8 +30,8 @@ from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,
     HostBudgetError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
 
 
@@ -382,7 +382,7 @@ def test_a_child_that_outlives_a_killed_parent_does_not_keep_its_share(pools, tm
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
+            pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
             lease = pool.acquire("6MiB")
             child = os.fork()
             if child == 0:
@@ -408,7 +408,7 @@ def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
     def claim():
         with pytest.raises(ForkedPoolError):
             pool.acquire(1)
-        with ps.SlabPool(memory=ps.PageableMemory(), budget=budget()) as own:
+        with ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget()) as own:
             with own.acquire("5MiB", timeout=0):
                 pass
             with pytest.raises(AcquireTimeoutError):
@@ -458,7 +458,7 @@ class Assassin:
 
 def one_life():
     """Grow, wait for what another process has idle, wait in vain, lend, shrink, say how one is, and end."""
-    pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
+    pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
     pool.acquire("1MiB").release()
     pool.acquire("5MiB", timeout=5).release()
     living()
@@ -549,7 +549,7 @@ def test_folder_and_files_are_the_users_alone(pools, folder):
 )
 def test_hostile_folders_are_refused(folder, wrong, message):
     wrong(folder)
-    for use in (living, lambda: ps.SlabPool(memory=ps.PageableMemory(), budget=budget())):
+    for use in (living, lambda: ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())):
         with pytest.raises(HostBudgetError, match=rf"cannot be used: {folder}: .*({message}).*; remove that folder"):
             use()
     (folder.unlink if folder.is_symlink() or folder.is_file() else lambda: shutil.rmtree(folder))()
@@ -558,13 +558,13 @@ def test_hostile_folders_are_refused(folder, wrong, message):
 def test_a_folder_that_cannot_be_made_is_named(folder, monkeypatch):
     monkeypatch.setenv(_host_budget.VARIABLE, str(folder / "deeper"))
     with pytest.raises(HostBudgetError, match=r"No such file or directory: .*deeper.*; remove"):
-        ps.SlabPool(memory=ps.PageableMemory(), budget=budget())
+        ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
 
 
 def test_a_relative_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(_host_budget.VARIABLE, "other")
-    for use in (living, lambda: ps.SlabPool(memory=ps.PageableMemory(), budget=budget())):
+    for use in (living, lambda: ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())):
         with pytest.raises(HostBudgetError, match=r"relative path: 'other': .* absolute path"):
             use()
     assert not list(tmp_path.iterdir())
@@ -733,7 +733,8 @@ def test_a_warm_lease_reads_no_files(pools, monkeypatch):
 def test_a_program_that_closes_nothing_ends_in_silence():
     code = (
         "import pinstage as ps; budget = ps.HostBudget('8MiB', name='end');"
-        "pool = ps.SlabPool(memory=ps.PageableMemory(), budget=budget); lease = pool.acquire('1MiB'); budget.usage()"
+        "pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget);"
+        "lease = pool.acquire('1MiB'); budget.usage()"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(ps.__file__).parents[1])}
     command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
@@ -765,7 +766,7 @@ def test_a_finaliser_among_the_files_is_refused_and_may_close(pools, background,
 
     def collected_there():
         with _host_budget._folder(folder):
-            with pytest.raises(StagingError, match="in the middle of a call of this very thread"):
+            with pytest.raises(PinstageError, match="in the middle of a call of this very thread"):
                 pool.acquire(MIB)  # it has to grow: another thread writes its file
             other.close()
 

@@ -18,7 +18,6 @@ from pinstage._pool import HostBudget, _host_budget, usage_of_host
 from pinstage._pool._host_budget import HostIsFull, LimitedMemory
 
 CAP = 100
-LINE = SimpleNamespace(waits=0, seconds=0.0)
 
 
 class Blocks:
@@ -55,7 +54,7 @@ class Process:
     def is_waited_for(self):
         return bool(self.wanted)
 
-    def report(self, waits, wait_seconds):
+    def report(self):
         return {"free_bytes": sum(block.nbytes for block in self.idle)}
 
     def ask(self):
@@ -67,7 +66,7 @@ class Process:
             pass
 
     def look(self):
-        self.memory._look(self, LINE)
+        self.memory._look(self)
 
 
 class Clock:

@@ -19,6 +19,7 @@ CALLS = {
     "acquire, which trims": lambda pool: pool.acquire(900).release(),
     "a view": lambda pool: pool.acquire(100).tensor(),
     "reserve": lambda pool: pool.reserve(300, count=2),
+    "reserve in the background": lambda pool: pool.reserve(300, count=2, background=True).synchronize(),
     "trim": lambda pool: pool.trim(),
     "stats": lambda pool: pool.stats(),
     "close": lambda pool: pool.close(),

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pinstage import PageableMemory, SharedMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
+from pinstage.memory import PageableMemory, SharedMemory
 
 slow_polling = pytest.mark.usefixtures("no_polling")
 

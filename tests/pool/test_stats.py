@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from doubles import Gate, ManualEvent, outcome, wait_until
 
-from pinstage import PoolStats
+from pinstage import OwnerStats, PoolStats, PoolUsage
 from pinstage.errors import AcquireTimeoutError
 
 
@@ -19,7 +19,6 @@ def check(pool, **expected):
         assert min(current.values()) >= 0
         assert current["held"] <= getattr(stats, f"peak_held_{unit}") <= getattr(stats, f"total_held_{unit}")
     assert stats.peak_held_bytes <= stats.max_bytes
-    assert stats.requested_bytes <= stats.leased_bytes
     return stats
 
 
@@ -40,7 +39,6 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
         held_bytes=528,
         leased_bytes=528,
         leased_slabs=3,
-        requested_bytes=499,
         free_bytes=0,
         hits=2,
         misses=1,
@@ -49,7 +47,7 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
     one.release()
     two.release()
     three.release(after=event)
-    check(pool, leased_bytes=0, requested_bytes=0, free_bytes=104, in_flight_bytes=424, in_flight_slabs=2)
+    check(pool, leased_bytes=0, free_bytes=104, in_flight_bytes=424, in_flight_slabs=2)
 
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(900, timeout=0)
@@ -64,7 +62,6 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
         leased_bytes=0,
         in_flight_bytes=0,
         free_bytes=960,
-        requested_bytes=0,
         max_bytes=1000,
         held_slabs=1,
         leased_slabs=0,
@@ -121,7 +118,23 @@ def test_every_counter_is_an_integer_but_for_seconds_and_reason(pool):
     pool.acquire(100).release()
     figures = dataclasses.asdict(pool.stats())
     owners = figures.pop("owners")
-    bound = owners["unnamed"].pop("at_most")
+    bound = owners["unnamed"].pop("max_bytes")
     assert bound is None
     for name, value in [*figures.items(), *owners["unnamed"].items()]:
         assert type(value) is {"wait_seconds": float, "max_bytes_reason": str}.get(name, int), name
+
+
+def test_the_text_of_the_stats_is_one_line(pool):
+    with pool.acquire(500), pytest.raises(AcquireTimeoutError):
+        pool.acquire(600, timeout=0)
+    assert str(pool.stats()) == (
+        f"held 512 B of 1000 B, leased 0 B, in flight 0 B; 0 hits, 1 miss, 0 trims, "
+        f"waited {pool.stats().wait_seconds:.3f} s in 1 request"
+    )
+    assert repr(pool.stats()).startswith("PoolStats\n  max_bytes ")
+
+
+@pytest.mark.parametrize("kind", [PoolStats, OwnerStats, PoolUsage])
+def test_statistics_are_frozen_dataclasses(kind):
+    assert dataclasses.is_dataclass(kind)
+    assert kind.__dataclass_params__.frozen

@@ -100,8 +100,7 @@ def with_lease(pool):
 
 
 def with_batch(stager):
-    with stager.stage(batch()) as staged:
-        yield staged
+    yield stager.stage(batch()).wait()
 
 
 def with_stager():
@@ -113,7 +112,7 @@ class House:
     """A pool, a stager and a loader; and garbage that holds something of each."""
 
     def __init__(self):
-        self.pool = ps.SlabPool("1MiB", memory=ps.PageableMemory())
+        self.pool = ps.SlabPool("1MiB", memory=ps.memory.PageableMemory())
         self.stager = ps.Stager("cpu", pool=self.pool, timeout=5)
         self.loader = ps.DataLoader([batch()] * 2, None, device="cpu", max_bytes="64KiB")
         self.sizes = itertools.cycle([500, 5_000, 50_000, 700_000, 3_000])
@@ -201,6 +200,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
         gc.disable()
         assert data.same(found, batch())
         del found
+        gc.collect(0)  # where the use allocated less: garbage would fill the pool
 
 
 def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
@@ -236,7 +236,7 @@ def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
 
 @pytest.mark.filterwarnings("ignore:lease was never released")
 def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
-    pool = ps.SlabPool("4KiB", memory=ps.PageableMemory())
+    pool = ps.SlabPool("4KiB", memory=ps.memory.PageableMemory())
     found = []
 
     def hold():
@@ -320,7 +320,7 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
     assert read(loader_that_is_killed(Killer(None, path))) == (24, None)
     lines = path.read_text().split()
     reached = {line.partition(":")[0] for line in lines}
-    assert reached >= {"_worker.py", "_collate.py", "_stacking.py", "_descriptors.py", "_messages.py"}
+    assert reached >= {"_worker.py", "_collate.py", "_messages.py"}
     for nth in range(1, len(lines) + 1, EVERY_NTH_LINE):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)

@@ -68,6 +68,18 @@ def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
     assert " tensors sent" in printed
 
 
+def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
+    printed = run_example("paged_cache.py", "--host", "24MiB", "--rounds", 2, "--out", tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert list(figures) == ["HostRegion", "torch, page-locked"]
+    assert all(name in printed for name in figures)
+    for found in figures.values():
+        assert found["host_bytes"] == 24 * MIB
+        assert 0 < found["first_swap_seconds"] <= found["all_ready_seconds"]
+        assert found["swap_gb_per_s"] > 0
+    assert figures["HostRegion"]["resident_bytes"] >= 24 * MIB
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -169,6 +169,22 @@ def test_a_release_has_absolute_links(source, tmp_path):
     assert HeaderParser().parsestr(text).get_all("Project-URL")[0] == "Repository, https://example.org/pinstage"
 
 
+def test_its_links_to_the_docs_lead_to_the_site_if_there_is_one(source, tmp_path):
+    addresses = {"PINSTAGE_REPOSITORY": "https://example.org/pinstage", "PINSTAGE_SITE": "https://docs.example.org/"}
+    done = build(source, "egg_info", "--egg-base", tmp_path, **addresses)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert "https://docs.example.org/performance/" in links
+    pages = [link.removeprefix("https://docs.example.org/") for link in links if "docs.example.org" in link]
+    for page in pages:
+        name = page.partition("#")[0].removesuffix("/")
+        assert any(
+            (ROOT / "docs" / path).is_file() for path in (f"{name}.md", f"{name}/index.md", "index.md"[len(name) :])
+        )
+    assert not [link for link in links if link.endswith(".md") and "/docs/" in link]
+
+
 def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
     done = run(installed, STAGE)
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
-from pinstage import HostAllocMemory, PageableMemory, RegisteredMemory, SlabPool, Stager
+from pinstage import SlabPool, Stager
 from pinstage._batch import ALIGNMENT, pack, take_apart, windows
 from pinstage._memory import remedy
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingWarning
+from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 
 pytestmark = pytest.mark.usefixtures("slabs_for_all")
 
@@ -59,7 +60,7 @@ def test_a_refused_request_without_a_slab_as_large_raises_what_the_memory_said(w
     memory, pool = walled(500)
     with pytest.raises(MemoryError, match="refused 640"):
         pool.acquire(600)
-    with pytest.raises(MemoryError, match=r"refused before: requested 600 B.*refused 640; .*max_bytes"):
+    with pytest.raises(MemoryError, match=r"refused before: requested 600 B.*refused 640; .*ask for less"):
         pool.acquire(600)
     assert memory.refusals == 1
     pool.acquire(300).release()  # less is asked for
@@ -78,7 +79,7 @@ def test_a_refused_pool_goes_on_with_the_slabs_that_are_there_and_says_so_once(w
         with pool.acquire(400), pytest.raises(AcquireTimeoutError):
             pool.acquire(400, timeout=0)
     (one,) = told
-    assert one.category is RuntimeWarning
+    assert one.category is StagingWarning
     assert "pool cannot grow by 416 B, and goes on with the slabs that it has" in str(one.message)
     assert "refused 416; " in str(one.message)
     assert memory.refusals == 1
@@ -124,7 +125,7 @@ def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB of memory are available: free some"),
+        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB left (memory available on this machine): free some"),
         ({"proc/meminfo": "MemAvailable: 999999999 kB\n"}, r"free page-locked memory elsewhere"),
         ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks some 1.00 GiB"),
     ],
@@ -142,7 +143,7 @@ def test_a_batch_larger_than_what_can_be_had_goes_in_parts_through_a_smaller_sla
     stager = Stager("cpu", pool=pool)
     batch = {"a": torch.randn(5, 1000, 777), "b": [torch.arange(100_003), "text"], "c": torch.randn(300, 400).t()}
     with pytest.warns(
-        RuntimeWarning,
+        StagingWarning,
         match=r"page-locking of 16.04 MiB was refused, the batch goes in parts.*refused 18874368; .* said once",
     ):
         got = stager.to_device(batch)

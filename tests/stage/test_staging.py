@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from strategies import assert_same, batches, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, PageableMemory, SlabPool, Stager, Transfer, _native
+from pinstage import Layout, SlabPool, Stager, Transfer, _native
 from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
 from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
@@ -35,9 +35,10 @@ from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,
     LayoutError,
+    PinstageError,
     PoolClosedError,
-    StagingError,
 )
+from pinstage.memory import PageableMemory
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -702,7 +703,7 @@ def test_other_devices_are_refused(device):
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 def test_a_cuda_device_without_cuda_is_refused(device):
-    with pytest.raises(StagingError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+    with pytest.raises(PinstageError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
         Stager(device)
 
 

@@ -18,7 +18,7 @@ def by_hand(event: torch.cuda.Event) -> None:
             assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
-        pool.reserve("64MiB", count=2)
+        assert_type(pool.reserve("64MiB", count=2, background=True), ps.Fence)
         assert_type(pool.trim("1GiB"), int)
         pool.set_quota("loader", min_bytes="64MiB", max_bytes=None)
         pool.freeze()
@@ -59,10 +59,16 @@ class Bounded:
 
 
 def memory_resources() -> None:
-    own: ps.MemoryResource = Bounded()
-    for memory in (ps.HostAllocMemory(), ps.RegisteredMemory(), ps.SharedMemory(), ps.PageableMemory(), own):
+    own: ps.memory.MemoryResource = Bounded()
+    for memory in (
+        ps.memory.HostAllocMemory(),
+        ps.memory.RegisteredMemory(),
+        ps.memory.SharedMemory(),
+        ps.memory.PageableMemory(),
+        own,
+    ):
         ps.SlabPool(1 << 20, memory=memory).close()
-    assert_type(ps.default_memory(), ps.MemoryResource)
+    assert_type(ps.memory.default_memory(), ps.memory.MemoryResource)
     ps.SlabPool(max_bytes="auto").acquire(10).release(after=Done())
 
 
@@ -84,14 +90,14 @@ def errors(pool: ps.SlabPool) -> int:
     except ps.errors.LayoutError as layout:
         _type: TypeError = layout
         assert_type(layout.path, str)
-    except ps.errors.StagingError:
+    except ps.errors.PinstageError:
         pass
     return 0
 
 
 def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     ps.SlabPool(None)  # type: ignore[arg-type]
-    ps.SlabPool("2GiB", ps.PageableMemory())  # type: ignore[call-arg,arg-type]
+    ps.SlabPool("2GiB", ps.memory.PageableMemory())  # type: ignore[call-arg,arg-type]
     ps.SlabPool(max_bytes=ps.HostBudget("2GiB", name="job"))  # type: ignore[arg-type]
     ps.HostBudget("2GiB")  # type: ignore[call-arg]
     pool.acquire(4096, 1.0)  # type: ignore[call-arg]
@@ -103,5 +109,5 @@ def wrong(pool: ps.SlabPool, lease: ps.Lease) -> None:
     lease.release(after=3)  # type: ignore[arg-type]
     lease.tensor((2, 3), torch.float32, 4)  # type: ignore[call-arg]
     lease.nbytes = 3  # type: ignore[misc]
-    _memory: ps.MemoryResource = Done()  # type: ignore[assignment]
-    ps.PageableMemory(4096)  # type: ignore[call-arg]
+    _memory: ps.memory.MemoryResource = Done()  # type: ignore[assignment]
+    ps.memory.PageableMemory(4096)  # type: ignore[call-arg]

@@ -93,6 +93,21 @@ def time_outs() -> None:
 
 
 def numa_nodes() -> None:
-    assert_type(ps.RegisteredMemory("cuda:1", numa_node="auto").numa, str)
-    ps.RegisteredMemory(numa_node=1)
-    ps.RegisteredMemory(numa_node="near")  # type: ignore[arg-type]
+    assert_type(ps.memory.RegisteredMemory("cuda:1", numa_node="auto").numa, str)
+    ps.memory.RegisteredMemory(numa_node=1)
+    ps.memory.RegisteredMemory(numa_node="near")  # type: ignore[arg-type]
+
+
+def weights(stager: ps.Stager, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    found = stager.load_weights(model, torch.load("w.pt", mmap=True))
+    assert_type(found, ps.IncompatibleKeys)
+    assert_type(found.missing_keys, list[str])
+    stager.load_weights(tensors, iter(tensors.items()), strict=False)
+    stager.load_weights(model, tensors, False)  # type: ignore[call-arg]
+
+
+def offloading(model: torch.nn.Module, pool: ps.SlabPool) -> None:
+    with ps.offload.frozen_module(model, pool, device="cuda") as handle:
+        assert_type(handle, ps.offload.Offloaded)
+        assert_type(handle.stats().host_bytes, int)
+    ps.offload.frozen_module(model, pool, "cuda")  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""What a batch is made of, and where each leaf is stored.
+"""Batches: their structure, and where each leaf is stored.
 
 A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes it apart into its leaves and its
 `Structure`, which puts others together again; classes of other libraries are looked up in `_libraries`. The leaves are
@@ -11,22 +11,35 @@ Knows shapes, counts no bytes of any pool.
 """
 
 from ._attributes import stored_attributes
-from ._blocks import Blocks, OwnStorage, Sharing, check_own_storage, cut, make_blocks, make_publicly, sharing_of
-from ._describe import IsContainer, Keeping, Parts, dense_stride, describe, take_apart
-from ._gather import Gathering, arrange, duplicate, flat, gather
+from ._blocks import (
+    Blocks,
+    OwnStorage,
+    Sharing,
+    check_own_storage,
+    cut,
+    fit_as_they_are,
+    into_tensors,
+    make_blocks,
+    make_publicly,
+    sharing_of,
+    view_of,
+)
+from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
+from ._gather import Gathering, arrange, can_be_copied, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
-from ._leaves import ATOM_TYPES, WRAPPERS, is_atom, on_host, tensors_in
+from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing
 from ._structure import Structure, walk
-from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table
+from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 from ._windows import windows
 
 __all__ = [
-    "ALIGNMENT", "ATOM_TYPES", "Blocks", "DTYPES", "Gathering", "HostSlab", "IsContainer", "Keeping", "Layout",
-    "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS",
-    "arrange", "borrow", "check_content", "check_own_storage", "content_of", "cut", "dense_stride", "describe",
-    "duplicate", "flat", "gather", "is_atom", "make_blocks", "make_publicly", "most_threads", "moves_in_silence",
+    "ALIGNMENT", "ATOM_TYPES", "Blocks", "DTYPES", "Gathering", "HostSlab", "INTEGERS", "IsContainer", "Keeping",
+    "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table",
+    "WRAPPERS", "arrange", "borrow", "can_be_copied", "check_content", "check_own_storage", "content_of",
+    "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
+    "gather", "into_tensors", "is_atom", "make_blocks", "make_publicly", "most_threads", "moves_in_silence",
     "on_host", "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing",
-    "stored_attributes", "take_apart", "tensors_in", "walk", "windows",
+    "stored_attributes", "take_apart", "tensors_in", "view_of", "walk", "windows",
 ]  # fmt: skip

@@ -94,7 +94,7 @@ _MOST_BYTES = 2**61
 
 
 class Described(NamedTuple):
-    """What there is to know of a leaf."""
+    """The description of a leaf."""
 
     kind: RowKind
     dtype: int = 0
@@ -104,7 +104,7 @@ class Described(NamedTuple):
     """In the slab, in elements."""
     nbytes: int = 0
     source: torch.Tensor | None = None
-    """What is read, and kept until then."""
+    """The tensor to read, kept until then."""
     address: int = 0
     """Of the source."""
     source_stride: tuple[int, ...] = ()
@@ -117,18 +117,18 @@ class Parts(NamedTuple):
     structure: Structure
     """Which containers it is made of."""
     leaves: list[Any]
-    """What is in them."""
+    """Their contents."""
     table: Table
     """A row for each leaf."""
     sources: bytes
-    """What is read: a row for each leaf, of its address, and of its stride where it is strided."""
+    """The sources: a row for each leaf, of its address, and of its stride where it is strided."""
     kept: list[torch.Tensor]
-    """What has to stay alive for that beside the leaves."""
+    """Tensors to keep alive for that beside the leaves."""
     has_lazy: bool
     """Whether torch has to compute some of the values."""
 
     def others(self) -> list[Any]:
-        """Return the leaves that do not live in the slab: those that are no tensors, and those moved by ``.to()``."""
+        """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by ``.to()``."""
         if not self.table.others and not self.table.moved:
             return []
         leaves, positions = self.leaves, self.table.positions(RowKind.OTHER, RowKind.MOVED)
@@ -150,7 +150,7 @@ def take_apart(
         walked: what `walk` said of the tree just now.
 
     Raises:
-        LayoutError: an object that holds tensors is no known container, an array cannot become a tensor, a tensor has
+        LayoutError: an object that holds tensors isn't a known container, an array cannot become a tensor, a tensor has
             no memory, or the tree refers to itself, or is a loader or an iterator.
     """
     while True:
@@ -164,7 +164,7 @@ def take_apart(
             with step("describe"):
                 return describe(leaves, structure, device)
         except IsContainer:
-            walked = None  # somebody made a class known since its objects were met as leaves
+            walked = None  # a class was registered after its objects were met as leaves
 
 
 def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
@@ -174,7 +174,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         leaves: of the tree.
         structure: of the tree.
         device: where tensors are that can be packed.
-        arrays: whether numpy arrays count as tensors; else they are no tensors.
+        arrays: whether numpy arrays count as tensors; else they don't.
 
     Raises:
         IsContainer: a leaf is none; walk again.
@@ -189,7 +189,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
 
 
-class IsContainer(Exception):  # noqa: N818 - it tells, and never reaches a user
+class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user
     """A leaf is of a class that has become a container."""
 
 
@@ -225,7 +225,7 @@ def _describe_leaf(
 
 
 def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.Tensor, index: int) -> Described:
-    """Say how a tensor travels: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
+    """Say how a tensor is sent: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.device != device

@@ -26,8 +26,13 @@ _CAN_BE_JOINED = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
-"""What ``torch.cat`` moves bit for bit everywhere; others are joined as integers of their size, bools among them, whose
-bytes it would make 0 or 1."""
+"""Dtypes that ``torch.cat`` moves bit for bit everywhere; others are joined as integers of their size, bools among
+them, whose bytes it would make 0 or 1."""
+
+
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Say whether torch copies tensors of a dtype bit for bit everywhere; others are copied as integers."""
+    return dtype in _CAN_BE_JOINED
 
 
 class Group(NamedTuple):
@@ -69,7 +74,7 @@ def arrange(table: Table) -> Gathering:
         elif kind == RowKind.RAW and nbytes >= DIRECT_BYTES:
             large.append(index)
         elif kind == RowKind.RAW:
-            # What is permuted is flattened: joined as it is, it would lose its stride.
+            # Permuted tensors are flattened: joined directly, they would lose their stride.
             contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
             by_kind[dtype, tuple(shape[1:ndim]) if contiguous and ndim else (-1,)].append(index)
     flat: defaultdict[int, list[int]] = defaultdict(list)

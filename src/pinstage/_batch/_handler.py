@@ -35,7 +35,7 @@ class WrongFunctionsError(LayoutError):
     """The functions of a class do not take an object apart, or put it together wrongly.
 
     Attributes:
-        cls: the class; where it is in the batch is found out by whoever has the batch.
+        cls: the class; the caller, which has the batch, finds its place there.
     """
 
     def __init__(self, cls: type, text: str) -> None:
@@ -44,7 +44,7 @@ class WrongFunctionsError(LayoutError):
 
 
 def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
-    """Return how these functions take an object apart, or say what is wrong with the result of `flatten`."""
+    """Return how these functions take an object apart, or report a wrong result of `flatten`."""
     return Handler(lambda obj: _parts(cls, flatten(obj)), unflatten)
 
 

@@ -17,7 +17,7 @@ from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table, name_of
 
 
 class Slot(NamedTuple):
-    """One row of the offset table: where a tensor lies in the slab."""
+    """One row of the offset table: where a tensor is stored in the slab."""
 
     path: str
     """Where it is in the batch, as you would write it after the batch's name; the first place if it appears twice."""
@@ -99,7 +99,7 @@ class Layout:
             pack(parts, dst)
 
     def unpack(self, src: torch.Tensor, others: Sequence[Any] = ()) -> Any:
-        """Cut a slab into the batch that lies in it. Copies nothing; the views keep `src` alive.
+        """Cut a slab into the batch stored in it. Copies nothing; the views keep `src` alive.
 
         Args:
             src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
@@ -206,12 +206,12 @@ def check_content(structure: Any, table: Any) -> None:
     if not isinstance(structure, Structure) or not isinstance(table, Table):
         raise LayoutError(
             f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a structure and an "
-            "offset table; compute the layout anew with Layout.of(batch)"
+            "offset table; compute the layout again with Layout.of(batch)"
         )
     if len(table.rows) != structure.num_leaves:
         raise LayoutError(
             f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
-            "layout anew with Layout.of(batch)"
+            "layout again with Layout.of(batch)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Leaves: what they may be, told by their types; and what is inside of them, where the type does not tell."""
+"""Leaves: their kinds, known by their types, and their contents, where the type doesn't say."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Whole:
 
 
 WRAPPERS = frozenset({OnHost, Whole})
-"""What is in them goes on without them, as their ``obj``."""
+"""Their contents are used without them, as their ``obj``."""
 
 
 _ATOMS: tuple[type, ...] = (
@@ -90,11 +90,11 @@ _SEARCH_LIMIT = 100_000
 """Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
 
 _FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
-"""How many items of an object are looked at by its own ``__getitem__``, and how many levels deep."""
+"""Number of items of an object that are read by its own ``__getitem__``, and of levels."""
 
 
 IS_ATOM: dict[type, bool] = {}
-"""What `is_atom` has found out."""
+"""Results of `is_atom`."""
 
 ATOM_TYPES: set[type] = set()
 """Those of them that are, for the extension."""
@@ -120,7 +120,7 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         TypeError: the array is numeric, and torch has no such dtype (long double), or it is masked.
     """
     if type(array) is np.ndarray and array.flags.carray:
-        try:  # the usual case; what torch cannot read as it lies comes below
+        try:  # the usual case; what torch can't read directly comes below
             return _over(array)
         except (TypeError, ValueError):
             pass
@@ -163,7 +163,7 @@ def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def holds_tensor(leaf: Any) -> bool:
-    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+    """Say whether an unknown object has a tensor or an array somewhere inside.
 
     Follows attributes, slots, Python's containers, the first items of others, and what the garbage collector knows.
     Behind that only tensors count: a data frame keeps its numbers in arrays. Closures, bound methods and iterators are
@@ -219,7 +219,7 @@ def _contents(obj: Any) -> Iterator[Any]:
 
 @lru_cache(MOST_CLASSES)
 def _has_more(cls: Any) -> bool:
-    """Say whether objects of a class may hold what is neither an attribute nor an item of Python's: it is made in C."""
+    """Say whether objects of a class may hold more than attributes and items of Python's: it is made in C."""
     is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (cls.__dictoffset__ or slots_of(cls))
     return not is_plain and not issubclass(cls, _PYTHONS + _NO_CONTAINERS)
 

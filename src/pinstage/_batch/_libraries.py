@@ -1,9 +1,9 @@
 """Classes of other libraries: who knows how they are taken apart.
 
-A library is told by the module of a class or of one of its bases. The module that knows it is imported when one of its
-classes is first met, never before. It has a function ``nodes(cls)``, which returns ``(flatten, unflatten)`` as
+A library is recognised by the module of a class or of one of its bases. The module that knows it is imported when one
+of its classes is first met, never before. It has a function ``nodes(cls)``, which returns ``(flatten, unflatten)`` as
 `register_node` takes them, False for a class that moves as a whole by its own ``.to()``, or None; it may call
-`register_tensor` and `register_node` as well.
+and also `register_tensor` and `register_node`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHIPPED = {
     "torchvision": "_torchvision",
     "transformers": "_transformers",
 }
-"""By package, the modules of `pinstage.integrations`. A package that somebody else knows is not in here."""
+"""By package, the modules of `pinstage.integrations`. Packages that other modules know aren't in here."""
 
 Nodes = Callable[[type], Any]
 

@@ -41,7 +41,7 @@ def tensor_handler(cls: Any) -> Handler | None:
 
     One with tensors inside is taken apart by the protocol that torch's compiler asks for, ``__tensor_flatten__``. Any
     other is a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
-    once: then its parts are the same objects. Metadata are None for one that moves as a whole.
+    once: then its parts are the same objects. Metadata are None for an object that moves as a whole.
     """
     rebuild = rebuild_of(cls)
     if rebuild is False:
@@ -75,7 +75,7 @@ def tensor_handler(cls: Any) -> Handler | None:
 
 
 def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
-    """Return what was made in this walk by that key; the tensor, whose id it may be, is kept alive meanwhile."""
+    """Return the object made in this walk by that key; the tensor, whose id it may be, is kept alive meanwhile."""
     if key not in met:
         met[key] = make(tensor), tensor
     return met[key][0]
@@ -206,8 +206,8 @@ def register_node(
 
     Args:
         cls: the class.
-        flatten: returns ``(children, context)`` of an object; the context must be hashable. What can't be hashed may be
-            a child, as ``on_host(...)``. Needs `unflatten`.
+        flatten: returns ``(children, context)`` of an object; the context must be hashable. Unhashable parts may be
+            children, as ``on_host(...)``. Needs `unflatten`.
         unflatten: takes ``(children, context)``, the order of torch's pytree, and returns a new object. `children` is a
             tuple.
 
@@ -229,7 +229,7 @@ def register_node(
         raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
     if flatten is None and not has_attributes_only(cls):
         raise TypeError(
-            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that are no attributes; "
+            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that aren't attributes; "
             "pass flatten and unflatten"
         )
     how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
@@ -249,7 +249,7 @@ def register_node(
 def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
     """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a class decorator.
 
-    Its memory travels like any tensor's, and the result has the same class. The object's ``__dict__`` stays on the host
+    Its memory is sent like any tensor's, and the result has the same class. The object's ``__dict__`` stays on the host
     and comes back unchanged. A class that wraps other tensors needs ``__tensor_flatten__`` and
     ``__tensor_unflatten__``, as for torch's compiler. Subclasses are registered too. Tensors that require grad move by
     their own ``.to()``.
@@ -298,7 +298,7 @@ def _tell_of_pinning(cls: type) -> None:
 
 
 def moves_as_a_whole(cls: type) -> bool:
-    """Say whether objects of a class that is no container go to a device by their own ``.to(device)``.
+    """Say whether objects of a class that isn't a container go to a device by their own ``.to(device)``.
 
     It is the convention of Lightning and Accelerate. A module is none of them: its ``.to()`` changes the module.
     """
@@ -306,7 +306,7 @@ def moves_as_a_whole(cls: type) -> bool:
 
 
 def moves_in_silence(cls: type) -> bool:
-    """Say whether nobody has to be told that objects of a class move as a whole: it is known to."""
+    """Say whether objects of a class are known to move as a whole, so that no warning is due."""
     return library_functions(cls) is False
 
 
@@ -314,7 +314,7 @@ def moves_in_silence(cls: type) -> bool:
 
 
 class _Handlers(dict[type, Any]):
-    """What the walk does with a class; see ``structure_of`` in ``_native/structure.c``."""
+    """The walk's treatment of a class; see ``structure_of`` in ``_native/structure.c``."""
 
     def __missing__(self, cls: type) -> Any:
         before = len(REGISTERED), len(REBUILDS)

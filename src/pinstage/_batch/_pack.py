@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +41,7 @@ def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = N
         parts: of a batch whose leaves are as they were when it was taken apart.
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. Of a lease a tensor is made only where one is needed, since
             that takes longer than to pack a few leaves.
-        skip: leaves that somebody else writes.
+        skip: leaves that are written elsewhere.
     """
     if parts.has_lazy:
         compute_lazy_leaves(parts, slab)
@@ -61,7 +62,7 @@ MOST_THREADS = 12
 """More threads gained nothing: 300 leaves of 1 MiB took as long with 8, 10 and 12 on the reference machine."""
 
 PARALLEL_FROM_BYTES = 1024 * 1024
-"""Below this size a second thread gains nothing: it takes 0.05 ms until one that sleeps is at work."""
+"""Below this size a second thread gains nothing: waking a sleeping one takes 0.05 ms."""
 
 REUSE_FROM_BYTES = 32 * 1024 * 1024
 """A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer."""
@@ -89,11 +90,11 @@ def most_threads(threads: int | Literal["auto"]) -> int:
 
 
 def reuses_places(parts: Parts) -> bool:
-    """Say whether chunks of a batch are packed where earlier ones lay that have travelled.
+    """Say whether chunks of a batch are packed into the places of earlier chunks that have been copied.
 
     The caches still have these lines, so less goes to memory and back. That gains only where a CPU can move a line to
-    the last of its caches (CLDEMOTE): the bus reads slowly what lies in the near ones of a dozen CPUs. Leaves that
-    torch computes lie in their own places before a job begins.
+    the last of its caches (CLDEMOTE): the bus is slow to read from the near caches of a dozen CPUs. Leaves that
+    torch computes are in their own places before a job begins.
     """
     return parts.table.nbytes >= REUSE_FROM_BYTES and not parts.has_lazy and bool(_native.core.demotes)
 
@@ -130,31 +131,31 @@ BORROW_FROM_BYTES = 256 * 1024
 class Borrowed(NamedTuple):
     """A batch of which some leaves are not packed."""
 
-    leaves: list[tuple[int, int]]
-    """Row and address of each of them."""
+    leaves: list[tuple[int, int, int, int]]
+    """Ranges of their bytes: row, where the range begins and ends in the leaf, and the address of its first byte."""
     lenders: list[Any]
     """Their tensors and arrays: to be kept until the copies are done."""
     rest: Parts
-    """What is packed; its table says where in the host slab, which has no room for the others."""
+    """The packed leaves; the table says where in the host slab, which has no room for the others."""
 
 
-def is_page_locked(tensor: torch.Tensor) -> bool:
-    """Say whether CUDA can copy from a tensor's memory without the host: torch's, a lease of ours, or registered."""
-    return tensor.is_pinned()
-
-
-def borrow(parts: Parts) -> Borrowed | None:
+def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]) -> Borrowed | None:
     """Find the leaves of a batch that need no packing; None if there are none.
 
     These are dense, of `BORROW_FROM_BYTES` and more, and page-locked.
+
+    Args:
+        parts: of the batch.
+        pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't page-locked.
     """
     rows = parts.table.rows.copy()
     leaves, lenders = [], []
     for index in np.flatnonzero((rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)).tolist():
         leaf = parts.leaves[index]
         tensor = leaf if isinstance(leaf, torch.Tensor) else from_array(leaf)
-        if tensor is not None and is_page_locked(tensor):
-            leaves.append((index, tensor.data_ptr()))
+        if tensor is not None and (pieces := pieces_of(tensor)):
+            address = tensor.data_ptr()
+            leaves += [(index, start, end, address + start) for start, end in pieces]
             lenders.append(tensor)
             rows["kind"][index] = RowKind.MOVED
     if not leaves:

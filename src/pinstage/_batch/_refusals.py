@@ -45,7 +45,7 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
 
 
 def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
-    """Say whether an object that is no known container has a tensor or an array somewhere inside.
+    """Say whether an unknown object has a tensor or an array somewhere inside.
 
     Raises:
         LayoutError: there is too much to search.
@@ -55,14 +55,14 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
     except OverflowError as error:
         path, name = structure.path(index), type(leaf).__qualname__
         raise LayoutError(
-            f"batch{path} is no known container and too large to be searched for tensors: {name}, {error}; make it "
+            f"batch{path} isn't a known container, and too large to search for tensors: {name}, {error}; make it "
             f"known with pinstage.register_node({name}), or pass it as pinstage.on_host(...)",
             path,
         ) from error
 
 
 def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
-    """Return an error that names all classes of a batch that hold tensors and are no known containers.
+    """Return an error that names all classes of a batch that hold tensors and aren't known containers.
 
     Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
     if it gives other items when it is asked again.
@@ -77,7 +77,7 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
     else:
         by_attributes = f"pinstage.register_node({name}), or " if has_attributes_only(first) else "pinstage."
         text = (
-            f"batch{path} holds tensors and is no known container: {first.__module__}.{name}; make it known with "
+            f"batch{path} holds tensors and isn't a known container: {first.__module__}.{name}; make it known with "
             f"{by_attributes}register_node({name}, flatten, unflatten), or give it tree_flatten and tree_unflatten"
         )
     lines = [f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}" for cls, where in more]

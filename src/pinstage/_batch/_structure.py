@@ -97,8 +97,8 @@ def _restore(registrations: dict[type, Callable[[Any], Any] | None], nodes: list
             register(cls)
         if HANDLERS[cls] is None:
             raise LayoutError(
-                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only in the one that made the "
-                "batch; call pinstage.register_node where the class is defined",
+                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only where the batch was "
+                "made; call pinstage.register_node where the class is defined",
                 "",
             )
     return Structure.restore(nodes, HANDLERS)

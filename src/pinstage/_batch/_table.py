@@ -32,7 +32,7 @@ _NAMES = (
 """In the order of their codes, which stand in tables: a name is added at the end."""
 
 DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _NAMES)
-"""By code; None where this torch does not have it. A tensor of another dtype travels by its own ``.to()``."""
+"""By code; None where this torch does not have it. A tensor of another dtype is moved by its own ``.to()``."""
 
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 
@@ -42,7 +42,7 @@ of another dtype needs an offset that is a multiple of its element), and of the 
 cuBLAS, bulk copies and vectorised kernels ask for."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What stands for dtypes of a size where bits count and values do not."""
+"""Stand-ins for dtypes of a size where bits count and values don't."""
 
 _FORMATS = {
     "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "lq",
@@ -74,24 +74,24 @@ MOST_DIMS = 64
 
 
 class RowKind(IntEnum):
-    """What becomes of a leaf."""
+    """The treatment of a leaf."""
 
     OTHER = 0
-    """It is no tensor, and stays as it is."""
+    """It isn't a tensor, and doesn't change."""
     RAW = 1
-    """Its memory is copied as it lies; it keeps its stride."""
+    """Its memory is copied unchanged; it keeps its stride."""
     STRIDED = 2
     """It is copied element by element, and contiguous in the slab."""
     LAZY = 3
     """Its value is not its bytes as they lie (lazy conjugation or negation): torch computes it."""
     MOVED = 4
-    """It cannot be packed, and travels by its own ``.to()``."""
+    """It can't be packed, and is moved by its own ``.to()``."""
     ALIAS = 5
     """It is the object of an earlier row, whose number stands in place of the offset."""
 
 
 PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
-"""What lives in the slab."""
+"""Kinds that are in the slab."""
 
 
 @lru_cache(maxsize=16)
@@ -102,7 +102,7 @@ def _among(kinds: tuple[RowKind, ...]) -> np.ndarray[Any, np.dtype[np.bool]]:
 
 @lru_cache(maxsize=MOST_DIMS + 1)
 def row_type(width: int) -> np.dtype[np.void]:
-    """Return the type of a row with room for so many dimensions."""
+    """Return the type of a row with room for that many dimensions."""
     return np.dtype(
         {
             "names": ["offset", "nbytes", "kind", "dtype", "ndim", "block", "shape", "stride"],
@@ -123,11 +123,11 @@ class Table(NamedTuple):
     payload_bytes: int
     """Bytes of the packed leaves alone."""
     packed: int
-    """Leaves that live in the slab; one that comes several times counts once."""
+    """Leaves that are in the slab; repeated ones count once."""
     moved: int
-    """Tensors that travel by their own ``.to()``."""
+    """Tensors that are moved by their own ``.to()``."""
     others: int
-    """Leaves that are no tensors."""
+    """Leaves that aren't tensors."""
     dtypes: int
     """The codes of the dtypes of the packed leaves, as bits."""
 
@@ -147,7 +147,7 @@ class Table(NamedTuple):
             figures = _native.core.figures(data)
         except ValueError as error:
             raise LayoutError(
-                f"not an offset table of this version of pinstage: {error}; compute it anew with Layout.of(batch)"
+                f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
             ) from None
         return cls(data, *figures)
 

@@ -13,7 +13,7 @@ from ._table import ALIGNMENT, PACKED, RowKind
 
 
 def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:
-    """Cut what is packed of a batch into runs of bytes.
+    """Cut the packed part of a batch into runs of bytes.
 
     Args:
         parts: of the batch, whose leaves lie one behind the other in the slab.

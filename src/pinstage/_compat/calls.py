@@ -19,7 +19,7 @@ def ownership(lock: Any) -> Callable[[], bool]:
 
 
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-"""Says whether a profiler of torch's runs. Where it cannot be told, steps are not marked in profiles."""
+"""Says whether a profiler of torch's runs. Where that can't be known, steps are not marked in profiles."""
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -27,8 +27,18 @@ def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
+def changes_its_loading(module: torch.nn.Module) -> bool:
+    """Say whether a module's tensors can't be loaded by copying to them: its class or a hook takes part in loading."""
+    base, kind = torch.nn.Module, type(module)
+    # These two look at checkpoints of torch 0.4 and older only.
+    harmless = [known._load_from_state_dict for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)]
+    names = "load_state_dict", "get_extra_state", "set_extra_state"
+    is_own = kind._load_from_state_dict not in harmless or any(getattr(kind, n) is not getattr(base, n) for n in names)
+    return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
 class CudaCalls(NamedTuple):
-    """How torch is asked for what is current in this thread. To make an object of a stream takes ten times as long."""
+    """torch's functions for this thread's current device and streams. Making a stream object takes ten times longer."""
 
     device: Callable[[], int]
     stream: Callable[[int], tuple[int, int, int]]
@@ -39,7 +49,7 @@ class CudaCalls(NamedTuple):
 
 @cache
 def cuda_calls() -> CudaCalls:
-    """Return the private functions, or, where these say something else, what is public. Needs a GPU."""
+    """Return the private functions, or, where their answers differ, the public ones. Needs a GPU."""
     device = torch.cuda.current_device()
     try:
         found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
@@ -111,3 +121,8 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
     local = [module.Shard(tensor, here(old)) for tensor, old in shards]
     made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
     return made
+
+
+def copy_each(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors to others of their device, in few kernels; those that overlap one after the other."""
+    torch._foreach_copy_(places, sources)

@@ -40,8 +40,8 @@ _ITERATOR_HAS = (
 """Names of its iterator that are used here and in `_loader`."""
 
 _END_SECONDS = 5.0
-"""How long workers may take to end when they are asked, when they get SIGTERM, and when they are killed. torch's loader
-gives each of them as long."""
+"""Seconds for workers to end: when asked, after SIGTERM, and after a kill. torch's loader
+uses the same limits."""
 
 
 @cache
@@ -199,5 +199,6 @@ class Workers:
 
 def _has_ended(worker: Any) -> bool:
     worker.join(0)
-    # One that another thread has just waited for, by starting a process say, counts as alive until that thread goes on.
+    # A worker that another thread has just waited for, by starting a process say, counts as alive until that thread
+    # goes on.
     return not worker.is_alive() or not process_exists(worker.pid)

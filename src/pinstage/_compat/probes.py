@@ -1,4 +1,4 @@
-"""What all probes of private names share: the errors they expect, and the words they say."""
+"""Shared parts of all probes of private names: the errors they expect, and their messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import StagingError
+from ..errors import PinstageError, StagingWarning
 
 WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
 """Errors of a private name that is gone, or does something else than it did."""
@@ -19,17 +19,17 @@ def warn_once(text: str) -> None:
     """Warn of something that works in a slower way, once in a process."""
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, StagingWarning, stacklevel=3)
 
 
 class Problem(NamedTuple):
-    """A private name that does not do what is expected."""
+    """A private name that doesn't behave as expected."""
 
     name: str
-    """What it is about."""
+    """The private name."""
     reason: str
     remedy: str
-    """What follows from it, and what to do."""
+    """The consequence and the remedy."""
 
 
 def in_this_torch(what: str) -> str:
@@ -41,7 +41,7 @@ def refuse(what: str, reason: str | None, remedy: str) -> None:
     """Raise an error if there is a reason.
 
     Raises:
-        StagingError: there is one.
+        PinstageError: there is one.
     """
     if reason is not None:
-        raise StagingError(f"{what} is not possible here: {reason}; {remedy}")
+        raise PinstageError(f"{what} is not possible here: {reason}; {remedy}")

@@ -11,7 +11,7 @@ from .probes import WRONG, in_this_torch, refuse
 
 @cache
 def why_changes_are_not_seen() -> str | None:
-    """Say why it cannot be told that a tensor was changed in place; None if it can."""
+    """Say why in-place changes of a tensor can't be detected; None if they can."""
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():
             tensor = torch.zeros(4, device="cpu")
@@ -25,10 +25,10 @@ def why_changes_are_not_seen() -> str | None:
 
 
 def check_changes_are_seen() -> None:
-    """Refuse to save tensors elsewhere where it cannot be told that they were changed meanwhile.
+    """Refuse to save tensors elsewhere if in-place changes can't be detected.
 
     Raises:
-        StagingError: it cannot.
+        PinstageError: it cannot.
     """
     remedy = "use torch.autograd.graph.save_on_cpu(pin_memory=True)"
     refuse("save_on_cpu", why_changes_are_not_seen(), remedy)
@@ -37,7 +37,7 @@ def check_changes_are_seen() -> None:
 class Changes:
     """Tells whether a tensor, or a view of the same memory, was changed in place since. Keeps no memory of it alive.
 
-    Autograd counts changes; a detached tensor has the counter of the one that it comes from, and still has it when it
+    Autograd counts changes; a detached tensor shares the counter of its source, and still has it when it
     is given other memory.
 
     Args:

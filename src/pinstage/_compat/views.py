@@ -1,4 +1,4 @@
-"""What the extension has to know of tensors, and what it makes of slabs: views, by torch's C shim."""
+"""The extension's access to tensors, and its views of slabs, through torch's C shim."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _native
-from ..errors import StagingError
+from ..errors import PinstageError
 from .probes import WRONG, in_this_torch, warn_once
 
 
 def may_be_dual() -> bool:
-    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or it cannot be told."""
+    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or that can't be known."""
     level = getattr(torch.autograd.forward_ad, "_current_level", None)
     return type(level) is not int or level >= 0
 
@@ -38,10 +38,10 @@ def check_is_plain(made: torch.Tensor) -> None:
     """Refuse what torch made in place of memory, or of a view of some.
 
     Raises:
-        StagingError: a mode is on in which it makes something else.
+        PinstageError: a mode is on in which it makes something else.
     """
     if type(made) is not torch.Tensor:
-        raise StagingError(
+        raise PinstageError(
             f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
             "(FakeTensorMode, say), or move the batch by .to()"
         )
@@ -78,7 +78,7 @@ def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
         with torch.inference_mode(mode=False), torch.enable_grad():
             _why_slow[0] = _probe_tensors(core, samples)
     except WRONG as error:
-        _why_slow[0] = in_this_torch(f"does not do what is expected of its C shim ({error!r})")
+        _why_slow[0] = in_this_torch(f"doesn't behave as expected of its C shim ({error!r})")
     if _why_slow[0] is not None:
         core.use_handle(0)
 

@@ -5,7 +5,7 @@
     worker                                        main process, a thread of its own
     collate, into a slab
        |   slab number, layout number, the rest
-       +------------- worker queue -------------> a copy per block, on a stream of ours -> the batch -> the loop
+       +------------- worker queue -------------> a copy per block, on our own stream  -> the batch -> the loop
        ^                                              |
        +---- the slab is free, by a socket -----------+ when the copy's event is done
 
@@ -18,13 +18,12 @@ through the queue. That is slow, but no batch waits forever.
 torch's own loader does the rest: samplers, seeds, order, errors. `Staging` is the one way in, a base class that stands
 before torch's `DataLoader` or before a class made of it.
 
-Where to look: `_loader` has the public names; `_iterator` a pass over the data, and its end; `_sending` the queue that
-torch's iterator reads; `_broker` who has which slab; `_messages` what workers send. `_collate`, `_stacking` and
-`_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters, `_starting` the start of
-workers.
+Where to look: `_loader` has the public names; `_iterator` a pass over the data, the start and end of its workers;
+`_sending` the queue that torch's iterator reads; `_broker` who has which slab; `_messages` what workers send.
+`_collate` and `_worker` run in the workers. `_slabs` has what a loader's passes share, `_stats` its counters.
 """
 
-from ._loader import DataLoader, wrap_loader
+from ._loader import DataLoader, WrappedLoader, wrap_loader
 from ._stats import LoaderStats
 
-__all__ = ["DataLoader", "LoaderStats", "wrap_loader"]
+__all__ = ["DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"]

@@ -16,24 +16,22 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
-from ._descriptors import send_descriptor
-from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
+from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch, send_descriptor
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
 _STARVED_MS = 1
-"""How often the thread asks whether copies are done while a worker waits for a slab. It does not while none waits."""
+"""Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread doesn't poll."""
 
 _IDLE_MS = 100
-"""How often the thread looks by itself for what nobody may have told it: a batch was dropped, or an interrupt swallowed
-a wake-up. Only while a worker or a batch waits."""
+"""Poll interval for events that may come without a wake-up: a batch was dropped, or an interrupt swallowed
+the wake-up. Only while a worker or a batch waits."""
 
 _tokens = itertools.count()
 
@@ -41,8 +39,8 @@ _tokens = itertools.count()
 class Loan:
     """A slab that one worker may write.
 
-    First the worker has it. Then the batch that arrived in it has it, until that is sent or dies. Then the copy has it.
-    When the copy is done, the worker is told, and has it again.
+    First the worker has it. Then the batch that arrived in it has it, until that is sent or dropped. Then the copy has
+    it. When the copy is done, the worker gets a message, and has it again.
     """
 
     def __init__(self, number: int, worker: int, lease: Lease) -> None:
@@ -51,20 +49,6 @@ class Loan:
         self.lease = lease
         self.address = lease.data_ptr()
         self.batch: weakref.ref[PackedBatch] | None = None
-        self.free_message = _encoded("free", number)
-        """What the worker gets after each copy."""
-
-    def was_dropped(self) -> bool:
-        """Say whether the batch in it has died unsent."""
-        return self.batch is not None and self.batch() is None
-
-
-class Ask(NamedTuple):
-    """A worker's request for a slab of `wanted` bytes, or at least of `nbytes`."""
-
-    worker: int
-    nbytes: int
-    wanted: int
 
 
 class SlabBroker:
@@ -87,7 +71,7 @@ class SlabBroker:
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], Known] = {}
-        """What each worker's numbers stand for, by the worker's id and the number."""
+        """The slab of each worker's number, by the worker's id and the number."""
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
@@ -96,15 +80,15 @@ class SlabBroker:
         self._open = {channel.fileno(): worker for worker, channel in self._channels.items()}
         self._numbers = itertools.count()
         self._loans: dict[int, Loan] = {}
-        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by whoever sends
-        self._lost: deque[int] = deque()  # written by whoever unpickles
+        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by the sending thread
+        self._lost: deque[int] = deque()  # written by the unpickling thread
         self._starved: dict[int, int] = {}  # bytes that a worker waits for
-        self._asked: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()  # worker, least bytes, wanted
         self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
         self._lender: threading.Lock | None = None  # held until the second thread ends
         self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # which close themselves
         os.set_blocking(self._wake_write.fileno(), False)
-        self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread as well
+        self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread too
         self._closing = self._told = self._finished = self._ended = self._leak = self._has_warned = False
         self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
         self._gone = threading.Lock()
@@ -134,10 +118,6 @@ class SlabBroker:
         """Note that the batch in a slab could not be unpickled."""
         self._lost.append(number)
 
-    def address_of(self, number: int) -> int:
-        """Return the address of a slab's first byte in this process."""
-        return self.loan_of(None, number).address
-
     def loan_of(self, worker: int | None, number: Any) -> Loan:
         """Return the loan of a slab, by what a worker sent.
 
@@ -165,7 +145,7 @@ class SlabBroker:
     def wake(self) -> None:
         """Wake the thread. Does not block."""
         with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
-            if not self._ended:  # else the descriptor may be another file's by now
+            if not self._ended:  # else the descriptor may be another file's
                 os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
@@ -264,9 +244,9 @@ class SlabBroker:
             self._sweep()
 
     def _tell_workers(self) -> None:
-        """Tell the workers to wait no longer. To close their channels would not: later workers have those, too."""
+        """Tell the workers to wait no longer. Closing their channels isn't enough: later workers have those, too."""
         for worker in self._open.values():
-            self._send(self._channels[worker], _encoded("closed"))
+            self._send(self._channels[worker], ("closed",))
 
     def _receive(self, worker: int) -> bool:
         """Read a worker's request, and do it. Says whether the worker may send another one."""
@@ -280,7 +260,7 @@ class SlabBroker:
         match message:
             case ("ask", int(nbytes), int(wanted), [*given_up]):
                 self._take_back(worker, given_up)
-                self._asked.put(Ask(worker, nbytes, wanted))
+                self._asked.put((worker, nbytes, wanted))
                 if self._lender is None:
                     until_the_end = threading.Lock()
                     until_the_end.acquire()
@@ -306,21 +286,21 @@ class SlabBroker:
             worker, loan = self._leased[0]
             self._starved.pop(worker, None)
             if loan is None:
-                self._send(self._channels[worker], _encoded("refused"))
+                self._send(self._channels[worker], ("refused",))
             else:
                 self._loans[loan.number] = loan
-                granted = _encoded("granted", loan.number, loan.lease.nbytes)
+                granted = "granted", loan.number, loan.lease.nbytes
                 self._send(self._channels[worker], granted, descriptor_of(loan.lease))
             self._leased.popleft()  # last: the second thread finds it here or there
 
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(RuntimeWarning):  # made an error: not here, the workers wait
+            with contextlib.suppress(StagingWarning):  # made an error: not here, the workers wait
                 warnings.warn(
                     f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
                     "`pinstage doctor`",
-                    RuntimeWarning,
+                    StagingWarning,
                     stacklevel=1,
                 )
 
@@ -334,8 +314,9 @@ class SlabBroker:
         while self._lost:
             self._free(self._lost.popleft())
         if self._starved:
-            for loan in [loan for loan in self._loans.values() if loan.was_dropped()]:
-                self._free(loan.number)
+            for loan in list(self._loans.values()):
+                if loan.batch is not None and loan.batch() is None:  # it was dropped unsent
+                    self._free(loan.number)
         while self._copying and ((event := self._copying[0][1]) is None or event.query()):
             self._free(self._copying.popleft()[0])
 
@@ -344,16 +325,14 @@ class SlabBroker:
         if loan is not None:
             loan.batch = None
             self._starved.pop(loan.worker, None)
-            self._send(self._channels[loan.worker], loan.free_message)
+            self._send(self._channels[loan.worker], ("free", number))
 
-    def _send(self, channel: Connection, message: bytes, fd: int | None = None) -> None:
+    def _send(self, channel: Connection, message: tuple[Any, ...], fd: int | None = None) -> None:
         # A few bytes, and never more of these unread than a worker has slabs: the socket takes them without blocking.
-        try:
-            channel.send_bytes(message)
+        with contextlib.suppress(OSError):  # the worker ended
+            channel.send(message)
             if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
                 send_descriptor(channel, fd)
-        except OSError:
-            return  # the worker ended
 
     # -- the second thread
 
@@ -362,17 +341,17 @@ class SlabBroker:
             with self._target.in_background():
                 while (ask := self._asked.get()) is not None:
                     running[self._asked] = None
-                    self._leased.append((ask.worker, self._loan_for(ask)))
+                    self._leased.append((ask[0], self._loan_for(*ask)))
                     self.wake()
                     del running[self._asked]
         finally:
             until_the_end.release()
 
-    def _loan_for(self, ask: Ask) -> Loan | None:
-        for nbytes in dict.fromkeys((ask.wanted, ask.nbytes)):
-            lease = None if self._closing else self._lease(ask.worker, nbytes)
+    def _loan_for(self, worker: int, least: int, wanted: int) -> Loan | None:
+        for nbytes in dict.fromkeys((wanted, least)):
+            lease = None if self._closing else self._lease(worker, nbytes)
             if lease is not None:
-                return Loan(next(self._numbers), ask.worker, lease)
+                return Loan(next(self._numbers), worker, lease)
         return None
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
@@ -389,7 +368,7 @@ class SlabBroker:
             return self._pool.acquire(size, timeout=0, owner=self._owner)
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
             return None  # the worker does without
-        except Exception as error:  # noqa: BLE001 - of the system: the same, but nobody would know why it is slow
+        except Exception as error:  # noqa: BLE001 - of the system: the same, but the warning gives the reason
             self._warn(size, repr(error))
             return None
 
@@ -423,18 +402,13 @@ class SlabBroker:
         self._gone.release()
 
 
-def _encoded(*message: Any) -> bytes:
-    """Encode a message as `Connection.send` does."""
-    return bytes(ForkingPickler.dumps(message))
-
-
 LEAKED: list[Any] = []
 """Slabs of workers that could not be ended, and may still write. They stay leased until the process ends."""
 
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before the interpreter ends: one that comes back from CUDA later would abort the process."""
+    """End all threads before the interpreter ends: a later return from CUDA would abort the process."""
     for broker in list(BROKERS.values()):
         broker.finish(leak=True)  # the workers are still there
 

@@ -1,31 +1,36 @@
-"""What workers run in place of the collate function: it collates, and packs the batch into a slab."""
+"""The collate function of workers: it collates, and packs the batch into a slab.
+
+Default collation is put off until there is a slab, and stacks the samples right into it.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.data
 
-from .._batch import Keeping, Parts, Structure, Table, take_apart
+from .. import _native
+from .._batch import Keeping, Parts, Structure, Table, pack, take_apart
 from .._compat.loader import collation
 from ._messages import Message
-from ._stacking import Stacks, collate_lazily, pack_and_stack, stack_privately
 from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""How many structures of batches a worker and the main process know by number, each with its last offset table. A batch
-of a known structure sends its table only where that has changed; any other batch sends both."""
+"""Number of batch structures that a worker and the main process know by number, each with its last offset table. A
+batch of a known structure sends its table only where that has changed; any other batch sends both."""
 
 
 class SlabCollate:
     """Collates by the loader's own function, and packs the result into a slab.
 
-    Is called in workers only. Travels there with the process object, whatever the start method.
+    Is called in workers only. Sent there with the process object, whatever the start method.
 
     Args:
         collate: the loader's collate function.
@@ -61,7 +66,7 @@ class SlabCollate:
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
             ClosedError: the iterator is being shut down.
-            Exception: of the collate function, or of pickling what is not packed.
+            Exception: of the collate function, or of pickling the unpacked part.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
@@ -73,23 +78,18 @@ class SlabCollate:
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
         # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
-        number, structure, table = self._looks(parts)
         nbytes = parts.table.nbytes
-        slab, raw = None, None
-        if nbytes:
-            slab = slabs.take(nbytes)
-            if slab is None:
-                raw = bytearray(nbytes)
-                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
-            else:
-                assert slab.tensor is not None
-                try:
-                    pack_and_stack(parts, stacks, slab.tensor)
-                except BaseException:
-                    slab.is_free = True
-                    raise
-        if table is not None:
-            self._told(number, parts)
+        slab = slabs.take(nbytes) if nbytes else None
+        raw = bytearray(nbytes) if nbytes and slab is None else None
+        room = torch.frombuffer(raw, dtype=torch.uint8) if raw else None if slab is None else slab.tensor
+        try:
+            if room is not None:
+                pack_and_stack(parts, stacks, room)
+            number, structure, table = self._look(parts)
+        except BaseException:
+            if slab is not None:
+                slab.is_free = True
+            raise
         where = None if slab is None else slab.number
         return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
 
@@ -106,21 +106,117 @@ class SlabCollate:
         self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
         return self._slabs
 
-    def _looks(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number that stands for this structure, and the structure and table if they have to be sent."""
-        key = parts.structure
-        known = self._known.get(key)
-        if known is not None:
-            number, table = known
-            return number, None, None if table == parts.table else parts.table.data
-        number = len(self._known)
-        if number >= LOOKS_KNOWN:
-            number = next(iter(self._known.values()))[0]  # the oldest one's
-        return number, pickle.dumps(parts.structure), parts.table.data
+    def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
+        """Return the number that stands for this structure, and the structure and table if they have to be sent.
 
-    def _told(self, number: int, parts: Parts) -> None:
-        """Note what a number stands for in the main process, now that it is sent. The oldest one may make room."""
-        key = parts.structure
-        if key not in self._known and len(self._known) >= LOOKS_KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[key] = number, parts.table
+        Called last: from then on the main process knows them. The oldest structure may make room.
+        """
+        number, table = self._known.get(parts.structure, (None, None))
+        structure = None
+        if number is None:
+            structure, number = pickle.dumps(parts.structure), len(self._known)
+            if number >= LOOKS_KNOWN:
+                number, _ = self._known.pop(next(iter(self._known)))
+        elif table == parts.table:
+            return number, None, None
+        self._known[parts.structure] = number, parts.table
+        return number, structure, parts.table.data
+
+
+# -- default collation -------------------------------------------------------------------------------------------------
+
+_LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
+"""The usual types of leaves of samples. None of them is a container."""
+
+
+class Stack(NamedTuple):
+    """Samples of one field, which are stacked later."""
+
+    stand_in: torch.Tensor
+    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory isn't read."""
+    samples: Any
+    found: bytes
+    """Addresses and strides of the samples."""
+
+
+Stacks = dict[int, Stack]
+"""By the id of the stand-in."""
+
+
+def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
+    """Write a batch into a slab, uint8 ``[n]``. Samples of a stack are written one by one to their places in it."""
+    if not stacks:
+        pack(parts, slab)
+        return
+    offsets = parts.table.rows["offset"].tolist()
+    stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks and offsets[index] >= 0]
+    pack(parts, slab, stacked)
+    for index in stacked:
+        stand_in, _, found = stacks[id(parts.leaves[index])]
+        _native.core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
+
+
+def collate_lazily(samples: Any, stacks: Stacks) -> Any:
+    """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
+
+    `stacks` gets the samples, by the id of the empty tensor. Where code of the user's would see that tensor, and could
+    compute with it, torch's function runs as it is.
+    """
+    collate = collation()
+    if not (collates_as_shipped(collate) and _in_plain_containers(samples[0])):
+        return torch.utils.data.default_collate(samples)
+
+    def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
+        found = _native.core.alike(batch)
+        if found is None:  # torch knows what to do, or what to say
+            return stack_privately(batch)
+        stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
+        stacks[id(stand_in)] = Stack(stand_in, batch, found)
+        return stand_in
+
+    return collate.collate(samples, collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: collate_tensors})
+
+
+def collates_as_shipped(collate: Any) -> bool:
+    """Say whether the functions of default collation, in torch's module, are torch's, or known to ask for no value."""
+    others = dict(collate.default_collate_fn_map)
+    stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
+    found = {getattr(function, "__module__", None) for function in others.values()}
+    return stacks and found <= {collate.__name__, "tensordict.tensorclass"}  # which stacks TensorDicts, as torch does
+
+
+def _in_plain_containers(sample: Any) -> bool:
+    """Say whether all containers of a sample are Python's own. Other classes may look at inserted items."""
+    kind = type(sample)
+    if kind in _LEAVES:
+        return True
+    if kind in (dict, OrderedDict, defaultdict):
+        return all(map(_in_plain_containers, sample.values()))
+    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # no subclass, which may have a __new__
+    if kind in (list, tuple) or is_namedtuple:
+        return all(map(_in_plain_containers, sample))
+    return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
+
+
+def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
+    if _stacks_plainly(batch):
+        # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
+        return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
+    return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+
+def _stacks_plainly(batch: Any) -> bool:
+    """Say whether samples are plain CPU tensors of one dtype and shape."""
+    first = batch[0]
+    return all(
+        type(sample) is torch.Tensor
+        and sample.is_cpu
+        and sample.layout is torch.strided
+        and not sample.is_nested  # which has no shape to look at
+        and not sample.is_quantized
+        and not sample.requires_grad
+        and sample.dtype is first.dtype
+        and sample.shape == first.shape
+        for sample in batch
+    )

@@ -1,14 +1,19 @@
-"""One pass over the data, and the end of its workers."""
+"""One pass over the data, and the start and end of its workers."""
 
 from __future__ import annotations
 
 import _thread
+import gc
 import os
+import signal
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,13 +21,15 @@ from .._batch import pack, take_apart
 from .._compat.loader import Workers, end_workers, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
-from .._stage import RunAhead, Transfer, send_packed
+from .._stage import RunAhead, Transfer
 from .._steps import step
-from ..errors import BudgetExceededError, StagingError
+from ..errors import BudgetExceededError, PinstageError, StagingWarning
 from ._broker import SlabBroker
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
+
+T = TypeVar("T")
 
 _ENOUGH_FALLBACKS = 8
 """Fallbacks of as many batches, and of no fewer, are warned of before the pass ends."""
@@ -63,11 +70,11 @@ class LoaderIterator:
         to do.
 
         Raises:
-            StagingError: the loader was closed meanwhile.
+            PinstageError: the loader was closed meanwhile.
         """
         began = time.perf_counter()
         if self._is_closed_by_loader:
-            raise StagingError("cannot go on with this pass: its loader was closed; begin another one")
+            raise PinstageError("cannot go on with this pass: its loader was closed; begin another one")
         try:
             self._run_ahead.bound()
             batch = self._next_batch()
@@ -106,13 +113,13 @@ class LoaderIterator:
         stats, nbytes = pool.stats(), counters.largest_fallback
         mine = stats.owners.get(self._slabs.settings.owner)
         if (stats.max_bytes if mine is None else mine.available_bytes) >= nbytes:
-            return  # the system refused: somebody else warns of that
+            return  # the system refused, which causes a warning elsewhere
         counters.has_warned = True
         warnings.warn(
             f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
             f"is slow: the largest has {format_bytes(nbytes)}, max_bytes is {format_bytes(stats.max_bytes)} "
             f'({stats.max_bytes_reason}); pass max_bytes="{size_to_paste(self._most_slabs * nbytes * 9 // 8)}"',
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=3,
         )
 
@@ -144,10 +151,7 @@ class InlineIterator(LoaderIterator):
             parts = take_apart(batch, keeping=self._slabs.settings.keeping())
             host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
             pack(parts, host)
-            slabs, table = self._slabs, parts.table
-            transfer = send_packed(
-                slabs.target, parts.structure, table, host.data_ptr(), parts.others(), slabs.own_storage, pinned=False
-            )
+            transfer = self._slabs.send(parts.structure, parts.table, host.data_ptr(), parts.others(), pinned=False)
             fallback = True
         self._counters.count(transfer, fallback=fallback)
         return transfer.wait()
@@ -180,7 +184,7 @@ class Ending:
         self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
-        """Begin. The reaper calls this when the iterator has died."""
+        """Begin. The reaper calls this when the iterator is gone."""
         if not self._claimed.locked() and os.getpid() == self._pid:  # not in a forked child
             self.begun = True
             try:
@@ -230,7 +234,7 @@ class WorkersIterator(LoaderIterator):
         self._ending = ending
         self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
-        # Who knows the length may never ask for more than the last batch, as Lightning, and the slabs may be needed.
+        # A loop that knows the length, such as Lightning's, may stop at the last batch, and the slabs may be needed.
         self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.serve(self._sending)
@@ -294,3 +298,64 @@ class WorkersIterator(LoaderIterator):
         except BaseException:
             self._close()  # after an interrupt, the workers' answers would come in the middle of a later pass
             raise
+
+
+# -- the start of workers ----------------------------------------------------------------------------------------------
+
+INSISTED_SECONDS = 1.0
+"""Interrupts wait until the workers are started. An interrupt this long after the first one doesn't wait: something
+hangs, and the user insists."""
+
+
+class _Starting(threading.local):
+    workers = False
+    handler: Any = None
+
+
+_here = _Starting()
+"""Whether this thread is starting workers, and the handler of interrupts from before."""
+
+
+def start_workers(start: Callable[[], T]) -> T:
+    """Call a function that starts workers, and return its result.
+
+    An interrupt (SIGINT) that comes meanwhile is handled afterwards. In the middle of a fork it would leave a process
+    that are unknown, and torch's half-made iterator would print an error.
+
+    The garbage collector of a forked worker leaves alone what the main process had. To free a CUDA tensor that another
+    stream had used would abort the worker (rwth-i6/returnn#1494).
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
+    came: list[float] = []
+
+    def remember(number: int, frame: FrameType | None) -> Any:
+        came.append(time.monotonic())
+        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:  # or an exception has left this handler there
+            return handler(number, frame)
+        return None
+
+    try:
+        _here.workers = True
+        if callable(handler):
+            _here.handler = handler
+            signal.signal(signal.SIGINT, remember)
+        started = start()
+    finally:
+        _here.workers = False
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            _here.handler = None
+    if came:
+        handler(signal.SIGINT, sys._getframe())
+    return started
+
+
+def _in_child() -> None:
+    if _here.workers:
+        gc.freeze()
+    if _here.handler is not None:
+        signal.signal(signal.SIGINT, _here.handler)
+
+
+os.register_at_fork(after_in_child=_in_child)

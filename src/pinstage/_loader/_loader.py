@@ -17,51 +17,48 @@ from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator
-from ._slabs import Settings, Slabs, checked
-from ._starting import start_workers
+from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator, start_workers
+from ._slabs import Settings, Slabs
 from ._stats import LoaderStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Self
 
-L = TypeVar("L")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Staging:
+class Staging(torch.utils.data.DataLoader[T_co]):
     """A base class to stand before a loader's own class: workers write into slabs, and batches are sent.
 
     torch's loader, and each class made of it, calls ``_get_iterator`` to begin a pass. That is what this class changes.
 
-    An object may lack our attributes. A framework may have made the loader anew, and a copy in another process must not
+    An object may lack our attributes. A framework may have rebuilt the loader, and a copy in another process must not
     touch the device before it is used.
     """
+
+    device: torch.device
 
     @property
     def _settings(self) -> Settings:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        loader: Any = self
-        workers = count(loader.num_workers, "worker") if loader.num_workers else "no workers"
+        workers = count(self.num_workers, "worker") if self.num_workers else "no workers"
         device, max_bytes = self._settings.device, self._settings.max_bytes
-        return (
-            f"<{type(self).__name__} to {device}: batch_size={loader.batch_size}, {workers}, max_bytes={max_bytes!r}>"
-        )
+        return f"<{type(self).__name__} to {device}: batch_size={self.batch_size}, {workers}, max_bytes={max_bytes!r}>"
 
     def stats(self) -> LoaderStats:
         """Return the counters of all passes so far. Does not block."""
         slabs = self._slabs
         pool = None if slabs.pool is None else slabs.pool.stats()
-        return slabs.counters.snapshot(self.num_workers, pool)  # type: ignore[attr-defined]
+        return slabs.counters.snapshot(self.num_workers, pool)
 
     def close(self) -> None:
         """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
 
-        Blocks until the workers have ended. A pass that was not at its end raises an error when it is asked for another
-        batch. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
+        Blocks until the workers have ended. The next batch of an unfinished pass is an
+        error. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
         it at the end of the block. In a forked child it does nothing.
         """
         slabs = self._slabs
@@ -94,40 +91,38 @@ class Staging:
         # A copy gets slabs and counters of its own, and has no workers yet.
         return {name: value for name, value in vars(self).items() if name != "_own_slabs"} | {"_iterator": None}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_a_worker_is_lost()
         if isinstance(kept, LoaderIterator) and kept.closed:
             reaper.bury(vars(self).pop("_iterator"))
             vars(self)["_iterator"] = None  # new workers
-        return super().__iter__()  # type: ignore[misc]
+        return super().__iter__()
 
     def _get_iterator(self) -> Any:
         with self._slabs.starting:
-            if self.num_workers == 0:  # type: ignore[attr-defined]
+            if self.num_workers == 0:
                 return self._inline_iterator()
             return start_workers(self._workers_iterator)
 
     def _inline_iterator(self) -> InlineIterator:
-        loader: Any = self
-        return InlineIterator(self._torchs_iterator(loader.collate_fn), self._slabs)
+        return InlineIterator(self._torchs_iterator(self.collate_fn), self._slabs)
 
     def _workers_iterator(self) -> InlineIterator | WorkersIterator:
-        loader: Any = self
         slabs = self._slabs
         for iterator in list(slabs.iterators):
             if iterator.closed:
                 iterator.close()  # its slabs may be needed
-        draws = [generator for generator in (torch.default_generator, loader.generator) if generator is not None]
+        draws = [generator for generator in (torch.default_generator, self.generator) if generator is not None]
         drawn = [generator.get_state() for generator in draws]
-        pairs = [multiprocessing.Pipe() for _ in range(loader.num_workers)]
+        pairs = [multiprocessing.Pipe() for _ in range(self.num_workers)]
         broker = SlabBroker(slabs, [here for here, _ in pairs], self._settings.owner)
         ending: Ending | None = None
         try:  # a signal's handler may raise anywhere
-            theirs, limit = [there for _, there in pairs], (loader.prefetch_factor or 0) + 1
+            theirs, limit = [there for _, there in pairs], (self.prefetch_factor or 0) + 1
             keeping = self._settings.keeping()
-            collate = SlabCollate(loader.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
+            collate = SlabCollate(self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
             if hasattr(self, "load_state_dict"):  # torchdata's may read batches while its iterator is being made
                 broker.start()
             batches = self._torchs_iterator(collate)
@@ -135,7 +130,7 @@ class Staging:
             if unknown is None:
                 ending = Ending(batches, broker)
                 broker.start()
-                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, loader.num_workers * limit)
+                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, self.num_workers * limit)
         except BaseException:
             if ending is not None:
                 ending.wait()
@@ -145,7 +140,7 @@ class Staging:
             for _, there in pairs:
                 there.close()
         broker.finish(leak=False)
-        end_workers(batches)  # else they end when it has died
+        end_workers(batches)  # else they end when it is freed
         warn_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
         for generator, state in zip(draws, drawn, strict=True):
             generator.set_state(state)  # or samples would come in another order
@@ -158,12 +153,12 @@ class Staging:
         kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
             state.update(collate_fn=collate, pin_memory=False)
-            return super()._get_iterator()  # type: ignore[misc]
+            return super()._get_iterator()
         finally:
             state.update(kept)
 
 
-class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
+class DataLoader(Staging[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
     Takes all of torch's arguments, and yields the same batches in the same order, from the same seeds, with the same
@@ -179,25 +174,26 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         device: where batches go: a CUDA device or ``"cpu"``. None is ``"cuda"`` where it is available, else ``"cpu"``.
         pool: a pool over `SharedMemory` to take slabs from. Other loaders and stagers may share it. Workers keep their
             slabs until the iterator ends, so leave room for the others. None makes a pool. A copy of the loader always
-            makes a pool of its own, with the same cap.
+            makes a pool of its own, with the same caps.
         max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
-            reached. A batch for which there can be no slab travels through the worker queue, which is slower.
+            reached. A batch for which there can be no slab is sent through the worker queue, which is slower.
         budget: a second cap, which pools of several processes share; see `HostBudget`.
-        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and whose quota
-            they have; see `SlabPool.set_quota`.
-        depth: how many batches are sent ahead of the one that is yielded, of those that have arrived; 0 for none.
+        depth: how many batches are sent ahead of the yielded one, of those that have arrived; 0 for none.
             Without workers no batch is sent ahead.
-        keep: what stays on the host, as for `Stager`. Workers call a function, so it must be picklable where
-            workers are not forked. Tensors that stay travel through torch's shared memory.
+        keep_on_host: leaves that stay on the host, as for `Stager`. Workers call a function, so it must be picklable
+            where workers are not forked. Tensors that stay are sent through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
             not change what workers write.
+        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a quota of the pool
+            binds; see `SlabPool.set_quota`.
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is not an int, `keep` is neither paths nor a function, or `pool` is not a `SlabPool`.
+        TypeError: `depth` is not an int, `keep_on_host` is neither paths nor a function, `pool` is not a `SlabPool`, or
+            `budget` is not a `HostBudget`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
-            over shared memory; both `pool` and a cap are given; or `own_storage` is another value.
-        StagingError: `device` is a CUDA device, and CUDA is not available.
+            over shared memory; `pool` is given with `max_bytes` or `budget`; or `own_storage` is another value.
+        CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
     The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
@@ -208,15 +204,14 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
     ``with`` block, ends the workers at once.
     """
 
-    # Attributes have the names of the arguments: Lightning makes loaders anew from them.
-    device: torch.device
+    # Attributes have the names of the arguments: Lightning rebuilds loaders from them.
     pool: SlabPool | None
     max_bytes: Size
     budget: HostBudget | None
     depth: int
-    owner: str
-    keep: tuple[str, ...] | Callable[[str, Any], object] | None
+    keep_on_host: tuple[str, ...] | Callable[[str, Any], object] | None
     own_storage: OwnStorage
+    owner: str
 
     if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever arguments the installed torch takes
 
@@ -244,10 +239,10 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             pool: SlabPool | None = None,
             max_bytes: Size = "auto",
             budget: HostBudget | None = None,
-            owner: str = "loader",
             depth: int = 2,
-            keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+            keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
             own_storage: OwnStorage = "auto",
+            owner: str = "loader",
         ) -> None: ...
 
     else:
@@ -260,14 +255,14 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
             pool: SlabPool | None = None,
             max_bytes: Size = "auto",
             budget: HostBudget | None = None,
-            owner: str = "loader",
             depth: int = 2,
-            keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+            keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
             own_storage: OwnStorage = "auto",
+            owner: str = "loader",
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = checked(device, pool, max_bytes, budget, depth, owner, keep, own_storage)
+            settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
             for name, value in zip(Settings._fields, settings, strict=True):
                 setattr(self, name, value)
             self._slabs  # noqa: B018 - made now, where the device may be touched
@@ -280,88 +275,95 @@ class DataLoader(Staging, torch.utils.data.DataLoader[T_co]):
         return super().__getstate__() | {"pool": None}
 
 
+class WrappedLoader(Staging[T_co]):
+    """The result of `wrap_loader`: a loader of the same class as the one given, and of this one."""
+
+    if TYPE_CHECKING:  # the attributes of the loader's own class
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
 def wrap_loader(
-    loader: L,
+    loader: torch.utils.data.DataLoader[T_co],
     *,
     device: torch.device | str | int | None = None,
     pool: SlabPool | None = None,
     max_bytes: Size = "auto",
     budget: HostBudget | None = None,
-    owner: str = "loader",
     depth: int = 2,
-    keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     own_storage: OwnStorage = "auto",
-) -> L:
-    """Return a loader like the one that is given, but with batches that arrive on a device, as those of `DataLoader`.
+    owner: str = "loader",
+) -> WrappedLoader[T_co]:
+    """Return a loader like the given one, but with batches that arrive on a device, as those of `DataLoader`.
 
     This is for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
     the batches that were yielded, not those that were sent ahead.
 
-    The given loader stays as it was; use the returned one, which also has `DataLoader.stats` and `DataLoader.close`. A
-    loader that Accelerate prepared is the exception: it is changed itself, and returned.
+    The given loader stays as it was; use the returned one, which also has `DataLoader.stats`, `DataLoader.close` and
+    ``device``. A loader that Accelerate prepared is the exception: it is changed itself, and returned.
 
     A ``StatefulDataLoader`` begins its first pass when it is asked for its state. If it was asked before, its workers
     run already, and the batches of that pass are staged in the main process. Accelerate asks when it prepares such a
     loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. Nobody has iterated over it yet.
+        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It must not have been iterated over
+            yet.
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
         budget: as for `DataLoader`.
-        owner: as for `DataLoader`.
         depth: as for `DataLoader`.
-        keep: as for `DataLoader`.
+        keep_on_host: as for `DataLoader`.
         own_storage: as for `DataLoader`.
+        owner: as for `DataLoader`.
 
     Raises:
         TypeError: `loader` is of another class, is wrapped already, or has workers already.
-        ValueError, StagingError: as `DataLoader`.
+        ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
-    inside = getattr(given, "base_dataloader", None)
-    if isinstance(inside, torch.utils.data.DataLoader) and not issubclass(type(given), torch.utils.data.DataLoader):
-        device = getattr(given, "device", None) if device is None else device
-        given.base_dataloader = wrap_loader(
-            inside,
-            device=device,
-            pool=pool,
-            max_bytes=max_bytes,
-            budget=budget,
-            owner=owner,
-            depth=depth,
-            keep=keep,
-            own_storage=own_storage,
-        )
-        return loader
-    if not isinstance(loader, torch.utils.data.DataLoader) or isinstance(loader, Staging):
+    inner = given if issubclass(type(given), torch.utils.data.DataLoader) else getattr(given, "base_dataloader", given)
+    if inner is not given and device is None:
+        device = getattr(given, "device", None)
+    if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
         raise TypeError(
-            f"cannot wrap a {type(loader).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
+            f"cannot wrap a {type(inner).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
             "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
+    settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
+    wrapped = _wrap(inner, settings)
+    if inner is given:
+        return wrapped
+    given.base_dataloader = wrapped
+    return given  # type: ignore[no-any-return]
+
+
+def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
         raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
-    settings = checked(device, pool, max_bytes, budget, depth, owner, keep, own_storage)
-    made = _wrapped(type(given), settings, vars(given) | {"_iterator": None})
-    slabs: Slabs = made._slabs  # made now, where the device may be touched
+    made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
+    slabs = made._slabs  # made now, where the device may be touched
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
         vars(made)["_iterator"] = InlineIterator(begun, slabs)
         if loader.persistent_workers:
             warn_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
-def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> Any:
-    """Return a loader whose class is its own and has its settings: a framework may make it anew by its type."""
+def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> WrappedLoader[Any]:
+    """Return a loader whose class is its own and has its settings: a framework may rebuild it by its type."""
 
     def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class before the wrapping
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())
 
-    ours = {"_settings": settings, "__reduce__": reduce, "__doc__": loader_class.__doc__}
+    ours = {
+        "_settings": settings, "device": settings.device, "__reduce__": reduce, "__doc__": loader_class.__doc__
+    }  # fmt: skip
     metaclass: Any = type(loader_class)
-    made = metaclass(loader_class.__name__, (Staging, loader_class), ours)
-    loader = made.__new__(made)
+    made = metaclass(loader_class.__name__, (WrappedLoader, loader_class), ours)
+    loader: WrappedLoader[Any] = made.__new__(made)
     vars(loader).update(state)
     return loader

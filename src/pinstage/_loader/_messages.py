@@ -1,10 +1,16 @@
-"""The messages that workers send, and what each becomes in the main process."""
+"""The messages that workers send, what each becomes in the main process, and descriptors, sent the other way."""
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import socket
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from .._batch import Structure, Table, check_content
@@ -19,7 +25,7 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @dataclass(slots=True)
 class Known:
-    """What one worker's batches of one number look like."""
+    """The structure of one worker's batches of one number."""
 
     structure: bytes | Structure
     """Pickled, until it was unpickled for the first time."""
@@ -48,7 +54,7 @@ class Message:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PackedBatch:
-    """A batch that a worker has packed, in the main process. If it dies unsent, its slab is free again."""
+    """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is free again."""
 
     broker: Any
     structure: Structure
@@ -108,7 +114,7 @@ def receive(
 
     Raises:
         OSError: from unpickling. torch says what it means.
-        BaseException: from unpickling, if it is no `Exception`.
+        BaseException: from unpickling, if it isn't an `Exception`.
     """
     broker = BROKERS.get(token)
     if broker is None:
@@ -144,3 +150,47 @@ def receive(
             return Failed(error)
         raise
     return PackedBatch(broker, found.structure, found.table, slab, raw, others, waited)
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+# To open ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
+
+_MARK = b"f"
+"""A descriptor can't be sent without at least one byte."""
+
+
+def send_descriptor(channel: Connection, fd: int) -> None:
+    """Send a duplicate of a descriptor. The next read at the other end must be `receive_descriptor`.
+
+    Raises:
+        OSError: the other end is closed.
+    """
+    with _socket_of(channel) as sender:
+        socket.send_fds(sender, [_MARK], [fd])
+
+
+def receive_descriptor(channel: Connection) -> int:
+    """Return the next descriptor. Blocks until it is there. The caller closes it.
+
+    Raises:
+        EOFError: the other end is closed.
+        OSError: this process may not open any more files.
+    """
+    with _socket_of(channel) as receiver:
+        mark, fds, _, _ = socket.recv_fds(receiver, len(_MARK), 1, socket.MSG_CMSG_CLOEXEC)
+    if not mark:
+        raise EOFError("the channel was closed")
+    if not fds:  # the kernel leaves out a descriptor that would be one too many
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return fds[0]
+
+
+@contextmanager
+def _socket_of(channel: Connection) -> Iterator[socket.socket]:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=channel.fileno())
+    try:
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` made it
+        yield end
+    finally:
+        end.detach()

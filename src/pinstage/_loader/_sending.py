@@ -9,29 +9,24 @@ from typing import Any
 import torch
 
 from .._compat.loader import close_writing_end, is_resumption, queue_file
-from .._stage import HandOver, Transfer, copy_event_of, send_packed
+from .._stage import HandOver, Transfer, copy_event_of
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch. Its slab is the worker's again behind the copy. Does not block; any thread."""
-    target = slabs.target
     if batch.number is None:
         host = None if batch.raw is None else torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-        transfer = send_packed(
-            target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=False
-        )
+        transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=False)
     else:
         event = None
         try:
-            host = batch.broker.address_of(batch.number)
-            transfer = send_packed(
-                target, batch.structure, batch.table, host, batch.others, slabs.own_storage, pinned=slabs.are_pinned
-            )
+            host = batch.broker.loan_of(None, batch.number).address
+            transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=slabs.are_pinned)
             event = copy_event_of(transfer)
         except BaseException:
-            event = target.record(target.stream)
+            event = slabs.target.record(slabs.target.stream)
             raise
         finally:
             batch.broker.sent(batch.number, event)
@@ -43,7 +38,7 @@ class SendingQueue:
     """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
 
     The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
-    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the one that the loop wants. Those
+    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the loop. Batches
     that come too early stay in their slabs.
 
     The news that a worker has no more batches keeps its place between them. It must not overtake the worker's last one.
@@ -105,12 +100,6 @@ class SendingQueue:
     def close(self) -> None:
         """End a message that a killed worker left half written, or the thread would wait for the rest of it."""
         close_writing_end(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"torch {torch.__version__} asks its loader's queue for {name}, which pinstage.DataLoader does not know; "
-            "use Stager.prefetch over torch's own loader, or another torch"
-        )
 
     def _wanted(self) -> int:
         """Return the number of the batch that torch wants next. Without order: how many it has taken."""

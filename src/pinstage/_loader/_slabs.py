@@ -5,66 +5,55 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
-
-from .._batch import Keeping, OwnStorage, check_own_storage
+from .._batch import Keeping, OwnStorage, Structure, Table, check_own_storage
 from .._memory import SharedMemory, default_memory
 from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
 from .._sizes import Size
-from .._stage import Stager, check_depth, target_for
+from .._stage import Stager, Transfer, check_depth, send_packed, target_for
 from ._stats import Counters
 
 
 class Settings(NamedTuple):
     """The arguments that torch's loader does not have."""
 
-    device: torch.device
+    device: Any
     pool: SlabPool | None
     max_bytes: Size
     budget: HostBudget | None
     depth: int
+    keep_on_host: Any
+    own_storage: OwnStorage
     owner: str
-    keep: tuple[str, ...] | Callable[[str, Any], object] | None = None
-    own_storage: OwnStorage = "auto"
+
+    def checked(self) -> Settings:
+        """Return them with a `torch.device`, and paths as a tuple.
+
+        Raises:
+            TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
+        """
+        check_depth(self.depth)
+        check_owner(self.owner)
+        check_own_storage(self.own_storage)
+        pool, max_bytes, kept = self.pool, self.max_bytes, self.keep_on_host
+        if pool is None:
+            cap_of(max_bytes, self.budget)
+        else:
+            check_pool(pool, max_bytes, self.budget)
+            max_bytes = pool.max_bytes
+            if not pool.memory.is_shared:
+                raise ValueError(
+                    f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
+                    "SlabPool(..., memory=SharedMemory(device))"
+                )
+        if kept is not None and not callable(kept):
+            kept = Keeping(kept).paths
+        return self._replace(device=target_for(self.device).device, max_bytes=max_bytes, keep_on_host=kept)
 
     def keeping(self) -> Keeping | None:
         """Return what says which leaves stay on the host."""
-        return None if self.keep is None else Keeping(self.keep)
-
-
-def checked(
-    device: torch.device | str | int | None,
-    pool: SlabPool | None,
-    max_bytes: Size,
-    budget: HostBudget | None,
-    depth: int,
-    owner: str,
-    keep: Iterable[str] | Callable[[str, Any], object] | None,
-    own_storage: OwnStorage,
-) -> Settings:
-    """Return the settings, after a look at whether they can be met.
-
-    Raises:
-        TypeError, ValueError, StagingError: as `DataLoader`.
-    """
-    check_depth(depth)
-    check_owner(owner)
-    if pool is not None:
-        check_pool(pool, max_bytes, budget)
-        if not pool.memory.is_shared:
-            raise ValueError(
-                f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-                "SlabPool(..., memory=SharedMemory(device))"
-            )
-    else:
-        cap_of(max_bytes, budget)
-    if keep is not None and not callable(keep):
-        keep = Keeping(keep).paths
-    cap = max_bytes if pool is None else pool.max_bytes
-    return Settings(target_for(device).device, pool, cap, budget, depth, owner, keep, check_own_storage(own_storage))
+        return None if self.keep_on_host is None else Keeping(self.keep_on_host)
 
 
 class Slabs:
@@ -79,7 +68,6 @@ class Slabs:
         """The process that made this. In a forked child neither the slabs nor the locks here are of use."""
         self.settings = settings
         self.target = target_for(settings.device)
-        self.own_storage = settings.own_storage
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
@@ -93,6 +81,12 @@ class Slabs:
     def are_pinned(self) -> bool:
         """Whether slabs are page-locked."""
         return self.pool is not None and self.pool.memory.is_pinned
+
+    def send(
+        self, structure: Structure, table: Table, host: int | None, others: list[Any], *, pinned: bool
+    ) -> Transfer[Any]:
+        """Start the copy of a packed batch; see `send_packed`."""
+        return send_packed(self.target, structure, table, host, others, self.settings.own_storage, pinned=pinned)
 
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
@@ -115,7 +109,7 @@ class Slabs:
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep_on_host=settings.keep,
+                    keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator sees to that
                 )

@@ -12,20 +12,20 @@ import torch
 
 from .._host import process_exists
 from .._memory import SharedMapping, attach
-from ._descriptors import receive_descriptor
+from ._messages import receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
-"""How often a waiting worker looks whether the main process is alive, where the kernel cannot tell by a pidfd."""
+"""Poll interval of a waiting worker for the main process, on kernels without pidfd."""
 
 GROWTH = 1.25
 """A slab that replaces a smaller one is larger than needed by this factor, so that batches of random size soon fit."""
 
 ASK_AGAIN_AFTER = 32
-"""For so many batches after a refusal, a worker does with the slabs that it has."""
+"""Number of batches after a refusal for which a worker makes do with its slabs."""
 
 
 class ClosedError(RuntimeError):
-    """The iterator is being shut down. Ends the worker's batch; nobody sees it."""
+    """The iterator is being shut down. Ends the worker's batch; never seen by users."""
 
 
 class WorkerSlab:
@@ -93,7 +93,8 @@ class WorkerSlabs:
             is_full = len(self._slabs) >= self._limit
             dropped = idle if is_full else []
             if self._is_asking or (is_full and not idle) or (fitting and self._patience > 0):
-                self._wait_for_slab(nbytes)
+                self._send(("starved", nbytes))
+                self._wait()
                 continue
             self._ask(nbytes, dropped)
             if fitting or self._wait_for_answer():
@@ -118,28 +119,19 @@ class WorkerSlabs:
 
     def _wait_for_answer(self) -> bool:
         """Wait until the main process has answered; say whether the worker has another slab."""
-        began = time.perf_counter()
         while self._is_asking:
             self._wait()
-        self.waited_seconds += time.perf_counter() - began
         return self._was_granted
-
-    def _wait_for_slab(self, nbytes: int) -> None:
-        began = time.perf_counter()
-        self._send(("starved", nbytes))
-        self._wait()
-        self.waited_seconds += time.perf_counter() - began
 
     def _wait(self) -> None:
         """Wait for one message of the broker, and receive it."""
         sources: list[Any] = [self._channel] if self._main is None else [self._channel, self._main]
-        while True:
-            ready = wait(sources, PARENT_CHECK_SECONDS)
-            if self._channel in ready:
-                self._receive()
-                return
+        began = time.perf_counter()
+        while self._channel not in (ready := wait(sources, PARENT_CHECK_SECONDS)):
             if ready or not process_exists(self._main_pid):
                 _exit()
+        self.waited_seconds += time.perf_counter() - began
+        self._receive()
 
     def _receive(self) -> None:
         try:
@@ -181,5 +173,5 @@ class WorkerSlabs:
 
 
 def _exit() -> NoReturn:
-    # The main process has ended. Nobody reads the queue, and its feeder thread could wait forever at a normal exit.
+    # The main process has ended. The queue has no reader, and its feeder thread could wait forever at a normal exit.
     os._exit(1)

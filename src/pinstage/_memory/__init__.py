@@ -4,17 +4,17 @@ A *memory resource* allocates and takes back *blocks*: page-aligned runs of host
 starts them up and who else can see them, not in the speed of a copy; ``default_memory`` picks. The rest of the
 package sees resources only through the ``MemoryResource`` protocol, so it runs, and is tested, without a GPU.
 
-Two promises hold for every kind. *A failed allocation changes nothing*: what was mapped is unmapped, what was
-registered is unregistered, and no CUDA error is left behind for a later, unrelated call to trip over. *A leak before a
+Two promises hold for every kind. *A failed allocation changes nothing*: mapped memory is unmapped, registered memory is
+unregistered, and no CUDA error is left behind for a later, unrelated call to trip over. *A leak before a
 dangling pointer*: when CUDA will not give a block up, the block is kept rather than unmapped under the device.
 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
 from .. import _host
+from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
-    CudaError,
     as_called_here,
     copy_error,
     disregard_captures,
@@ -24,19 +24,21 @@ from ._cuda import (
 from ._host_alloc import HostAllocMemory
 from ._limits import cap_bytes, remedy
 from ._pageable import PageableMemory
+from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, on_device, record_current_streams
 
-REFUSALS = (MemoryError, OSError, CudaError)
-"""What a resource raises where the platform refuses memory. Some of pinstage's own errors have these bases, too."""
+REFUSALS = (MemoryError, OSError, PinningError)
+"""The errors of a resource when the platform refuses memory. Some of pinstage's own errors have these bases, too."""
 
 __all__ = [
     "REFUSALS",
     "Block",
     "DeviceEvent",
     "HostAllocMemory",
+    "HostRange",
     "MemoryResource",
     "PageableMemory",
     "RegisteredMemory",
@@ -60,11 +62,11 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     """Pick the memory resource for staging to a device.
 
     ``RegisteredMemory`` where CUDA is usable: all page-locked kinds copy alike (55 GB/s on the reference machine), and
-    this one is ready in a quarter of the time. ``HostAllocMemory`` where registering does not page-lock as well: under
+    this one is ready in a quarter of the time. ``HostAllocMemory`` where registering doesn't really page-lock: under
     WSL2, where the device uses the host's page tables (Grace Hopper), or cannot register. ``PageableMemory`` where
     there is no CUDA, or ``device`` is the CPU.
 
-    Pins nothing and makes no context. Warns (``RuntimeWarning``) where PyTorch has a GPU but memory cannot be
+    Pins nothing and makes no context. Warns (``StagingWarning``) where PyTorch has a GPU but memory cannot be
     page-locked, since staging is slow then.
 
     Args:

@@ -16,34 +16,13 @@ from typing import Any
 import torch
 
 from .._sizes import format_bytes
+from ..errors import CudaUnavailableError, PinningError, StagingWarning
 
 Device = int | str | torch.device | None
 
 
-class CudaError(RuntimeError):
-    """A CUDA call failed. The error was cleared: it will not surface again in an unrelated call."""
-
-    def __init__(self, call: str, name: str, text: str, nbytes: int | None = None) -> None:
-        size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
-        super().__init__(f"{call}{size} failed: {name} ({text}){self._remedy}")
-        self.call = call
-        """The CUDA function."""
-        self.name = name
-        """CUDA's name of the error, such as ``cudaErrorInvalidValue``."""
-        self.nbytes = nbytes
-        """Bytes asked for, where the call takes a size."""
-
-    _remedy = ""
-
-
-class CudaOutOfMemoryError(CudaError, MemoryError):
-    """The driver could not page-lock that much *host* memory (or make a context on the device).
-
-    A ``MemoryError`` as well, since that is what it is and what pageable memory raises in its place: one ``except
-    MemoryError`` serves all kinds. torch raises a plain ``RuntimeError`` here, hence the other base.
-    """
-
-    _remedy = "; ask for less, or free page-locked memory first"
+class PinningMemoryError(PinningError, MemoryError):
+    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError`` serves all kinds."""
 
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
@@ -64,7 +43,7 @@ _bindings: Bindings | None = None
 
 
 def _forget() -> None:
-    # What works in the parent does not in a child forked after CUDA was initialised: ask again there.
+    # A working driver doesn't work in a child forked after CUDA was initialised: ask again there.
     global _bindings  # noqa: PLW0603
     _bindings = None
 
@@ -80,14 +59,24 @@ def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
     return results[0] if results else None
 
 
-def _cleared(module: Any, name: str, code: Any, nbytes: int | None) -> CudaError:
-    prefix = name[: 4 if name.startswith("cuda") else 2]
-    if prefix == "cuda":  # only the runtime keeps a last error
-        module.cudaGetLastError()
-    error, text = (
+def _described(module: Any, call: str, code: Any) -> tuple[str, str]:
+    """Return CUDA's name of an error, and what happened."""
+    prefix = call[: 4 if call.startswith("cuda") else 2]
+    name, text = (
         getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
     )
-    return (CudaOutOfMemoryError if error in _OUT_OF_MEMORY else CudaError)(name, error, text, nbytes)
+    return name, f"failed: {name} ({text})"
+
+
+def _cleared(module: Any, call: str, code: Any, nbytes: int | None) -> PinningError:
+    if call.startswith("cuda"):  # only the runtime keeps a last error
+        module.cudaGetLastError()
+    name, what = _described(module, call, code)
+    is_memory = name in _OUT_OF_MEMORY
+    size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
+    remedy = "; ask for less, or free page-locked memory first" if is_memory else ""
+    kind = PinningMemoryError if is_memory else PinningError
+    return kind(f"{call}{size} {what}{remedy}", call=call, name=name, nbytes=nbytes)
 
 
 def why_unusable() -> str | None:
@@ -110,7 +99,7 @@ def why_unusable() -> str | None:
     try:
         _call(driver, "cuInit", 0)
         _call(runtime, "cudaGetDeviceCount")
-    except RuntimeError as error:  # CudaError, and the loader's DynamicLibNotFoundError
+    except RuntimeError as error:  # PinningError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
     _bindings = Bindings(runtime, driver)
     return None
@@ -123,7 +112,7 @@ def is_usable() -> bool:
         warnings.warn(
             f"staging uses pageable memory, which is slow, though PyTorch has a CUDA device: {reason}; install a "
             f"cuda-python for CUDA {torch.version.cuda}",
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=3,
         )
     return reason is None
@@ -144,7 +133,7 @@ def disregard_captures() -> None:
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes another thread page-lock and free as this one would.
 
-    There torch's current device is the one that is current here, and nothing spoils a capture. A device that is
+    There torch's current device is current here, and nothing spoils a capture. A device that is
     current already is not set: where torch went back to one without a context, that would make one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -160,14 +149,14 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def require(kind: str) -> None:
-    """Raise a ``RuntimeError`` that says what to use instead, unless memory can be page-locked here."""
+    """Raise a ``CudaUnavailableError`` that says what to use instead, unless memory can be page-locked here."""
     reason = why_unusable()
     if reason is not None:
-        raise RuntimeError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
+        raise CudaUnavailableError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
 
 
 def is_not_cuda(device: Device) -> bool:
-    """Whether a device is named, and is no CUDA device."""
+    """Whether a device is named that isn't a CUDA device."""
     return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
 
 
@@ -186,9 +175,9 @@ def device_index(device: Device) -> int:
 
 @contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make a device's primary context current in this thread, and afterwards what was current before.
+    """Make a device's primary context current in this thread, and afterwards the previous one.
 
-    Pinning acts on the current context, and makes one where there is none: 600 MiB on a GPU that nobody meant
+    Pinning acts on the current context, or makes one: 600 MiB on a GPU that wasn't meant
     (LMCache#4018). The runtime follows the driver's current context ("Interactions with the CUDA Driver API"), so a
     push and a pop make a context on ``index`` and nowhere else. ``torch.cuda.device`` would not do: it only compares
     with what torch takes for current, and does not always go back.
@@ -272,10 +261,10 @@ def unregister(address: int, device: int) -> None:
         _call(_loaded().runtime, "cudaHostUnregister", address)
 
 
-def copy_error(code: int) -> CudaError:
+def copy_error(code: int) -> RuntimeError:
     """Return the exception for an error of the driver's copies."""
-    driver = _loaded().driver
-    return _cleared(driver, "cuMemcpyHtoDAsync", driver.CUresult(code), None)
+    driver, call = _loaded().driver, "cuMemcpyHtoDAsync"
+    return RuntimeError(f"{call} {_described(driver, call, driver.CUresult(code))[1]}")
 
 
 def make_current(index: int) -> None:

@@ -14,11 +14,11 @@ class HostAllocMemory(Resource):
     Args:
         device: whose context pins; None is torch's current device at the time of each allocation. Only that device
             gets a context.
-        write_combined: bypass the CPU's caches. Only for slabs that travel one way, to the device: the CPU reads such
-            memory very slowly.
+        write_combined: bypass the CPU's caches. Only for slabs that are copied one way, to the device: the CPU reads
+            such memory very slowly.
 
     Raises:
-        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
         ValueError: ``device`` is not a CUDA device.
     """
 

@@ -1,4 +1,4 @@
-"""How much memory a process may page-lock without hurting its host: which share of what `_host` tells, and why."""
+"""The most that a process may page-lock without hurting its host, and the reason."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ SHARE_PERCENT = 25
 memory must serve the dataset, the workers and the page cache that feeds them: a quarter leaves each as much."""
 
 WSL_PINNED_BYTES = 1 << 30
-"""What WSL2 lets a process page-lock: refused beyond some 1 GiB, whatever ``ulimit -l`` says (nvidia-docker#1725)."""
+"""WSL2's limit for a process: refused beyond some 1 GiB, whatever ``ulimit -l`` says (nvidia-docker#1725)."""
 
 UNKNOWN_BYTES = 1 << 30
 """Taken for available where no limit can be read: enough to stage with, and little on any machine with a GPU."""
@@ -25,7 +25,7 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available; what each cgroup
     above this process has left (`_host.cgroup_memory`); the limit of WSL2. Divided among the ranks on this host, which
     are ``LOCAL_WORLD_SIZE``, as torchrun sets it, else 1. ``RLIMIT_MEMLOCK`` does not count: NVIDIA's driver does not
-    count the pages it pins, neither on Linux nor under WSL2 (whose default of 64 KiB stops nobody).
+    count the pages it pins, neither on Linux nor under WSL2 (whose default of 64 KiB has no effect).
 
     Returns:
         The cap in bytes, and the reason, as in ``"25% of 62.80 GiB available (cgroup headroom), divided by 2 local
@@ -35,9 +35,7 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
         ValueError: ``LOCAL_WORLD_SIZE`` is not a positive number.
     """
     ranks = _ranks()
-    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
-    if (available := _host.meminfo("MemAvailable", root)) is not None:
-        limits.append((available, "memory available on this machine"))
+    limits = _left(root)
     if _host.is_wsl(root):
         limits.append((WSL_PINNED_BYTES, "limit of WSL2"))
     least, which = min(limits, default=(UNKNOWN_BYTES, "assumed: no limit can be read here"))
@@ -73,7 +71,7 @@ def cap_bytes(max_bytes: Size) -> tuple[int, str]:
 
 
 def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """What exists in all, used or not, and whose limit that is: more than this can never be page-locked.
+    """The memory that exists, used or not, and whose limit that is: more than this can never be page-locked.
 
     Touching more than this does not fail, it ends the process; so it is worth a question before.
     """
@@ -83,19 +81,38 @@ def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
     return min(limits, default=(1 << 63, "no limit can be read here"))
 
 
+def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
+    """Ask whether that much memory is left, before it is touched: the kernel would end the process for the rest.
+
+    Raises:
+        MemoryError: it isn't, by the cgroup or by the machine.
+    """
+    left, whose = min(_left(root), default=(nbytes, ""))
+    if nbytes > left:
+        raise MemoryError(
+            f"{format_bytes(nbytes)} asked, {format_bytes(max(left, 0))} left ({whose}); ask for less, end other "
+            "programs, or raise the container's memory limit"
+        )
+
+
+def _left(root: Path) -> list[tuple[int, str]]:
+    """Return what each limit leaves for use, and whose it is."""
+    limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
+    if (available := _host.meminfo("MemAvailable", root)) is not None:
+        limits.append((available, "memory available on this machine"))
+    return limits
+
+
 def remedy(nbytes: int, root: Path = Path("/")) -> str:
-    """Say what to do where the platform refuses to page-lock so many bytes, after a look at the limits."""
+    """Say what to do where the platform refuses to page-lock that many bytes, after a look at the limits."""
     if _host.is_wsl(root):
-        return f"WSL2 page-locks some {format_bytes(WSL_PINNED_BYTES)} in all: pass a max_bytes below that"
-    for group in _host.cgroup_memory(root):
-        if group.left < nbytes:
-            left = format_bytes(max(group.left, 0))
-            return f"the cgroup has {left} left: raise the container's memory limit, or pass a smaller max_bytes"
-    if (available := _host.meminfo("MemAvailable", root)) is not None and available < nbytes:
-        return f"{format_bytes(available)} of memory are available: free some, or pass a smaller max_bytes"
+        return f"WSL2 page-locks some {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
+    left, whose = min(_left(root), default=(nbytes, ""))
+    if left < nbytes:
+        return f"{format_bytes(max(left, 0))} left ({whose}): free some, raise the container's limit, or ask for less"
     if (locked := _host.locked_limit(root)) is not None and locked < nbytes:
         return f"the locked-memory limit is {format_bytes(locked)}: raise it (`ulimit -l`, `--ulimit memlock=-1`)"
-    return "free page-locked memory elsewhere, or pass a smaller max_bytes; `pinstage doctor` tries each kind"
+    return "free page-locked memory elsewhere, or ask for less; `pinstage doctor` tries each kind"
 
 
 def _ranks() -> int:

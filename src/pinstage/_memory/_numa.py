@@ -38,7 +38,7 @@ ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
 
 
 def check(asked: Asked) -> Asked:
-    """Return what was asked for if it can be a node, else raise ``ValueError``."""
+    """Return the argument if it can be a node, else raise ``ValueError``."""
     if asked is None or asked == "auto" or (type(asked) is int and asked >= 0):
         return asked
     raise ValueError(
@@ -74,7 +74,7 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
             f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass one of these"
         )
     cpus = _host.node_cpus(node, root) & _host.affinity()
-    return Placement(node, cpus, reason if cpus else f"{reason} (this process may use none of its cpus)")
+    return Placement(node, cpus, reason if cpus else f"{reason} (this process may use none of its CPUs)")
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:

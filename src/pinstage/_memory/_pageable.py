@@ -16,7 +16,7 @@ class PageableMemory(Resource):
 
     @property
     def granularity(self) -> int:
-        """The allocation unit: single bytes. ``Block.nbytes`` is exactly what was asked."""
+        """The allocation unit: single bytes. ``Block.nbytes`` is exactly the requested size."""
         return 1
 
     def _take(self, nbytes: int) -> Block:

@@ -6,6 +6,7 @@ is collected. A block must do neither; its address is all that the rest of the p
 
 import ctypes
 import errno
+import fcntl
 import functools
 import mmap
 import os
@@ -23,11 +24,12 @@ HUGE_PAGE_BYTES = 2 << 20
 # Not all of these are in Python's mmap module; the numbers are the same on every Linux that CUDA runs on.
 MADV_DONTFORK = 10
 MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
 MADV_POPULATE_WRITE = 23
 
 POPULATE_PIECE_BYTES = 16 << 20
-"""What one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough (a
-millisecond or more) that handing it out costs nothing."""
+"""Bytes that one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough
+(a millisecond or more) that handing it out costs nothing."""
 
 POPULATE_THREADS = 8
 """Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; beyond, the kernel's zeroing
@@ -86,6 +88,28 @@ def map_shared(fd: int, nbytes: int) -> int:
     return _map(nbytes, mmap.MAP_SHARED, fd)
 
 
+def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
+    """Make a memfd, of huge pages if their size is given; return its descriptor, which the caller closes.
+
+    It has no name to unlink, doesn't count against the size of ``/dev/shm``, and its size is sealed, so that no process
+    can truncate it.
+
+    Raises:
+        OSError: the kernel refused, for example because it has no huge pages of that size.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_page_bytes:
+        flags |= os.MFD_HUGETLB | (huge_page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    fd = os.memfd_create("pinstage", flags)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def unmap(address: int, nbytes: int) -> None:
     """Unmap; no CUDA registration may be left in the range. After an ``OSError`` it stays mapped."""
     if _libc().munmap(address, nbytes):
@@ -93,14 +117,22 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """Give the kernel advice; returns whether it took it. A kernel that does not know the advice is no error."""
+    """Give the kernel advice; returns whether it took it. A kernel that doesn't know the advice isn't an error."""
     return not _libc().madvise(address, nbytes, advice)
 
 
-def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
-    """Give every page of a fresh mapping its memory, by several threads, which may be bound to some CPUs.
+def populate(
+    address: int,
+    nbytes: int,
+    *,
+    threads: int | None = None,
+    cpus: frozenset[int] = frozenset(),
+    is_fresh: bool = True,
+) -> None:
+    """Give every page of a mapping its memory, by several threads, which may be bound to some CPUs.
 
-    Blocks until all is touched, with the interpreter lock released. The contents stay zero.
+    Blocks until all is touched, with the interpreter lock released. The contents stay as they are. Where pages may be
+    in use already (``is_fresh=False``), kernels before 5.14 leave them to their first use.
 
     Raises:
         MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
@@ -117,12 +149,14 @@ def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: fro
     workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(starts))
     if workers == 1 and not cpus:
         for start in starts:
-            _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start))
+            _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start), is_fresh)
         return
     # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
     keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
     with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
-        pieces = [pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start)) for start in starts]
+        pieces = [
+            pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start), is_fresh) for start in starts
+        ]
         try:
             for piece in pieces:
                 piece.result()
@@ -131,10 +165,11 @@ def populate(address: int, nbytes: int, *, threads: int | None = None, cpus: fro
             raise
 
 
-def _populate_piece(address: int, nbytes: int) -> None:
+def _populate_piece(address: int, nbytes: int, is_fresh: bool) -> None:
     if advise(address, nbytes, MADV_POPULATE_WRITE):
         return
     number = ctypes.get_errno()
     if number != errno.EINVAL:  # EINVAL: a kernel before 5.14 does not know it
         raise _error("madvise(MADV_POPULATE_WRITE)", nbytes, number)
-    ctypes.memset(address, 0, nbytes)
+    if is_fresh:
+        ctypes.memset(address, 0, nbytes)

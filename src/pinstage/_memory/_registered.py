@@ -28,10 +28,10 @@ class RegisteredMemory(Resource):
         threads: how many threads touch pages; by default 8, or the CPUs of this process if they are fewer.
         numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, from
             sysfs. When the node is full, pages come from the next one. On a host with one node nothing is done;
-            ``numa`` says what was done. None leaves it to the kernel.
+            ``numa`` says which node it is. None leaves it to the kernel.
 
     Raises:
-        RuntimeError: CUDA cannot be used here; the message says why, and what to use instead.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
         ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is not a node. Whether
             this host has that node is checked at the first allocation, or by ``numa``.
     """

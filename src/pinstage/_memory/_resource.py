@@ -1,4 +1,4 @@
-"""What every memory resource promises, and what all kinds share."""
+"""The contract of memory resources, and the base class of all kinds."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .._sizes import format_bytes, parse_bytes, round_up
+from ..errors import PinningError, StagingWarning
 from . import _cuda
 from ._pages import PAGE_BYTES
 
@@ -28,7 +29,7 @@ class Block:
     ptr: int
     """Address of the first byte; a multiple of the page size."""
     nbytes: int
-    """Bytes held, all usable: a multiple of the resource's granularity, at least what was asked."""
+    """Bytes held, all usable: a multiple of the resource's granularity, at least the requested size."""
     fd: int | None = None
     """File descriptor of the same bytes, when the resource is shared. Owned by the block: never close it."""
 
@@ -69,7 +70,7 @@ class MemoryResource(Protocol):
 
 
 class Resource(ABC):
-    """What the kinds share: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
+    """The base of all kinds: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
 
     def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
         self._pinned = pinned
@@ -108,7 +109,7 @@ class Resource(ABC):
 
         Raises:
             ValueError: ``nbytes`` is zero or negative.
-            MemoryError: there is not that much. From CUDA it is a ``RuntimeError`` as well.
+            MemoryError: there is not that much. From CUDA it is also a ``RuntimeError``.
             RuntimeError: CUDA refused for another reason, or this is a forked child of the process that made the
                 resource. A failed call holds nothing, and leaves no CUDA error behind.
         """
@@ -132,7 +133,7 @@ class Resource(ABC):
 
         Where CUDA may not be called, page-locked blocks stay as they are: in a forked child, whose parent owns them,
         and while the interpreter shuts down. When CUDA refuses to give a block up, its memory is leaked on purpose,
-        and a ``RuntimeWarning`` says so once: a mapping that goes while still registered makes later, unrelated
+        and a ``StagingWarning`` says so once: a mapping that goes while still registered makes later, unrelated
         pinning fail, and leaves the device with a pointer into nothing.
 
         Args:
@@ -154,7 +155,7 @@ class Resource(ABC):
     def _free(self, block: Block) -> None:
         try:
             self._give(block)
-        except _cuda.CudaError as error:
+        except PinningError as error:
             leak(block, error)
 
     def __repr__(self) -> str:
@@ -167,19 +168,19 @@ class Resource(ABC):
 
     @abstractmethod
     def _give(self, block: Block) -> None:
-        """Undo ``_take``; a ``CudaError`` comes before anything is unmapped."""
+        """Undo ``_take``; a ``PinningError`` comes before anything is unmapped."""
 
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
 
-def leak(block: Block, error: _cuda.CudaError) -> None:
+def leak(block: Block, error: PinningError) -> None:
     """Keep a block forever because CUDA would not give it up, and say so the first time."""
     LEAKED.append(block)
     if len(LEAKED) == 1 and error.name not in _CUDA_IS_GONE:
         warnings.warn(
             f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
             f"{error}; this is said once",
-            RuntimeWarning,
+            StagingWarning,
             stacklevel=4,
         )

@@ -1,6 +1,5 @@
 """Memory that other processes can map, page-locked in this one."""
 
-import fcntl
 import os
 from contextlib import ExitStack
 from typing import Self
@@ -12,7 +11,7 @@ from ._resource import Block, Resource
 class SharedMapping:
     """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same one).
 
-    They are pageable here: a process that only writes needs no CUDA. The owner's GPU reads what is written, at once;
+    They are pageable here: a process that only writes needs no CUDA. The owner's GPU sees writes at once;
     the two processes have to agree on who writes when. The mapping lives until ``close``. If it is dropped without
     that, it stays mapped, since views of it may be alive.
     """
@@ -67,10 +66,8 @@ class SharedMemory(Resource):
     def _take(self, nbytes: int) -> Block:
         device = _cuda.device_index(self._device) if self._pinned else -1
         with ExitStack() as undo:
-            fd = os.memfd_create("pinstage", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = _pages.make_shared_file(nbytes)
             undo.callback(os.close, fd)
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             address = _pages.map_shared(fd, nbytes)
             undo.callback(_pages.unmap, address, nbytes)
             if self._pinned:

@@ -19,7 +19,7 @@ def on_device(index: int) -> AbstractContextManager[Any]:
 
 
 _Base: Any = torch.cuda.Event.__base__
-"""An event in C++. What torch puts over it are two calls of Python's around each of its functions. Without CUDA it has
+"""An event in C++. torch's subclass adds two calls of Python's around each of its functions. Without CUDA it has
 none."""
 
 

@@ -27,9 +27,10 @@ typedef struct {
     bool is_leaf;        /* whether the tensor is that of its only leaf */
     void *storage;       /* of a slab that was given: a tensor over all of its storage, else NULL */
     int64_t skipped;     /* where the slab begins in that, in bytes */
+    const char *memory;  /* of a tensor that was there before: where its storage begins, or NULL if that isn't known */
 } Block;
 
-/* Bytes that are neighbours in the host slab, and in one block. */
+/* Bytes that are neighbours in the host slab, and in one block or one storage. */
 typedef struct {
     int64_t start, end; /* in the host slab */
     char *to;
@@ -274,6 +275,13 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
+/* Whether one copy may write what goes to two blocks, and the bytes between. Of a block that was made here, these are padding;
+ * in a storage that was there before, they are somebody's. */
+static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int64_t between) {
+    const char *memory = self->blocks[number].memory;
+    return number == next ? between < ALIGNMENT : between == 0 && memory != NULL && memory == self->blocks[next].memory;
+}
+
 /* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
 static bool find_runs(Blocks *self, const Header *host, const int64_t *order, int64_t packed) {
     Run *runs = malloc(sizeof(Run) * (size_t)(packed + 1));
@@ -286,9 +294,11 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
         const Block *block = &self->blocks[number];
         Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
         Run *run = count == 0 ? NULL : &runs[count - 1];
-        bool is_behind = run != NULL && run->block == number && next.start - run->end < ALIGNMENT && next.start >= run->end;
+        bool is_behind =
+            run != NULL && next.start >= run->end && is_one_memory(self, run->block, number, next.start - run->end);
         if (is_behind && run->to + (next.start - run->start) == next.to) {
             run->end = next.end;
+            run->block = number;
         } else {
             runs[count++] = next;
         }
@@ -297,6 +307,38 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
     self->runs = runs;
     self->run_count = count;
     return true;
+}
+
+/* The blocks of a table, without tensors yet; NULL with an error. */
+static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
+    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
+    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    if (self == NULL) return NULL;
+    if (!table_of(table, &self->table, &self->header)) {
+        self->header = NULL;
+        goto failed;
+    }
+    self->is_cuda = is_cuda;
+    self->order = rows_by_offset(self->header, &self->packed);
+    if (self->order == NULL) goto failed;
+    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
+    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
+    if (self->blocks == NULL || self->block_of == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (int64_t i = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (by_shim && torch.scalar[row->dtype] < 0)) {
+            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+            goto failed;
+        }
+    }
+    cut_table(self, sharing);
+    return self;
+failed:
+    Py_DECREF(self);
+    return NULL;
 }
 
 /* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
@@ -317,6 +359,7 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
     }
     if (slab != NULL) sharing = ONE;
+<<<<<<< HEAD
     Blocks *self = new_object(type);
     if (self == NULL) return NULL;
     self->is_cuda = device_type == 1;
@@ -336,6 +379,16 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         }
     }
     cut_table(self, sharing);
+=======
+    Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
+    if (self == NULL) return NULL;
+    if (make != NULL && cut != NULL) {
+        Py_INCREF(make);
+        Py_INCREF(cut);
+        self->make = make;
+        self->view = cut;
+    }
+>>>>>>> main
     for (int64_t i = 0; i < self->count; i++) {
         Block *block = &self->blocks[i];
         bool is_made = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
@@ -352,6 +405,128 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
 failed:
     Py_DECREF(self);
     return NULL;
+}
+
+/* Take a tensor that was there before as the block of its leaf. */
+static bool use_existing(Block *block, PyObject *tensor) {
+    int64_t offset;
+    int32_t scalar;
+    void *data;
+    Py_INCREF(tensor);
+    block->is_leaf = true;
+    if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor))
+        return use_tensor(block, tensor);
+    void *handle = handle_of(tensor);
+    if (torch.get_data(handle, &data) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &scalar) ||
+        scalar < 0 || scalar > 255 || torch.by_scalar[scalar] == 255)
+        return use_tensor(block, tensor);
+    block->tensor = tensor;
+    block->address = data;
+    block->memory = block->address - offset * torch.itemsize[torch.by_scalar[scalar]];
+    return true;
+}
+
+/* Blocks.into(table, leaves, is_cuda): the copies of a batch into tensors that exist, dense as the table says, one for each
+ * packed leaf, at its place in the list. */
+static PyObject *blocks_into(PyObject *type, PyObject *args) {
+    PyObject *table, *leaves;
+    int is_cuda;
+    if (!PyArg_ParseTuple(args, "OO!p:into", &table, &PyList_Type, &leaves, &is_cuda)) return NULL;
+    Blocks *self = blocks_new(type, table, EACH, is_cuda, false);
+    if (self == NULL) return NULL;
+    bool is_good = PyList_Size(leaves) == self->header->rows;
+    if (!is_good) PyErr_SetString(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
+    for (int64_t i = 0; is_good && i < self->packed; i++) {
+        is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->order[i]));
+    }
+    if (is_good && find_runs(self, self->header, self->order, self->packed)) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+typedef struct {
+    const char *start, *end;
+} Span;
+
+static int by_start(const void *one, const void *other) {
+    const Span *a = one, *b = other;
+    return (a->start > b->start) - (a->start < b->start);
+}
+
+/* Whether spans of memory are disjoint; sorts them. */
+static bool are_disjoint(Span *spans, int64_t count) {
+    qsort(spans, (size_t)count, sizeof(Span), by_start);
+    for (int64_t i = 1; i < count; i++) {
+        if (spans[i].start < spans[i - 1].end) return false;
+    }
+    return true;
+}
+
+/* Whether a tensor has a dtype, shape and stride, and what it takes to be written as bytes. */
+static bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
+                           const int64_t *stride, Found *found) {
+    if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
+    if (found->kind != RAW || found->dtype != dtype || found->ndim != ndim) return false;
+    for (int i = 0; i < ndim; i++) {
+        if (found->shape[i] != shape[i] || (shape[i] > 1 && found->stride[i] != stride[i])) return false;
+    }
+    return true;
+}
+
+/* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
+ * plain tensor on a device (by DLPack's numbers) whose bytes are those in the slab, and no two overlap. False where that
+ * can't be said. */
+static PyObject *fits(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *table, *leaves;
+    int device_type, device_index;
+    const Header *header;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "OO!ii:fits", &table, &PyList_Type, &leaves, &device_type, &device_index)) return NULL;
+    if (!table_of(table, &buffer, &header)) return NULL;
+    Span *spans = malloc(sizeof(Span) * (size_t)(header->rows + 1));
+    bool all = spans != NULL && makes_views() && !may_be_dual() && PyList_Size(leaves) == header->rows;
+    int64_t count = 0;
+    Found found;
+    for (int64_t i = 0; all && i < header->rows; i++) {
+        const Row *row = row_at(header, i);
+        if (!is_packed(row)) continue;
+        PyObject *leaf = PyList_GetItem(leaves, (Py_ssize_t)i);
+        all = row->ndim <= MAX_DIMS && is_plain_place(leaf, device_type, device_index, row->dtype, row->ndim, row->sizes,
+                                                      row->sizes + header->width, &found);
+        if (all && row->nbytes > 0) spans[count++] = (Span){found.data, found.data + row->nbytes};
+    }
+    all = all && are_disjoint(spans, count);
+    free(spans);
+    PyBuffer_Release(&buffer);
+    if (PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(all);
+}
+
+/* small_copies(nbytes): how many copies there are of less than `nbytes`. */
+static PyObject *blocks_small_copies(PyObject *object, PyObject *nbytes) {
+    Blocks *self = (Blocks *)object;
+    long long least = PyLong_AsLongLong(nbytes), count = 0;
+    if (least == -1 && PyErr_Occurred()) return NULL;
+    for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
+    return PyLong_FromLongLong(count);
+}
+
+/* run_bytes(): of each leaf, the bytes of the run that it is part of, in which it is copied; int64. */
+static PyObject *blocks_run_bytes(PyObject *object, PyObject *nothing) {
+    (void)nothing;
+    Blocks *self = (Blocks *)object;
+    int64_t *found = calloc((size_t)self->header->rows + 1, sizeof(int64_t));
+    if (found == NULL) return PyErr_NoMemory();
+    for (int64_t i = 0, run = 0; i < self->packed; i++) {
+        const Row *row = row_at(self->header, self->order[i]);
+        if (row->nbytes == 0) continue;
+        while (run < self->run_count && self->runs[run].end <= row->offset) run++;
+        if (run < self->run_count) found[self->order[i]] = self->runs[run].end - self->runs[run].start;
+    }
+    PyObject *result = PyBytes_FromStringAndSize((char *)found, (Py_ssize_t)(sizeof(int64_t) * (size_t)self->header->rows));
+    free(found);
+    return result;
 }
 
 /* packed_as(table): be told that the host slab has other places, and perhaps not all of the leaves. */
@@ -422,8 +597,8 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     return send_runs(self, slab, 0, self->header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* copy_leaves([(row, address)...], stream): send whole leaves from page-locked memory of their own; the result is that of
- * `copy`. */
+/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from page-locked memory of their own, where the
+ * address is that of the first one; the result is that of `copy`. */
 static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *leaves, *result = NULL;
@@ -433,56 +608,58 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
     for (Py_ssize_t i = 0; i < count && is_good; i++) {
-        long long index;
+        long long index, start, end;
         unsigned long long address;
-        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LK", &index, &address);
+        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
         if (!is_good) break;
         const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
+<<<<<<< HEAD
         is_good = (row != NULL && is_packed(row)) || fail(PyExc_ValueError, "there is no such leaf");
         if (!is_good) break;
+=======
+        if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes) {
+            PyErr_SetString(PyExc_ValueError, "there are no such bytes of a leaf");
+            is_good = false;
+            break;
+        }
+>>>>>>> main
         const Block *block = &self->blocks[self->block_of[index]];
-        if (row->nbytes)
-            copies_add(&copies, block->address + (row->offset - block->start), (const char *)(uintptr_t)address, row->nbytes);
+        if (start < end) {
+            char *to = block->address + (row->offset - block->start) + start;
+            copies_add(&copies, to, (const char *)(uintptr_t)address, end - start);
+        }
     }
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     free(copies.to);
     return result;
 }
 
-/* fill(sources, stream): pack leaves into ordinary memory, and send them from there; what was packed has been read when the
- * call returns. No block has more than AT_ONCE_BYTES. The result is that of `copy`. */
+/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory, and send them from there; what
+ * was packed has been read when the call returns. The result is that of `copy`. */
 static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *sources;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
+<<<<<<< HEAD
     for (int64_t i = 0; i < self->count; i++) {
         if (self->blocks[i].end - self->blocks[i].start > AT_ONCE_BYTES)
             return PyErr_Format(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
+=======
+    if (self->header->nbytes > AT_ONCE_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
+        return NULL;
+>>>>>>> main
     }
     Work work;
     if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
-    char *memory = malloc(AT_ONCE_BYTES);
-    if (memory == NULL) {
-        work_end(&work);
-        return PyErr_NoMemory();
-    }
-    int code = 0;
-    long long sent = 0;
-    PyThreadState *state = self->is_cuda ? PyEval_SaveThread() : NULL;
-    for (int64_t i = 0; i < self->count && code == 0; i++) {
-        const Block *block = &self->blocks[i];
-        int64_t nbytes = block->end - block->start;
-        if (nbytes == 0) continue;
-        char *packed = self->is_cuda ? memory : block->address;
-        pack_all(work.leaves + block->first, block->last - block->first, packed - block->start, block->end, false);
-        if (self->is_cuda) code = driver.copy((uintptr_t)block->address, packed, (size_t)nbytes, (void *)(uintptr_t)stream);
-        sent++;
-    }
-    if (state != NULL) PyEval_RestoreThread(state);
-    free(memory);
+    char *memory = malloc((size_t)work.nbytes + 1);
+    if (memory != NULL) pack_all(work.leaves, work.count, memory, work.nbytes, false);
     work_end(&work);
-    return PyLong_FromLongLong(code == 0 ? sent : -(long long)code);
+    if (memory == NULL) return PyErr_NoMemory();
+    PyObject *result = send_runs(self, memory, 0, self->header->nbytes, (void *)(uintptr_t)stream, false);
+    free(memory);
+    return result;
 }
 
 /* -- leaves ---------------------------------------------------------------------------------------------------------- */
@@ -575,22 +752,30 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
     return count;
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream): move leaves as `.to()` would, on torch's current
- * stream, which is not captured; all have been read when it returns, and it has not waited for earlier work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing]): move leaves as `.to()` would, on torch's
+ * current stream, which is not captured; all have been read when it returns, and it has not waited for earlier work.
  *
+ * existing: where to, tensors at the places of their leaves; else to new ones.
  * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, their
  * bytes, and how many copies that took; or None where these are not few, small and plain, would not be read at once, or
  * there is no memory; or CUDA's error as a negative number. */
+<<<<<<< HEAD
 static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *atoms, *wrappers, *tensors[MOST_FEW];
+=======
+static PyObject *move_few(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *leaves, *existing = NULL, *atoms, *wrappers, *tensors[MOST_FEW];
+>>>>>>> main
     int device_type, device_index;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiK:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
-                          &stream))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiK|O!:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
+                          &stream, &PyList_Type, &existing))
         return NULL;
     Found found[MOST_FEW];
     Py_ssize_t indexes[MOST_FEW];
     if (!makes_views() || (device_type == 1 && driver.copy == NULL)) Py_RETURN_NONE;
+    if (existing != NULL && PyList_Size(existing) != PyList_Size(leaves)) Py_RETURN_NONE;
     int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
     if (count == -1) return NULL;
     if (count <= 0) Py_RETURN_NONE;
@@ -600,12 +785,26 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     }
     char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
     PyObject *result = NULL;
+    Span spans[MOST_FEW];
     for (; memory != NULL && made < count; made++) {
         const Found *leaf = &found[made];
-        tensors[made] =
-            new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
-        if (tensors[made] == NULL) break;
+        if (existing == NULL) {
+            tensors[made] =
+                new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
+            if (tensors[made] == NULL) break;
+            continue;
+        }
+        Found there;
+        PyObject *place = PyList_GetItem(existing, indexes[made]);
+        if (!is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
+                            leaf->stride, &there))
+            break;
+        places[made] = (char *)there.data;
+        spans[made] = (Span){there.data, there.data + leaf->nbytes};
+        tensors[made] = place;
+        Py_INCREF(place);
     }
+    if (existing != NULL && made == count && !are_disjoint(spans, count)) Py_DECREF(tensors[--made]);
     int64_t nbytes = 0;
     long copies = 0;
     if (made == count) {
@@ -615,7 +814,7 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
             if (device_type == 1) {
                 code = copy_at_once(places[i], found[i].data, found[i].nbytes, memory, on);
             } else {
-                memcpy(places[i], found[i].data, (size_t)found[i].nbytes);
+                memmove(places[i], found[i].data, (size_t)found[i].nbytes);
             }
             copies++;
             nbytes += found[i].nbytes;
@@ -635,12 +834,15 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
+    {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into tensors that exist"},
+    {"run_bytes", blocks_run_bytes, METH_NOARGS, "run_bytes(): of each leaf, the bytes of the copy that it is part of; int64"},
+    {"small_copies", blocks_small_copies, METH_O, "small_copies(nbytes): how many copies there are of less than that"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
     {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
-     "copy_leaves([(row, address)...], stream): from page-locked memory of their own"},
+     "copy_leaves([(row, start, end, address)...], stream): from page-locked memory of their own"},
     {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
     {"leaves", blocks_leaves, METH_O,
      "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
@@ -662,6 +864,8 @@ PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
 
 PyMethodDef blocks_methods[] = {
     {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream)"},
+    {"fits", fits, METH_VARARGS,
+     "fits(table, leaves, device_type, device_index): whether existing tensors take bytes as they are."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing])"},
     {NULL, NULL, 0, NULL},
 };

@@ -208,18 +208,34 @@ static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
     Py_RETURN_NONE;
 }
 
+<<<<<<< HEAD
 static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
+=======
+/* Warn of slower staging, once. The class is Python's, so that it can be made an error. */
+static int warn_of_threads(int code) {
+    PyObject *errors = PyImport_ImportModule("pinstage.errors");
+    PyObject *kind = errors == NULL ? NULL : PyObject_GetAttrString(errors, "StagingWarning");
+    int failed =
+        kind == NULL
+            ? -1
+            : PyErr_WarnFormat(kind, 1,
+                               "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
+                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)",
+                               pack_threads() + 1, code);
+    Py_XDECREF(kind);
+    Py_XDECREF(errors);
+    return failed;
+}
+
+static PyObject *job_enter(PyObject *object, PyObject *nothing) {
+    (void)nothing;
+>>>>>>> main
     static bool has_warned;
     Job *job = ((JobObject *)object)->job;
     int code = job == NULL ? 0 : job_begin(job);
     if (code != 0 && !has_warned) {
         has_warned = true;
-        if (PyErr_WarnFormat(
-                PyExc_RuntimeWarning, 1,
-                "packing goes on with %d threads: no other could be started (error %d); raise the limit of threads "
-                "(ulimit -u, pids.max of the cgroup), or pass Stager(threads=...)",
-                pack_threads() + 1, code) != 0)
-            return NULL;
+        if (warn_of_threads(code) != 0) return NULL;
     }
     return held(object);
 }

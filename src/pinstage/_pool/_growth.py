@@ -19,13 +19,16 @@ from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
-from ._accounts import Waiter
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Holdings, Slab
+from ._waiting import Waiter
+
+_PAUSE_SECONDS = 1e-3
+"""Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""
 
 RETRY_SECONDS = 60.0
-"""How long a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
+"""Seconds for which a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Plan:
 class Growth:
     """Carries out a plan in a thread of its own.
 
-    That thread makes the decision again, under the pool's lock, so that a plan which nobody carries out leaves nothing
+    That thread makes the decision again, under the pool's lock, so that an abandoned plan leaves nothing
     behind. Until the end, `Growth` says which bytes are promised to it.
 
     Args:
@@ -50,7 +53,7 @@ class Growth:
         waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
 
     Attributes:
-        plan: what is carried out; empty until the decision.
+        plan: the steps; empty until the decision.
         freed: bytes given back to the system.
         refusal: why the platform refused memory; empty if it did not.
     """
@@ -81,7 +84,7 @@ class Growth:
         self._news.get()
 
     def result(self) -> Any:
-        """Wait for the end. Return the lease, or what was there instead of a plan; None if the thread never began.
+        """Wait for the end. Return the lease, or the answer instead of a plan; None if the thread never began.
 
         Raises:
             BaseException: what ended the work. Then nothing was allocated.
@@ -190,3 +193,29 @@ class Growth:
         state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
         state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))
         return lease
+
+
+class Reservation:
+    """The fence of `SlabPool.reserve`."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self._is_over = is_over
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work in this thread."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `synchronize`
+            self._error = error
+        finally:
+            self._is_over = True
+
+    def query(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        while not self._is_over:
+            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
+        if self._error is not None:
+            raise self._error

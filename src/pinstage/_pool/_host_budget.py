@@ -2,8 +2,8 @@
 
 Each pool has a file in a folder of the user's, locked as long as its process lives: a file without a lock belongs to a
 process that has ended. Allocating and freeing read and write these files under the folder's lock. A pool that finds the
-budget used up writes into its file how much it wants. Pools with idle slabs look once a second, and free what is
-missing.
+budget used up writes into its file how much it wants. Pools with idle slabs look every second, and free the missing
+bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource, as_called_here
+from .._memory import Block, MemoryResource, PageableMemory, as_called_here
 from .._reaper import running
 from .._sizes import Size, format_bytes, parse_bytes
-from ..errors import HostBudgetError
-from ._waiting import Line
+from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
 """Names another folder, such as a volume that several containers share."""
@@ -39,7 +38,7 @@ LOOK_SECONDS = 1.0
 """Interval at which a pool updates its file, and looks whether others want its idle slabs."""
 
 LEND_SECONDS = 2.5
-"""How long `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
+"""Seconds that `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
 
 _WAIT_SECONDS = 0.05
 """Interval at which a pool that found the budget used up looks whether there is room."""
@@ -61,10 +60,10 @@ class HostBudget:
 
     Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back what
     it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of other
-    processes free idle slabs. What a process held is free again when the process has ended, even if it was killed.
+    processes free idle slabs. The bytes of a process are free again when it has ended, even if it was killed.
 
-    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the one that
-    ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
+    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the folder
+    that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
 
     Args:
         max_bytes: the cap, as an int or text such as ``"64GiB"``. The same in all processes.
@@ -102,7 +101,7 @@ class HostBudget:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """What one pool holds of a `HostBudget`. Leased, in flight, free and the owners are up to a second old."""
+    """The part of a `HostBudget` that one pool holds. Leased, in flight, free and the owners are up to a second old."""
 
     budget: str
     """The budget's name."""
@@ -190,14 +189,14 @@ class LimitedMemory:
             self._write(folder, 0)
 
     def holders(self) -> str:
-        """Say, for errors, who had the rest of the budget; empty if nobody."""
+        """Say, for errors, who had the rest of the budget; empty if it is free."""
         largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
         names = [f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})" for pool in largest]
         total = format_bytes(held_bytes(self.others))
         return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
     def check_room(self, nbytes: int, *, take: bool = False) -> None:
-        """See that so many bytes can be allocated now, or write down that they are wanted.
+        """Make sure that this many bytes can be allocated now, or record that they are wanted.
 
         Raises:
             HostIsFull: there is no room.
@@ -234,15 +233,14 @@ class LimitedMemory:
             with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
                 self._write(folder, self._held)
 
-    def serve(self, pool: Any, line: Line) -> None:
-        """Begin to tell how a pool is, and to lend what is idle there. The pool isn't kept alive.
+    def serve(self, pool: Any) -> None:
+        """Begin to write a pool's usage, and to lend its idle slabs. The pool isn't kept alive.
 
         Args:
-            pool: has `closed`; `is_waited_for()`; `report(waits, seconds)` for the fields of `PoolUsage` from
-                `leased_bytes` on; and `lend(nbytes)`, which frees idle slabs of so many bytes, or all.
-            line: knows how many requests waited.
+            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on; and
+                `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
         """
-        _thread.start_new_thread(self._serve, (weakref.ref(pool), line))
+        _thread.start_new_thread(self._serve, (weakref.ref(pool),))
 
     def end(self) -> None:
         """Give up the file of a closed pool, unless that still holds memory."""
@@ -250,7 +248,7 @@ class LimitedMemory:
             if not self._held:
                 self._close()
 
-    def _serve(self, watched: weakref.ref[Any], line: Line) -> None:
+    def _serve(self, watched: weakref.ref[Any]) -> None:
         while True:
             with contextlib.suppress(Empty):
                 self._refusals.get(timeout=self._pause)
@@ -259,15 +257,15 @@ class LimitedMemory:
                 return self.end()
             running[self] = None  # the end of the program waits for calls of CUDA
             with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
-                self._look(pool, line)
+                self._look(pool)
             del pool, running[self]
 
-    def _look(self, pool: Any, line: Line) -> None:
+    def _look(self, pool: Any) -> None:
         """Update the file; see whether there is room; lend what others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
         """
-        self._told = {} if pool is None else pool.report(line.waits, line.seconds)
+        self._told = {} if pool is None else pool.report()
         with _folder(self._path) as folder:
             room = self._room(folder) if self._wanted or self._told.get("free_bytes") else sys.maxsize
             is_refused = time.monotonic() - self._refused_at < 4 * _WAIT_SECONDS
@@ -286,7 +284,7 @@ class LimitedMemory:
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
     def _write(self, folder: int, held: int) -> None:
-        """Write the pool's file, with so many bytes. Makes it where it is missing, or somebody removed it."""
+        """Write the pool's file, with its number of bytes. Makes it if it is missing or was removed."""
         if self._file < 0 or not os.fstat(self._file).st_nlink:
             self._close()
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -303,6 +301,59 @@ class LimitedMemory:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Claim(LimitedMemory):
+    """Bytes of a budget that are taken at once and held until `release`: a region's.
+
+    Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
+
+    Args:
+        budget: that they are counted in.
+        nbytes: how many.
+        inode: of memory that other processes may hold, too, and which is counted once; None for other memory.
+
+    Raises:
+        BudgetExceededError: the budget is smaller.
+        AcquireTimeoutError: the rest of the budget is in use.
+    """
+
+    closed = True  # for `_serve`, which ends when nothing is held
+
+    def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
+        self._nbytes, self._inode = nbytes, inode
+        super().__init__(PageableMemory(), budget)
+        deadline = time.monotonic() + LEND_SECONDS
+        while not self._holds():
+            never_fits = nbytes > budget.max_bytes
+            if never_fits or time.monotonic() > deadline:
+                self.end()
+                text = f"{format_bytes(nbytes)} asked of {budget!r}{self.holders()}; ask for less, or raise the budget"
+                error = BudgetExceededError if never_fits else AcquireTimeoutError
+                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+            time.sleep(_WAIT_SECONDS)
+        _thread.start_new_thread(self._serve, (weakref.ref(self),))
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        self._give(self._nbytes)
+
+    def _holds(self) -> bool:
+        with contextlib.suppress(HostIsFull):
+            self.check_room(self._nbytes, take=True)
+        return self._held > 0
+
+    def _room(self, folder: int) -> int:
+        room = super()._room(folder)
+        return self._nbytes if any(str(self._inode) in other.shared for other in self.others) else room
+
+    def _look(self, pool: Any) -> None:  # noqa: ARG002 - it has nothing to lend
+        with _folder(self._path) as folder:
+            self._write(folder, self._held)
+
+    def _write(self, folder: int, held: int) -> None:
+        self._told = {"leased_bytes": held, "shared": {str(self._inode): held} if held and self._inode else {}}
+        super()._write(folder, held)
 
 
 def _path() -> Path:

@@ -1,8 +1,8 @@
 """The lease: the right to use one slab once, and the views through which it is used.
 
-A slab must not be handed out again while somebody can still read or write it through a view. All views of a lease
+A slab must not be handed out again while it can still be read or written through a view. All views of a lease
 (tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. Its end
-says that the last of them has died.
+says that the last of them is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 
 from ..errors import LeaseError
 from . import _refusals
-from ._accounts import Account
 from ._slab import Fence, Holdings, Slab
+from ._waiting import Account
+
+_BYTE, _tensor_of = torch.uint8, torch.frombuffer  # found sooner than attributes of torch
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +41,7 @@ class Lease:
     call `release` behind the last replay.
 
     Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its content is whatever
-    the last user left. A view that outlives the release keeps the slab out of the pool until it dies.
+    the last user left. A view that outlives the release keeps the slab out of the pool until it is freed.
 
     Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child
     it gives no views (`ForkedPoolError`).
@@ -103,8 +105,8 @@ class Lease:
             TypeError: torch has no such dtype, or it is None.
             ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
         """
-        if shape is None and dtype is torch.uint8 and not offset:
-            return torch.frombuffer(self._export("tensor()"), dtype=dtype, count=self._nbytes)
+        if shape is None and dtype is _BYTE and not offset:
+            return _tensor_of(self._export("tensor()"), dtype=_BYTE, count=self._nbytes)
         if dtype is None:
             raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):
@@ -160,8 +162,8 @@ class Lease:
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
 
-        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it has
-        died.
+        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it is
+        gone.
 
         Args:
             after: the work that still reads or writes the slab, for example the event behind an asynchronous copy. The
@@ -261,10 +263,7 @@ def guard_until_release(lease: Lease, event: Fence | None) -> None:
     Raises:
         LeaseError: the lease was released.
     """
-    slab = lease._slab
-    if slab is None or slab.lease is not lease._ref:
-        lease._refuse("guard()")
-    slab.event = event
+    lease._held("guard()").event = event
 
 
 def descriptor_of(lease: Lease) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import time
 import warnings
 from bisect import bisect_left, bisect_right
@@ -12,20 +13,19 @@ from typing import NoReturn, SupportsIndex
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
-from ..errors import BudgetExceededError, UnreleasedLeaseWarning
+from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
-from ._accounts import Account, Waiter
 from ._classes import reuse_limit
-from ._growth import Growth, Plan
+from ._growth import Growth, Plan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
 from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState, take_free
 from ._stats import PoolStats
-from ._waiting import check_timeout
+from ._waiting import Account, Waiter, check_timeout
 
 _PAUSE_SECONDS = 0.02
-"""How often a reservation that waits for other processes looks again."""
+"""Poll interval of a reservation that waits for other processes."""
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
@@ -61,18 +61,18 @@ def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None
 
 
 def check_open(pool: SlabPool) -> None:
-    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse one that does.
+    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse it with a slab.
 
     Raises:
-        PoolClosedError, ForkedPoolError, StagingError: as `SlabPool.acquire`, whatever the size.
+        PoolError: as `SlabPool.acquire`, whatever the size.
     """
     pool._check_entry()
-    pool._check_open()
+    pool._state.check_open()
 
 
 def close_for(pool: SlabPool, user: str) -> None:
     """Close the pool of a user of its own, such as a ``Stager``, which errors name from then on."""
-    pool._user = user
+    pool._state.user = user
     pool.close()
 
 
@@ -94,7 +94,7 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
 
     Returns:
         The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
-        suitable, or if somebody waits for one.
+        suitable, or if a request waits.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -138,11 +138,10 @@ class SlabPool:
         # A copy from pageable memory has read it when the call returns.
         record = record_current_streams if self._memory.is_pinned else None
         self._host = None if budget is None else LimitedMemory(self._memory, budget)
-        self._state = PoolState(self._host or self._memory, cap, reason, self._host, record)
+        self._state = PoolState(self._host or self._memory, cap, reason, record)
         self._has_told = False
-        self._user: str | None = None
         if self._host is not None:
-            self._host.serve(self._state, self._state.line)
+            self._host.serve(self._state)
 
     # -- the public verbs
 
@@ -170,7 +169,7 @@ class SlabPool:
         """Lease a slab of at least `nbytes`.
 
         Blocks only at the cap, or at the owner's limit, until another lease is released or an event is done. The order
-        is first come, first served, except for what is guaranteed to an owner (see `set_quota`). The call
+        is first come, first served, except for bytes guaranteed to an owner (see `set_quota`). The call
         also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
         waits for the device). `reserve` beforehand avoids both.
 
@@ -181,7 +180,7 @@ class SlabPool:
 
         Raises:
             MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
-                enough. If the pool has one, the request waits for it, and a `RuntimeWarning` says so once. The pool
+                enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
                 tries to grow that far again after a minute, or by `reserve`.
             BudgetExceededError: more than `max_bytes`, or than quotas leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
@@ -217,7 +216,7 @@ class SlabPool:
 
         Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
         Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
-        because of its own owner's limit does not hold up those behind it.
+        because of its own owner's limit doesn't delay those behind it.
 
         Quotas of a frozen pool are parts of what it holds. Slabs beyond a new quota stay where they are until they are
         released. A second call for the same owner replaces the first.
@@ -235,18 +234,27 @@ class SlabPool:
         least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
         self._check_entry()
         with self._state.lock:
-            self._check_open()
+            self._state.check_open()
             self._state.accounts.set_quota(owner, least, most)
         self._state.line.wake_all()
 
-    def reserve(self, nbytes: Size, *, count: int = 1) -> None:
+    def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
 
-        Idle slabs that would serve such a request count. Takes the time of the allocations.
+        Idle slabs that would serve such a request count. Takes the time of the allocations, unless a thread does it.
+
+        Args:
+            nbytes: bytes of each lease.
+            count: leases at the same time.
+            background: allocate in a thread, and return at once. Other threads may use the pool meanwhile.
+
+        Returns:
+            A fence that is done when all slabs are there. Its `synchronize` waits for that, and raises the error that
+            prevented it.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside what is held, or beside what other
-                processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that
+                other processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -254,15 +262,25 @@ class SlabPool:
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
+        self._check_entry()
+        if background and self._host is None:  # else others may make room for it
+            with self._state.lock:
+                self._state.reserve(nbytes, count)
+        reservation = Reservation(is_over=not background)
+        if background:
+            _thread.start_new_thread(reservation.run, (partial(self._reserve, nbytes, count),))
+        else:
+            self._reserve(nbytes, count)
+        return reservation
+
+    def _reserve(self, nbytes: int, count: int) -> None:
         state, plan = self._state, None
 
         def missing() -> Plan | None:
             nonlocal plan
-            self._check_open()
             plan = state.reserve(nbytes, count)
             return plan
 
-        self._check_entry()
         deadline = time.monotonic() + LEND_SECONDS
         while True:
             try:
@@ -314,7 +332,7 @@ class SlabPool:
             return
         state.closed = True
         state.line.wake_all()
-        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: somebody else has to wait
+        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: another thread has to wait
             state.tidy_later()
         else:
             for event in state.pending():
@@ -337,13 +355,10 @@ class SlabPool:
     # -- waiting
 
     def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
-        state, line = self._state, self._state.line
+        state = self._state
 
         def attempt(me: Waiter, ahead: Sequence[Waiter]) -> Lease | Growth | None:
-            def serve() -> Lease | Plan | None:
-                self._check_request(account, nbytes)
-                return state.serve(account, nbytes, ahead)
-
+            serve = partial(state.serve, account, nbytes, ahead)
             with state.lock:
                 found = serve()
             if not isinstance(found, Plan):
@@ -355,18 +370,16 @@ class SlabPool:
         def timed_out(others: int) -> Exception:
             return _refusals.timed_out(state.figures(), nbytes, timeout, others)
 
-        with state.lock:
-            self._check_request(account, nbytes)
-            found: Lease | Growth | Plan | None = state.serve(account, nbytes, list(line.waiters))
+        found: Lease | Growth | None = None
         while not isinstance(found, Lease):
-            # A request that grows stands in the line as well, until that is decided, so that none overtakes it.
-            found = line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
+            # A request that grows is in the line too, until that is decided, so that no request overtakes it.
+            found = state.line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
             if isinstance(found, Growth):
                 found = self._end_of(found, account, nbytes)
         if state.closed:
             found.release()
             self.trim()
-            self._check_open()
+            state.check_open()
         return found
 
     def _end_of(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
@@ -377,14 +390,14 @@ class SlabPool:
         except HostIsFull:
             return None
         except REFUSALS:
-            if not growth.refusal or self._state.hopeless(account, nbytes) is not None:
+            if not growth.refusal or self._state.why_never(account, nbytes) is not None:
                 raise
         if not self._has_told:
             self._has_told = True
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
                 f"{self._state.figures()}; {growth.refusal}; this is said once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
         return None
@@ -400,16 +413,6 @@ class SlabPool:
             raise _refusals.entered_again()
         if state.forgotten:
             self._warn_of_forgotten(stacklevel=4)
-
-    def _check_request(self, account: Account, nbytes: int) -> None:
-        self._check_open()
-        if nbytes > account.largest:
-            state = self._state
-            raise _refusals.never_fits(state.figures(), nbytes, account if state.accounts.have_quotas else None)
-
-    def _check_open(self) -> None:
-        if self._state.closed:
-            raise _refusals.closed(self._state.figures(), self._user)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
         forgotten = self._state.forgotten

@@ -1,9 +1,9 @@
-"""What the pool says when it refuses: each error with the numbers of the moment, and with what to do."""
+"""The pool's errors: each with the numbers of the moment, and the remedy."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .._sizes import format_bytes, size_to_paste
 from ..errors import (
@@ -11,84 +11,80 @@ from ..errors import (
     BudgetExceededError,
     ForkedPoolError,
     PoolClosedError,
+    PoolError,
     PoolFrozenError,
-    StagingError,
 )
-from ._accounts import Account
+from ._waiting import Account
+
+E = TypeVar("E", bound=PoolError)
 
 
 class Figures(NamedTuple):
     """Where a pool's bytes are."""
 
-    held: int
-    leased: int
-    in_flight: int
+    held_bytes: int
+    leased_bytes: int
+    in_flight_bytes: int
     max_bytes: int
     reason: str
     others: int | None
-    """What other pools hold of the `HostBudget`; None if the pool's own cap is lower than that leaves."""
+    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is lower than that leaves."""
 
     def __str__(self) -> str:
         return (
-            f"held {format_bytes(self.held)} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), leased "
-            f"{format_bytes(self.leased)}, in flight {format_bytes(self.in_flight)}"
+            f"held {format_bytes(self.held_bytes)} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), leased "
+            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}"
         )
 
     def cap(self, nbytes: int) -> str:
-        """Return how to write a cap under which this pool may hold so many bytes."""
+        """Return how to write a cap under which this pool may hold `nbytes`."""
         if self.others is None:
             return f'max_bytes="{size_to_paste(nbytes)}"'
         return f'budget=HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
 
-    def numbers(self, nbytes: int) -> dict[str, int]:
-        return {
-            "requested_bytes": nbytes,
-            "held_bytes": self.held,
-            "leased_bytes": self.leased,
-            "in_flight_bytes": self.in_flight,
-            "max_bytes": self.max_bytes,
-        }
+    def error(self, kind: type[E], nbytes: int, text: str) -> E:
+        """Return an error with these figures. They take the place of ``{}`` in its text."""
+        numbers = (self.held_bytes, self.leased_bytes, self.in_flight_bytes, self.max_bytes)
+        named = dict(zip(self._fields, numbers, strict=False))
+        return kind(text.replace("{}", str(self)), requested_bytes=nbytes, **named)
 
 
 def closed(figures: Figures, user: str | None) -> PoolClosedError:
     if user is None:
-        return PoolClosedError(f"pool is closed: {figures}; make a new SlabPool")
-    return PoolClosedError(f"{user.lower()} is closed: its pool {figures}; make a new {user}")
+        return figures.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
+    return figures.error(PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}")
 
 
 def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
+    quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     if account is not None:
         quotas = f"quotas leave {account.name!r} at most {format_bytes(account.largest)}, "
         remedy = "raise max_bytes, change set_quota(), or ask for less"
-    else:
-        quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
-    return BudgetExceededError(
-        f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{figures}; {remedy}",
-        **figures.numbers(nbytes),
-    )
+    text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
+    return figures.error(BudgetExceededError, nbytes, text)
 
 
 def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
-    return BudgetExceededError(
-        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {figures}; release leases, "
-        f"trim() idle slabs, or pass {figures.cap(figures.held + missing * capacity)}",
-        **figures.numbers(missing * capacity),
+    text = (
+        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; release leases, trim() "
+        f"idle slabs, or pass {figures.cap(figures.held_bytes + missing * capacity)}"
     )
+    return figures.error(BudgetExceededError, missing * capacity, text)
 
 
 def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
-    return AcquireTimeoutError(
-        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {figures}, {others} other waiters; "
-        f"release leases sooner, wait longer, or pass {figures.cap(figures.held + nbytes * 9 // 8)}",
-        **figures.numbers(nbytes),
+    text = (
+        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} other waiters; "
+        f"release leases sooner, wait longer, or pass {figures.cap(figures.held_bytes + nbytes * 9 // 8)}"
     )
+    return figures.error(AcquireTimeoutError, nbytes, text)
 
 
 class Refusal(NamedTuple):
     """The platform would not give more memory."""
 
     reason: str
-    """What it said, and what to do."""
+    """Its message, and the remedy."""
     total: int
     """Bytes that the pool would have held."""
     held: int
@@ -102,11 +98,11 @@ def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
 
 
 def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
-    return PoolFrozenError(
+    text = (
         f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest slab "
-        f"{format_bytes(largest)}, {figures}; reserve() all that is needed before freeze()",
-        **figures.numbers(nbytes),
+        f"{format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
     )
+    return figures.error(PoolFrozenError, nbytes, text)
 
 
 def forked() -> ForkedPoolError:
@@ -116,9 +112,9 @@ def forked() -> ForkedPoolError:
     )
 
 
-def entered_again() -> StagingError:
+def entered_again() -> PoolError:
     """Return the error of a call from a finaliser in the middle of another call of the same thread."""
-    return StagingError(
+    return PoolError(
         "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
         "again; a finaliser may release() leases and close() the pool, nothing else"
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
+from .._compat.calls import ownership
 from .._memory import Block, MemoryResource
 from .._reaper import reaper
-from ._accounts import Account, Accounts
 from ._host_budget import LimitedMemory
 from ._refusals import Refusal
-from ._waiting import Line
+from ._waiting import Account, Accounts, Line
 
 
 class Fence(Protocol):
@@ -89,16 +92,18 @@ class Slab:
 
 
 class Holdings:
-    """What a pool holds, and what it counts.
+    """A pool's slabs and counters.
 
     Attributes:
-        lock: held for a decision, and by whoever changes what is held. A thread that has it may come again, by a
+        lock: held for a decision, and to change the held bytes. A thread that has it may come again, by a
             finaliser.
+        is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
         is_forked: whether this is a forked child's copy, which must not be used.
         host: `memory`, if it allocates within a budget for the host.
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
+        user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
-        forgotten: leases that nobody released: bytes asked for, and of the slab.
+        forgotten: leases that weren't released: bytes requested, and of the slab.
         slabs: all that are held, of `held_bytes` together; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
@@ -111,14 +116,18 @@ class Holdings:
     def __init__(
         self,
         memory: MemoryResource | LimitedMemory,
-        host: LimitedMemory | None,
         max_bytes: int,
+        reason: str,
         record: Callable[[], tuple[Fence, ...]] | None,
     ) -> None:
-        self.memory, self.host, self.max_bytes, self.record = memory, host, max_bytes, record
+        self.memory, self.max_bytes, self.record, self._reason = memory, max_bytes, record, reason
+        self.host = host = memory if isinstance(memory, LimitedMemory) else None
         self.granularity = memory.granularity
         self.closed = self.frozen = self.is_forked = False
+        self.user: str | None = None
         self.lock = threading.RLock()
+        has_lock = ownership(self.lock)
+        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         self.accounts = Accounts(max_bytes, self.granularity)
         self.line = Line(self.accounts)
         self.clock = itertools.count(1)
@@ -129,10 +138,12 @@ class Holdings:
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
         self.refusal: Refusal | None = None
-        self.hits = self.misses = self.trims = 0
-        self.held_bytes = self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = (
-            self.total_held_slabs
-        ) = 0
+        self.hits = self.misses = self.trims = self.held_bytes = 0
+        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
+        _all.add(self)
+        # Not the state itself: the garbage collector tells of a death before finalisers have had their last use of it.
+        self._life = np.empty(0)
+        reaper.watch(self._life, partial(free_what_is_done, self.slabs, memory))
 
     def tidy_later(self) -> None:
         """Have what came back to a closed pool freed. Finalisers call this."""
@@ -142,3 +153,35 @@ class Holdings:
         """Return the bytes of the cap that are taken: held, or promised to growths."""
         promised: int = sum(growth.promised() for growth in list(self.growths))
         return self.held_bytes + promised
+
+
+def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
+    """Free the slabs of a dropped pool, except those whose event isn't done; say whether that was all.
+
+    Raises:
+        Exception: of the first slab that could not be freed; the others are.
+    """
+    errors = []
+    for slab in list(slabs):
+        try:
+            if all(fence.query() for fence in slab.fences()):
+                slab.event, slab.guards = None, ()  # a slab is garbage in a cycle: a forked child may not end events
+                del slabs[slab]
+                memory.deallocate(slab.block)
+        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return not slabs
+
+
+_all: weakref.WeakSet[Holdings] = weakref.WeakSet()
+"""Of this process and its parents."""
+
+
+def _mark_forked() -> None:
+    for held in list(_all):
+        held.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)

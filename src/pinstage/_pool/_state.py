@@ -1,15 +1,13 @@
-"""What the pool holds, and what is decided about it.
+"""The state of a pool, and all decisions about it.
 
 The slabs are the only truth: whether one is free follows from its lease, its views and its events. `PoolState.stacks`
-is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. What the pool holds is
+is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. The held bytes are
 changed by threads of its own only (`_growth`), where no interrupt comes.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
@@ -17,65 +15,27 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
-from .._compat.calls import ownership
-from .._memory import MemoryResource
-from .._reaper import reaper
-from ..errors import PoolFrozenError
+from ..errors import PoolError
 from . import _refusals
-from ._accounts import Account, Waiter
 from ._classes import reuse_limit, size_class
 from ._growth import Growth, Plan
-from ._host_budget import LimitedMemory, held_bytes
+from ._host_budget import held_bytes
 from ._lease import Lease
-from ._refusals import Figures
+from ._refusals import Figures, Refusal
 from ._slab import Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
-
-_states: weakref.WeakSet[PoolState] = weakref.WeakSet()
-"""Of this process and its parents."""
-
-
-def _mark_forked() -> None:
-    for state in list(_states):
-        state.is_forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)
-
+from ._waiting import Account, Waiter
 
 _HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
 
 
 class PoolState(Holdings):
-    """The budget and the slabs. Methods of the first section are called under `lock`, and none does slow work.
-
-    Attributes:
-        is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryResource,
-        max_bytes: int,
-        reason: str,
-        host: LimitedMemory | None,
-        record: Callable[[], tuple[Fence, ...]] | None,
-    ) -> None:
-        super().__init__(memory, host, max_bytes, record)
-        self._reason = reason
-        has_lock = ownership(self.lock)
-        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
-        _states.add(self)
-        # Not the state itself: the garbage collector tells of a death before finalisers have had their last use of it.
-        self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
+    """The decisions. Methods of the first section are called under `lock`, and none does slow work."""
 
     # -- decisions
 
     def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | Plan | None:
-        """Serve a request from what is there, or plan to grow, or return None: wait.
+        """Serve a request from free slabs, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
         cases of quotas and of turns. Within that, the cases are, in this order:
@@ -91,8 +51,10 @@ class PoolState(Holdings):
         (2), and frees nothing that it might not get back (4).
 
         Raises:
-            PoolFrozenError, MemoryError: it is refused.
+            PoolError, MemoryError: it is refused; see `why_never`.
         """
+        if (error := self.why_never(account, nbytes)) is not None:
+            raise error
         room, idle = account.largest, self.scan()
         if ahead or self.accounts.have_quotas:
             self._count_busy(idle)
@@ -109,8 +71,6 @@ class PoolState(Holdings):
             return Lease(self, slab, nbytes, account)
         if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
             return Plan(victims, capacity, 1)
-        if (error := self.hopeless(account, nbytes)) is not None:
-            raise error
         return None
 
     def scan(self) -> list[Slab]:
@@ -147,9 +107,21 @@ class PoolState(Holdings):
                     return Lease(self, slab, nbytes, account), event
         return None
 
-    def hopeless(self, account: Account, nbytes: int) -> PoolFrozenError | MemoryError | None:
-        """Return the error of a request that a pool which cannot grow will never serve; None if it may be served."""
-        refusal = self.refusal
+    def why_never(self, account: Account, nbytes: int) -> PoolError | MemoryError | None:
+        """Return the error of a request that will never be served; None if it may be.
+
+        The cases, in this order:
+
+        1. the pool is closed;
+        2. the request is larger than what quotas leave to its owner of the cap;
+        3. no slab is large enough, and the pool is frozen;
+        4. no slab is large enough, and the platform lately refused to let the pool grow so far.
+        """
+        if self.closed:
+            return _refusals.closed(self.figures(), self.user)
+        if nbytes > account.largest:
+            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None)
+        refusal = self._standing_refusal()
         if not self.frozen and refusal is None:
             return None
         largest = self.accounts.largest(account, self._whole())
@@ -167,8 +139,9 @@ class PoolState(Holdings):
         """Plan to allocate the slabs that are missing for `count` leases at once; None if none is.
 
         Raises:
-            PoolFrozenError, BudgetExceededError: they cannot be had.
+            PoolClosedError, PoolFrozenError, BudgetExceededError: they cannot be had.
         """
+        self.check_open()
         self.refusal = None  # who asks for it beforehand wants to know
         limit, largest = reuse_limit(nbytes, self.granularity), self.max_bytes // self.granularity * self.granularity
         if nbytes > largest:
@@ -188,21 +161,26 @@ class PoolState(Holdings):
         return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
 
     def free(self, nbytes: int) -> Plan | None:
-        """Plan to free so many bytes of idle slabs, or all; None if there is nothing to free."""
+        """Plan to free a number of bytes of idle slabs, or all; None if there is nothing to free."""
         idle = self.scan()
         victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
         return Plan(victims) if victims else None
 
+    def check_open(self) -> None:
+        if self.closed:
+            raise _refusals.closed(self.figures(), self.user)
+
     def _headroom(self, *, by_freeing: bool = False) -> int:
-        """Return the bytes by which the pool may grow; negative if so many must be freed first."""
+        """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
         most = self.max_bytes if self.host is None else min(self.max_bytes, self.host.allowed)
-        refusal = self.refusal
-        if refusal is not None:
-            if time.monotonic() >= refusal.until:
-                self.refusal = None
-            else:
-                most = min(most, refusal.held if by_freeing else refusal.total - 1)
+        if (refusal := self._standing_refusal()) is not None:
+            most = min(most, refusal.held if by_freeing else refusal.total - 1)
         return most - self.promised()
+
+    def _standing_refusal(self) -> Refusal | None:
+        if self.refusal is not None and time.monotonic() >= self.refusal.until:
+            self.refusal = None
+        return self.refusal
 
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
@@ -229,9 +207,8 @@ class PoolState(Holdings):
             **_sums("free", free),
             **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
             max_bytes_reason=self.reason,
-            requested_bytes=sum(slab.requested for slab in leased),
-            waits=self.line.waits,
-            wait_seconds=self.line.seconds,
+            waits=sum(account.waits for account in self.accounts.values()),
+            wait_seconds=sum((account.wait_seconds for account in self.accounts.values()), 0.0),
             owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
         )
 
@@ -265,7 +242,7 @@ class PoolState(Holdings):
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def run(self, decide: Callable[[], Plan | None]) -> int:
-        """Carry out what is decided, in a thread of its own, and wait for the end. Return the bytes freed."""
+        """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed."""
         while True:
             with self.lock:
                 plan = decide()
@@ -283,7 +260,7 @@ class PoolState(Holdings):
         return not self.pending()
 
     def lend(self, nbytes: int) -> None:
-        """Free so many bytes of what is idle, or all, for another process; not what a frozen pool needs. Blocks."""
+        """Free that many idle bytes, or all, for another process; a frozen pool keeps its own. Blocks."""
         if not self.frozen:
             self._free_here(nbytes)
 
@@ -295,8 +272,8 @@ class PoolState(Holdings):
     def is_waited_for(self) -> bool:
         return bool(self.line.waiters)
 
-    def report(self, *_: object) -> dict[str, Any]:
-        """Return what the pool tells of itself on this host. Its line counts waits itself."""
+    def report(self) -> dict[str, Any]:
+        """Return the fields of `PoolUsage` from ``leased_bytes`` on."""
         with self.lock:
             stats = self.snapshot()
         owners = {name: asdict(owner) for name, owner in stats.owners.items()}
@@ -317,7 +294,7 @@ class PoolState(Holdings):
 
 def take_free(stack: dict[Slab, Any]) -> Slab | None:
     """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
-    # What touches the stack is a single call of C each time: a release in another thread may add to it at any moment.
+    # The stack is touched by single calls of C: a release in another thread may add to it at any moment.
     if not stack:
         return None
     last: Slab = stack.popitem()[0]
@@ -338,7 +315,7 @@ def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
 
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
-    """Return the first slabs that have so many bytes together; None if all have less."""
+    """Return the first slabs that have that many bytes together; None if all have less."""
     taken = []
     for slab in idle:
         if nbytes <= 0:
@@ -350,23 +327,3 @@ def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
 
 def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
     return {f"{state}_bytes": sum(slab.capacity for slab in slabs), f"{state}_slabs": len(slabs)}
-
-
-def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource) -> bool:
-    """Free the slabs of a pool that nobody has any more, but those whose event is not done; say whether that was all.
-
-    Raises:
-        Exception: of the first slab that could not be freed; the others are.
-    """
-    errors = []
-    for slab in list(slabs):
-        try:
-            if all(fence.query() for fence in slab.fences()):
-                slab.event, slab.guards = None, ()  # a slab is garbage in a cycle: a forked child may not end events
-                del slabs[slab]
-                memory.deallocate(slab.block)
-        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return not slabs

@@ -10,7 +10,7 @@ from .._sizes import count, format_bytes, table_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerStats:
-    """What one owner of a pool's leases has. Idle slabs belong to no owner."""
+    """Bytes of one owner of a pool's leases. Idle slabs belong to no owner."""
 
     held_bytes: int
     """Bytes of slabs that the owner keeps from others: leased, or in flight."""
@@ -19,7 +19,7 @@ class OwnerStats:
     in_flight_bytes: int
     """Bytes of slabs that it released whose event is not done or of which a view is alive."""
     available_bytes: int
-    """What it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
+    """Bytes it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
     min_bytes: int
     """Bytes that are guaranteed to it by `SlabPool.set_quota`; 0 for none."""
     max_bytes: int | None
@@ -51,9 +51,6 @@ class PoolStats:
     """The cap."""
     max_bytes_reason: str
     """Where the cap comes from."""
-    requested_bytes: int
-    """What the holders of the current leases asked for; ``leased_bytes`` minus this is rounding."""
-
     held_slabs: int
     leased_slabs: int
     in_flight_slabs: int
@@ -77,7 +74,16 @@ class PoolStats:
     trims: int
     """Idle slabs given back to the system."""
     owners: Mapping[str, OwnerStats] = field(hash=False)
-    """Who holds what, by the name given to `SlabPool.acquire`."""
+    """Bytes by owner: the name given to `SlabPool.acquire`."""
+
+    def __str__(self) -> str:
+        """Return one line for a log; ``repr`` is a table."""
+        return (
+            f"held {format_bytes(self.held_bytes)} of {format_bytes(self.max_bytes)}, leased "
+            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}; {self.hits:,} hits, "
+            f"{count(self.misses, 'miss', 'misses')}, {count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
+            f"{count(self.waits, 'request')}"
+        )
 
     def __repr__(self) -> str:
         rows = []

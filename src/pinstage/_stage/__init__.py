@@ -21,12 +21,14 @@ from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
 from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, fetch, landings
 from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
+from ._weights import IncompatibleKeys
 
 __all__ = [
     "Arrival",
     "Events",
     "HandOver",
     "HostTransfer",
+    "IncompatibleKeys",
     "Kept",
     "Landing",
     "Prefetcher",

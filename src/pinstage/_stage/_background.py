@@ -25,17 +25,17 @@ from torch.utils.data import DataLoader
 from .._memory import as_called_here
 from .._pool import give_up_waiting_if
 from .._reaper import running
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._device import Target
 from ._hand_over import HandOver
 
 _WAIT_SECONDS = 60.0
-"""How long a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
+"""Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
 
 _GRACE_SECONDS = 0.2
-"""How long the end of the program waits for a thread in the source to return, and then to end by an exception. Before
+"""Seconds that the end of the program waits for a thread in the source to return, and to end by an exception. Before
 Python 3.14 a thread that wants the interpreter lock during finalisation is ended where it is, and the C++ of a call of
-torch aborts the process then. One that sleeps, or waits for workers, is in C and can be left behind."""
+torch aborts the process then. A thread that sleeps, or waits for workers, is in C and can be left behind."""
 
 _threads: dict[Any, weakref.ref[Background]] = {}
 """The threads that are there: their `Background`, by the lock that each holds until its end."""
@@ -86,9 +86,9 @@ class Background:
     alive by its own thread.
 
     Args:
-        source: what is read, by which other passes over it are known.
+        source: the iterable, which identifies other passes over it.
         read: reads a batch; None at the end. This is the source's code.
-        stage: stages what was read.
+        stage: stages the batch.
         depth: how many batches may wait. The first `advance` is for the batch that the loop has already.
     """
 
@@ -124,11 +124,11 @@ class Background:
         """Return the next batch; None at the end. Blocks until it is there.
 
         Raises:
-            StagingError: in a forked child.
+            PinstageError: in a forked child.
             BaseException: of the source or of staging, behind the batches before it.
         """
         if os.getpid() != self._pid:
-            raise StagingError(
+            raise PinstageError(
                 f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads the "
                 f"{type(self.source).__name__} is not in a forked child; begin a pass with a stager of this process"
             )
@@ -234,7 +234,7 @@ def stop_reading(source: object) -> None:
     Two threads on one iterator, such as that of a torch loader with persistent workers, would lose batches.
 
     Raises:
-        StagingError: it did not return within the loader's ``timeout``, or within a minute.
+        PinstageError: it did not return within the loader's ``timeout``, or within a minute.
     """
     for until_the_end, me in list(_threads.items()):
         background = me()
@@ -243,7 +243,7 @@ def stop_reading(source: object) -> None:
         background.stop()
         seconds = float(source.timeout if isinstance(source, DataLoader) else 0) or _WAIT_SECONDS
         if not until_the_end.acquire(timeout=seconds):
-            raise StagingError(
+            raise PinstageError(
                 f"cannot read the {type(source).__name__}: the thread of an earlier pass has not left it after "
                 f"{seconds:g} s{_place_of(background.thread)}; see what that waits for, or pass background=False"
             )
@@ -263,7 +263,7 @@ def _place_of(thread: int) -> str:
 _ended: list[bool] = []
 
 
-@atexit.register  # before the reaper's, which waits for what is running
+@atexit.register  # before the reaper's, which waits for running tasks
 def _end() -> None:
     for me in list(_threads.values()):
         background = me()

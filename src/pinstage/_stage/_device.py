@@ -1,4 +1,4 @@
-"""What staging needs of a device, for CUDA and for the CPU: streams and events, copies to it, and copies from it."""
+"""Devices, as staging uses them, for CUDA and the CPU: streams and events, copies to it, and copies from it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .._compat.views import check_is_plain, warn_of_tensors
 from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
 from .._pool import Fence
 from .._steps import NOTHING
-from ..errors import StagingError
+from ..errors import CudaUnavailableError
 
 # -- streams and events ------------------------------------------------------------------------------------------------
 
 E = TypeVar("E", bound=torch.cuda.Event)
 
 UNSHARED = next(map(sys.getrefcount, [object()]))
-"""What `sys.getrefcount` says of an object that nothing but a list has, asked in this way."""
+"""The answer of `sys.getrefcount` for an object that only a list refers to, asked in this way."""
 
 _TYPES = ATOM_TYPES, WRAPPERS
 """Types of leaves that stay as they are, but for those of the second set."""
@@ -86,7 +86,7 @@ def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class EventCache(Generic[E]):
-    """Events of one device, each recorded again when nobody else has it any more: to make and end one takes longer.
+    """Events of one device, each recorded again when nothing else refers to it: making and ending one takes longer.
 
     May be used by several threads.
 
@@ -182,7 +182,7 @@ class Target(Protocol):
         ...
 
     def in_background(self) -> AbstractContextManager[Any]:
-        """Make the device current in a thread of ours, which may send and ask events whatever the others do."""
+        """Make the device current in our thread, which may send and ask events whatever the others do."""
         ...
 
     def use_own_stream(self) -> None:
@@ -221,8 +221,12 @@ class Target(Protocol):
         """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
         ...
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+
+        Args:
+            leaves: of a batch.
+            existing: the tensors that they go to, in their places; None for new ones.
 
         Returns:
             What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
@@ -230,8 +234,8 @@ class Target(Protocol):
         """
         ...
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:
-        """Copy leaves, by row and address, from page-locked memory of their own; otherwise as `copy`."""
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
+        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
         ...
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
@@ -277,13 +281,15 @@ class CudaTarget:
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise StagingError(f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda")
+            raise CudaUnavailableError(
+                f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda"
+            )
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
         if not _native.core.find_driver():
-            raise StagingError(
+            raise CudaUnavailableError(
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
@@ -356,7 +362,7 @@ class CudaTarget:
         copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
         return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index, stream = self.device.index, self.consumer(None)
         if self._cuda.device() != index:
@@ -365,9 +371,10 @@ class CudaTarget:
             return None
         if not self._at_once.has_room():  # asks events, which would spoil a capture
             return None
-        moved = _native.core.move_few(leaves, _TYPES, 1, index, stream.cuda_stream)
+        args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
+        moved = _native.core.move_few(*args)
         if isinstance(moved, int):
-            moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream.cuda_stream)
+            moved = self._again(moved, _native.core.move_few, *args)
         if moved is not None:
             _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
             self._at_once.add(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
@@ -377,7 +384,7 @@ class CudaTarget:
         """See `Target`."""
         return self._at_once.has_room()
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: torch.cuda.Stream) -> int:
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: torch.cuda.Stream) -> int:
         """See `Target`."""
         copies = blocks.copy_leaves(leaves, stream.cuda_stream)
         if copies < 0:
@@ -477,11 +484,12 @@ class CpuTarget:
         pack(parts, lease)
         return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
+        more = () if existing is None else (existing,)
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int]], stream: Any) -> int:  # noqa: ARG002
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
         """See `Target`."""
         return blocks.copy_leaves(leaves, 0)
 
@@ -522,7 +530,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
 
     Raises:
         ValueError: neither a CUDA device nor the CPU.
-        StagingError: CUDA is not available.
+        CudaUnavailableError: CUDA is not available.
     """
     warn_of_tensors()
     if device is None:
@@ -542,14 +550,14 @@ def target_for(device: torch.device | str | int | None) -> Target:
 
 
 class HostCopy(NamedTuple):
-    """What one copy brings to the host."""
+    """The result of one copy to the host."""
 
     there: torch.Tensor
     """uint8 ``[n]`` on the device."""
     here: torch.Tensor
     """uint8 ``[n]`` of a host slab."""
     owned: bool
-    """Whether nobody but the copy uses `there`; else it is the caller's tensor itself."""
+    """Whether only the copy uses `there`; else it is the caller's tensor itself."""
 
 
 class Source(Protocol):
@@ -562,13 +570,13 @@ class Source(Protocol):
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
         Args:
-            pieces: what is copied.
-            hold: whether what that stream is given afterwards comes after the copies that read the caller's own
+            pieces: the copies.
+            hold: whether later work of that stream comes after the copies that read the caller's own
                 tensors, so that these may be changed or freed as if the copies had been work of that stream.
 
         Returns:
-            The event behind the copies; None where they are done when the call returns. If the call raises, what was
-            begun has been waited for.
+            The event behind the copies; None where they are done when the call returns. If the call raises, it has
+            waited for the begun copies.
         """
         ...
 
@@ -589,7 +597,7 @@ class CudaSource:
             with on_stream(self.stream):
                 for there, here, owned in pieces:
                     here.copy_(there, non_blocking=True)
-                    if owned:  # it dies with this call; the allocator has to wait for the copy
+                    if owned:  # it is freed with this call; the allocator has to wait for the copy
                         there.record_stream(self.stream)
             event.record(self.stream)
         except BaseException:

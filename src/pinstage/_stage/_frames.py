@@ -1,4 +1,4 @@
-"""What errors keep."""
+"""References that errors keep."""
 
 from __future__ import annotations
 

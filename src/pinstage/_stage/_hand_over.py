@@ -15,7 +15,7 @@ class HandOver:
         self.put = self._items.put
 
     def end(self, error: BaseException) -> None:
-        """Raise an exception from now on, behind what was put: nothing else will ever come."""
+        """Raise an exception from now on, behind the items put so far: nothing else will come."""
         self._end = error
         self.put(error)
 
@@ -24,7 +24,7 @@ class HandOver:
 
         Raises:
             queue.Empty: there was nothing within `timeout` seconds.
-            BaseException: what was put.
+            BaseException: the exception that was put.
         """
         item = self._items.get(timeout=timeout)
         if not isinstance(item, BaseException):

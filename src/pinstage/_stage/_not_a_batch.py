@@ -1,4 +1,4 @@
-"""What is said where a transfer is used as the batch that it brings."""
+"""Errors for a transfer that is used as the batch that it brings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing's has no default before Python 3.13
 
     B_co = TypeVar("B_co", covariant=True, default=Any)
-    """What a transfer brings."""
+    """The batch of a transfer."""
 else:
     from typing import TypeVar
 

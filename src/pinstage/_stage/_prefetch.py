@@ -8,11 +8,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._background import Background, Surroundings, read_here, stop_reading
 from ._device import Target
 from ._run_ahead import RunAhead
@@ -29,7 +29,7 @@ _FLAGS = ("end_of_dataloader", "remainder")
 
 
 class _Said(NamedTuple):
-    """What a source said of itself when a batch had been read."""
+    """The state of a source after a batch was read."""
 
     state: Any
     """Of its ``state_dict()``; a `_Failed` if that failed; None if it has none."""
@@ -55,7 +55,7 @@ class _Place:
     def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
         self.said = said
         self.consumer = consumer
-        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another one of theirs,
+        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another stream,
         and use them on this one: both have to wait for the copy."""
 
 
@@ -63,7 +63,8 @@ class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``. Setting or deleting one does so on the source. Batches that were read ahead don't see it.
+    ``prefetcher.dataset``; type checkers want ``prefetcher.source.dataset``. Setting or deleting one does so on the
+    source. Batches that were read ahead don't see it.
 
     If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
     so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
@@ -85,14 +86,19 @@ class Prefetcher(Generic[T]):
         self._background = background
         self._place = _Place()
 
+    @property
+    def source(self) -> Any:
+        """The source given to `Stager.prefetch`."""
+        return self._source
+
     def __iter__(self) -> Iterator[T]:
-        """Begin a pass. What was staged ahead is given back when the iterator dies.
+        """Begin a pass. Batches staged ahead are freed with the iterator.
 
         A batch is safe to use on the stream that is current when it is asked for, and on that which is current now.
         Waits for the thread of an earlier pass over the same source, if that still reads.
 
         Raises:
-            StagingError: it still reads after the loader's ``timeout``, or after a minute.
+            PinstageError: it still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
         active = _active_loader()
@@ -187,10 +193,17 @@ class Prefetcher(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._source)
 
-    def __getattr__(self, name: str) -> Any:
-        if self._is_own(name):  # for copies, and for Python
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._source, name)
+    if TYPE_CHECKING:  # with a source that has them; any other name is a mistake
+
+        def state_dict(self) -> Any: ...
+        def load_state_dict(self, state: Any) -> None: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if self._is_own(name):  # for copies, and for Python
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._source, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
@@ -219,7 +232,7 @@ class StatefulPrefetcher(Prefetcher[T]):
     def _state(self) -> Any:
         try:
             return copy.deepcopy(self._source.state_dict())
-        except Exception as error:  # noqa: BLE001 - raised when somebody asks for the state
+        except Exception as error:  # noqa: BLE001 - raised when the state is asked for
             return _Failed(error.with_traceback(None))
 
     def state_dict(self) -> Any:
@@ -330,12 +343,12 @@ def _refuse_hidden_loader(source: object, active: object) -> None:
         active: what `_active_loader` returned before.
 
     Raises:
-        StagingError: it did: nobody could set that loader's flags.
+        PinstageError: it did, so that loader's flags couldn't be set.
     """
     now = _active_loader()
     if now is not active and now is not source:
         outside, inside = type(source).__name__, type(now).__name__
-        raise StagingError(
+        raise PinstageError(
             f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient accumulation would see its end "
             f"too early; call stager.prefetch(loader) with the prepared loader, and put the {outside} around that"
         )

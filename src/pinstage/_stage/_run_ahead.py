@@ -1,4 +1,4 @@
-"""How far the host may run ahead of the device."""
+"""The bound on how far the host runs ahead of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_depth(depth: int) -> int:
     """Return a number of batches to be staged ahead.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it isn't an int.
         ValueError: it is negative.
     """
     if not isinstance(depth, int):

@@ -1,4 +1,4 @@
-"""Copies from a device to the host and back that nobody waits for but streams: a stream of its own for each direction.
+"""Copies from a device to the host and back that only streams wait for: a stream of its own for each direction.
 
 ::
 
@@ -7,8 +7,8 @@
     back                                                                        | copy to the device |
 
 Memory for what comes back is the caller's stream's, so that it is used again in that stream's order: memory of a stream
-of ours would be kept from reuse until the host has seen the consumer's work end, and a host that runs ahead would find
-none.
+of our own would be kept from reuse until the host has seen the consumer's work end, and a host that runs ahead would
+find none.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
@@ -16,6 +17,7 @@ import torch
 from .._batch import (
     ALIGNMENT,
     Blocks,
+    IsContainer,
     Keeping,
     Layout,
     OwnStorage,
@@ -50,14 +52,17 @@ from .._pool import (
     state_of,
 )
 from .._reaper import reaper
+from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
-from ..errors import AcquireTimeoutError, StagingError
+from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
+from ._out import NOTHING, Direct, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, fetch
-from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of
+from ._to_host import HostTransfer, event_of, fetch, fetch_into
+from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
+from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -65,6 +70,8 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Leaf: TypeAlias = "torch.Tensor | Array"
+Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
 """Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
@@ -75,11 +82,18 @@ _FEW_LEAVES = 16
 ``_native/blocks.c``."""
 
 _PARTS = 2
-"""Where a slab is smaller than its batch: one part of it is packed while the other travels. A batch of 64 MiB takes
+"""Where a slab is smaller than its batch: one part of it is packed while the other is copied. A batch of 64 MiB takes
 1.8 ms through one of 2 MiB, 2.1 in three parts, 2.4 in four, 4.0 in eight."""
 
 _LEAST_SLAB_BYTES = 1 << 20
 """Below this size to start a copy of each part takes longer than its bytes do."""
+
+
+_LEAST_OF_CAP_BYTES = 4096
+"""A cap below this size is too small for any batch."""
+
+_MOST_PATHS = 8
+"""Paths that a note names."""
 
 
 def _same(blocks: Blocks) -> Blocks:
@@ -87,7 +101,7 @@ def _same(blocks: Blocks) -> Blocks:
 
 
 class Kept:
-    """What has to stay alive until an event is done; a task of the reaper's."""
+    """Objects to keep alive until an event is done; a task for the reaper."""
 
     def __init__(self, event: Fence, things: list[Any]) -> None:
         self._event = event
@@ -100,7 +114,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StagerStats:
-    """What a stager has done so far."""
+    """Counters of a stager, and its pool's statistics."""
 
     batches: int
     """Batches staged."""
@@ -109,13 +123,13 @@ class StagerStats:
     blocks: int
     """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
     packed_leaves: int
-    """Tensors and arrays that were packed; one that appears several times in a batch counts once."""
+    """Tensors and arrays that were packed; repeated ones of a batch count once."""
     packed_bytes: int
     """Their bytes."""
     padding_bytes: int
-    """Bytes of alignment that travelled with them."""
+    """Bytes of alignment that were sent with them."""
     passthrough_leaves: int
-    """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+    """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
     fallback_batches: int
     """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
     fetches: int
@@ -123,7 +137,7 @@ class StagerStats:
     fetch_copies: int
     """Device-to-host copies issued by them."""
     fetched_bytes: int
-    """What these copies carried, padding included."""
+    """Bytes of these copies, padding included."""
     pool: PoolStats
     """The pool's counters."""
 
@@ -172,7 +186,8 @@ class Stager:
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease). They travel from where they are, each by its own copy. They must not be changed until
+            views of a lease or a `HostRegion`). They are copied from where they are, each by its own copy, in a region
+            cut where its chunks end. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
             batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
@@ -183,8 +198,9 @@ class Stager:
         run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
             that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
             None sets no bound.
-        keep_on_host: what stays on the host, unchanged: paths of leaves or of containers, as errors and `Layout.slots`
-            write them (``["['lengths']"]``), or a function of path and leaf that returns true for such leaves. They are
+        keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as errors and
+            `Layout.slots` write them (``["['lengths']"]``), or a function of path and leaf that returns true for such
+            leaves. They are
             neither searched for tensors nor compared. `on_host` does the same in the batch itself.
         timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
             even if results of `fetch` in the calling thread hold the slabs.
@@ -194,11 +210,12 @@ class Stager:
             type.
         ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
             `pack_threads` below 1, or another `own_storage`.
-        StagingError: a CUDA device, but no CUDA.
+        CudaUnavailableError: a CUDA device, but no CUDA.
 
-    If the platform refuses to page-lock as much as a batch needs, the batch travels in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it travels from pageable memory. A `RuntimeWarning`
-    says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these batches.
+    If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts through a smaller slab,
+    and `stage` waits for its copies. If nothing can be page-locked, it is copied from pageable memory. A
+    `StagingWarning` says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these
+    batches.
 
     All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
     pool when it is at its cap. In a forked child nothing can be staged.
@@ -258,49 +275,79 @@ class Stager:
         return self._pool
 
     @overload
-    def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
+    def stage(self, batch: Array, *, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(self, batch: dict[K, Array]) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
+    ) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array]) -> Transfer[list[torch.Tensor]]: ...
+    def stage(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> Transfer[list[torch.Tensor]]: ...
     @overload
-    def stage(self, batch: tuple[Array, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    def stage(self, batch: Tensors, *, out: Tensors | None = None) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
     @overload
-    def stage(self, batch: B) -> Transfer[B]: ...
-    def stage(self, batch: Any) -> Transfer[Any]:
+    def stage(
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
+    ) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def stage(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Transfer[Mapping[K, torch.Tensor]]: ...
+    @overload
+    def stage(self, batch: B, *, out: B | None = None) -> Transfer[B]: ...
+    def stage(self, batch: Any, *, out: Any = None) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
         stream; `Transfer.wait` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
         copy's event. When the call returns, everything that was packed has been read.
 
-        A batch of at most 64 KiB takes no slab, waits for none, and travels on the current stream, behind its work;
-        while a CUDA graph is captured there, it travels like a larger one.
+        A batch of at most 64 KiB takes no slab, waits for none, and is copied on the current stream, behind its work;
+        while a CUDA graph is captured there, it is staged like a larger one.
 
         A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
-        counted: a sparse, quantised or nested one, one of an unregistered subclass, one that requires grad, or one that
-        is not on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after a
-        warning.
+        counted: a sparse, quantised or nested one, an unregistered subclass, a tensor that requires grad, or a tensor
+        that isn't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after
+        a warning.
+
+        With `out` the batch is written into existing tensors. The copies start behind the work that the current
+        stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
+        are done. Everything is checked before anything is written. A call that fails later, by a time-out or an
+        interrupt, may leave some tensors written in part, which a note of the error names. A batch larger than the
+        pool's cap goes in parts, and the call waits for them.
 
         Args:
             batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
+            out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
+                of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
+                that aren't tensors are neither compared nor changed. The result has these tensors and the
+                batch's other leaves.
 
         Raises:
             LayoutError: something in the batch cannot be staged, or a path of `keep_on_host` leads to nothing in the
-                first batch; see its ``path``.
-            BudgetExceededError: the batch is larger than the pool's cap.
+                first batch; or `out` has another structure or shape, tensors on another device, expanded or overlapping
+                ones, or some that require grad while grad mode is on. See its ``path``.
+            PinstageError: `out` is given while a CUDA graph is captured.
+            BudgetExceededError: the batch is larger than the pool's cap, and `out` isn't given.
             AcquireTimeoutError: no host slab came free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        return self._stage(batch)
+        if out is None:
+            return self._stage(batch)
+        with step("stage"):
+            plan = self._plan(batch, out)
+            return written(
+                self._target, plan.parts, self._write(plan), plan.leaves, [place for _, place, _ in plan.plain]
+            )
 
     def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
         """Do what `stage` does.
 
         Args:
-            batch: what is staged.
+            batch: the batch.
             is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
-            borrows: whether nobody will write its page-locked leaves, whatever `borrow_pinned` says.
+            borrows: whether its page-locked leaves won't be written, whatever `borrow_pinned` says.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
@@ -324,14 +371,14 @@ class Stager:
         return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
-        """Start the copy of a batch that lies packed in a lease already, written there by hand or by `Layout.pack`.
+        """Start the copy of a batch that is packed in a lease already, written there by hand or by `Layout.pack`.
 
         Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
         still the caller's. Its views must not be written until `Transfer.query` is true.
 
         Args:
             lease: holds the batch in this layout; of any pool.
-            layout: where each leaf lies.
+            layout: where each leaf is stored.
             others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
@@ -366,18 +413,44 @@ class Stager:
             return transfer
 
     @overload
-    def to_device(self, batch: Array) -> torch.Tensor: ...
+    def to_device(self, batch: Array, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
     @overload
-    def to_device(self, batch: dict[K, Array]) -> dict[K, torch.Tensor]: ...
+    def to_device(
+        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
+    ) -> dict[K, torch.Tensor]: ...
     @overload
-    def to_device(self, batch: list[Array]) -> list[torch.Tensor]: ...
+    def to_device(
+        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]: ...
     @overload
-    def to_device(self, batch: tuple[Array, ...]) -> tuple[torch.Tensor, ...]: ...
+    def to_device(self, batch: Tensors, *, out: Tensors | None = None) -> Tensors: ...  # type: ignore[overload-overlap]
     @overload
-    def to_device(self, batch: B) -> B: ...
-    def to_device(self, batch: Any) -> Any:
-        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``."""
+    def to_device(
+        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
+    ) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def to_device(
+        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
+    ) -> Mapping[K, torch.Tensor]: ...
+    @overload
+    def to_device(self, batch: B, *, out: B | None = None) -> B: ...
+    def to_device(self, batch: Any, *, out: Any = None) -> Any:
+        """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
+
+        With `out` it is an operation of the current stream: it writes behind earlier work there, and later work sees
+        the new values.
+
+        Args:
+            batch: see `stage`.
+            out: see `stage`.
+
+        Raises:
+            LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
+        """
         target = self._target
+        if out is not None:
+            written = self._write_few(batch, out)
+            return self.stage(batch, out=out).wait() if written is None else written
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
@@ -403,21 +476,65 @@ class Stager:
             with step("unflatten"):
                 return structure.rebuild(leaves)
 
-    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
+    def load_weights(
+        self,
+        module_or_dict: torch.nn.Module | dict[str, torch.Tensor],
+        tensors: Any,
+        *,
+        strict: bool = True,
+    ) -> IncompatibleKeys:
+        """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a dict.
+
+        ::
+
+            with safetensors.safe_open("model.safetensors", framework="pt") as file:
+                stager.load_weights(model, file)
+
+        Host memory is bounded by the pool, whatever the size of the checkpoint. Dtypes may differ: the tensors are cast
+        on the device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all
+        names that share them. DTensors (plain Shard and Replicate) take this rank's part of a tensor of global shape.
+        A name whose tensor is loaded under another name isn't missing (tied weights).
+
+        The copies are operations of the current stream, as with ``to_device(out=)``: later work on that stream sees the
+        weights. Tensors of `tensors` may be changed when the call has returned, but for page-locked ones with
+        ``borrow_pinned``.
+
+        Args:
+            module_or_dict: on the stager's device, or on meta.
+            tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
+                (name, tensor), read in waves of 256 MiB (for example of all shards), or safetensors' ``safe_open``.
+            strict: missing and unexpected names are errors.
+
+        Returns:
+            Missing and unexpected names, as from ``load_state_dict``.
+
+        Raises:
+            RuntimeError: the error of ``load_state_dict`` for missing, unexpected and misshapen names, also for tensors
+                on another device and for tensors that stay on meta. With a mapping or ``safe_open``, nothing was
+                written then; an iterable is checked by name as it comes.
+            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state).
+        """
+        return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
+
+    def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start to bring a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and travel in one copy; dense ones of 1 MiB and more are copied from where they are. The call acts
-        like an operation on the current stream: it sees the results of earlier work on that stream, and the tensors may
-        be changed or freed right afterwards. That stream waits while large tensors are read; if it must not, call on
-        another stream.
+        their device and are sent in one copy; dense ones of 1 MiB and more are copied from where they are. The call
+        acts like an operation on the current stream: it sees the results of earlier work on that stream, and the
+        tensors may be changed or freed right afterwards. That stream waits while large tensors are read; if it must
+        not, call on another stream.
 
         CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
         copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
-        subclass, one that requires grad) travels by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+        subclass, or one with grad) is moved by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new ones.
+                Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
+                `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
+                `stage`.
             copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
                 slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
 
@@ -425,29 +542,44 @@ class Stager:
             The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
 
         Raises:
-            LayoutError: an object in the tree holds tensors and is not a known container.
+            ValueError: `out` is given with ``copy=False``.
+            LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
+                written, as for `stage`.
+            PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         # A pool of no device in particular pins on the current one.
+        if out is not None and not copy:
+            raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
         with step("fetch"), self._target.selected():
-            transfer: HostTransfer[B] = fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+            transfer = self._fetch_into(tree, out) if out is not None else self._fetch(tree, copy)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
         return transfer
 
-    def to_host(self, tree: B) -> B:
+    def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
+        return fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+
+    def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
+        self._refuse_capture()
+        transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
+        self._keep_until(event_of(transfer), written)
+        return transfer
+
+    def to_host(self, tree: B, *, out: B | None = None) -> B:
         """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
-        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool.
-        Otherwise as `fetch`.
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
+        is one of `out`. Otherwise as `fetch`.
 
         Args:
             tree: containers as `Layout` knows them, with anything in them.
+            out: see `fetch`.
 
         Returns:
             A tree of the same types.
@@ -455,7 +587,7 @@ class Stager:
         Raises:
             LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
         """
-        return self.fetch(tree).wait()
+        return self.fetch(tree, out=out).wait()
 
     @overload
     def prefetch(
@@ -467,23 +599,31 @@ class Stager:
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
     def prefetch(
-        self, source: Iterable[dict[K, Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[dict[K, Array] | dict[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[dict[K, torch.Tensor]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[list[Array]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[list[Array] | list[Leaf]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[list[torch.Tensor]]: ...
     @overload
+    def prefetch(  # type: ignore[overload-overlap]
+        self, source: Iterable[Tensors], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Tensors]: ...
+    @overload
     def prefetch(
-        self, source: Iterable[tuple[Array, ...]], *, depth: int = 2, background: InBackground = "auto"
+        self, source: Iterable[tuple[Leaf, ...]], *, depth: int = 2, background: InBackground = "auto"
     ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
+    @overload
+    def prefetch(
+        self, source: Iterable[Mapping[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Mapping[K, torch.Tensor]]: ...
     @overload
     def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and travelling, or, with a thread, will soon be. Waits for
-        the device only if it still has the work of more than three batches to do.
+        When a batch is yielded, the next `depth` are packed and being copied, or, with a thread, will soon be. Waits
+        for the device only if it still has the work of more than three batches to do.
 
         A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
         ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
@@ -496,7 +636,7 @@ class Stager:
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches,
+            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches.
             background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
                 that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
                 for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
@@ -513,7 +653,7 @@ class Stager:
                 over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        pinned = is_read_as_torch_does(source) and source.pin_memory  # each batch anew, so nobody writes it again
+        pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
         stage = partial(self._stage, is_bounded=False, borrows=pinned)
         return prefetcher_of(stage, self._target, source, depth, background)
 
@@ -578,71 +718,205 @@ class Stager:
         """Send what can be packed.
 
         The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
-        slab, and a stream to wait for, would take longer than to pack and copy it. One below `SMALL_BYTES` that nobody
-        watches goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts, on the
-        stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
+        slab, and a stream to wait for, would take longer than packing and copying it. A batch below `SMALL_BYTES` that
+        isn't watched goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts,
+        on the stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
         before it comes here.)
 
         Args:
             parts: of the batch.
-            is_watched: whether anybody can ask when the bytes are there, or get them on another stream. Else what is
-                sent on the current stream needs no event, which takes some microseconds.
+            is_watched: whether the caller can ask when the bytes are there, or get them on another stream. Else copies
+                on the current stream need no event, which takes some microseconds.
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
         target, table = self._target, parts.table
-        nbytes = table.nbytes
         with target.selected():
             most = AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1
-            is_small = nbytes <= most and not target.is_capturing()
+            is_small = table.nbytes <= most and not target.is_capturing()
             consumer = target.consumer(None)
             stream = consumer if is_small else target.stream
-            sharing = sharing_of(self._own_storage, table.packed)
+            make = partial(target.blocks, table, sharing_of(self._own_storage, table.packed), stream)
             if is_small:
-                return self._send_small(parts, sharing, stream, is_watched)
-            borrowed = borrow(parts) if borrows or self._borrow_pinned else None
-            rest = parts if borrowed is None else borrowed.rest
+                return self._send_small(parts, make, stream, is_watched=is_watched)
             if is_bounded and not target.is_capturing():
                 self._bound(consumer)
-            lease = self._acquire_or_less(rest.table.nbytes) if rest.table.nbytes else None
+            return self._send_large(parts, make, stream, borrows)
+
+    def _send_large(
+        self, parts: Parts, make: Callable[[], Blocks], stream: Any, borrows: bool = False, *, into: bool = False
+    ) -> Sent:
+        """Send a batch through a host slab, each chunk while the next one is packed.
+
+        Args:
+            parts: of the batch.
+            make: returns the tensors that it goes to.
+            stream: that copies.
+            borrows: see `_stage`.
+            into: whether these tensors exist; see `_acquire_or_less`.
+        """
+        target = self._target
+        borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
+        rest = parts if borrowed is None else borrowed.rest
+        lease = self._acquire_or_less(rest.table.nbytes, into=into) if rest.table.nbytes else None
+        if lease is not None:
+            guard_until_release(lease, stream)  # an interrupt may come before the release
+        copies = 0
+        try:
+            if borrowed is not None:
+                reaper.start()
+                blocks = make()
+                with step("copy"):
+                    copies = target.copy_leaves(blocks, borrowed.leaves, stream)
+                blocks.packed_as(rest.table.data)
+                make = partial(_same, blocks)
+            if lease is None:
+                blocks = make()
+            else:
+                blocks, packed = self._pack_and_copy(rest, lease, make, stream)
+                copies += packed
+        finally:
+            event = target.record(stream)
             if lease is not None:
-                guard_until_release(lease, stream)  # an interrupt may come before the release
-            copies = 0
-            make = partial(target.blocks, table, sharing, stream)
-            try:
-                if borrowed is not None:
-                    reaper.start()
-                    blocks = make()
-                    with step("copy"):
-                        copies = target.copy_leaves(blocks, borrowed.leaves, stream)
-                    blocks.packed_as(rest.table.data)
-                    make = partial(_same, blocks)
-                if lease is None:
-                    blocks = make()
-                else:
-                    blocks, packed = self._pack_and_copy(rest, lease, make, stream)
-                    copies += packed
-            finally:
-                event = target.record(stream)
-                if lease is not None:
-                    lease.release(after=event)
-                if borrowed is not None and event is not None:
-                    reaper.tasks.put(Kept(event, borrowed.lenders))
+                lease.release(after=event)
+            if borrowed is not None and event is not None:
+                reaper.tasks.put(Kept(event, borrowed.lenders))
         return Sent(blocks, event, copies, stream)
 
-    def _send_small(self, parts: Parts, sharing: Sharing, stream: Any, is_watched: bool) -> Sent:
+    def _refuse_capture(self) -> None:
+        if self._target.is_capturing():
+            raise PinstageError(
+                "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; "
+                "call it before or after graph.replay(), outside of the capture"
+            )
+
+    def _plan(self, batch: Any, out: Any) -> Plan:
+        """Check existing tensors against a batch. Writes nothing."""
+        self._refuse_capture()
+        while True:
+            parts = take_apart(batch, keeping=self._keeping)
+            try:
+                with step("check"):
+                    return plan_for(parts, out, self.device)
+            except IsContainer:
+                continue  # see `take_apart`
+
+    def _write_few(self, batch: Any, out: Any) -> Any:
+        """Write a few small leaves, each by a copy on the current stream; None if they aren't few, small and plain."""
+        state, target = self._pool_state, self._target
+        if self._keeping is not None or state.closed or state.is_forked:
+            return None
+        with step("stage"):
+            with step("walk"):
+                leaves, structure = walk(batch)
+                if len(leaves) > _FEW_LEAVES:
+                    return None
+                places, found = walk(out)
+            moved = target.move_few(leaves, list(places)) if found == structure else None
+            if moved is None:
+                return None
+            made, count, nbytes, copies = moved
+            tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
+            torch.autograd.graph.increment_version(tensors)
+            self._keep_until(target.record(target.consumer(None)), tensors)
+            self._count(copies, 0, count, nbytes)
+            return structure.rebuild(made)
+
+    def _keep_until(self, event: Fence | None, things: list[Any]) -> None:
+        if event is not None and things:
+            reaper.start()
+            reaper.tasks.put(Kept(event, things))
+
+    def _write(self, plan: Plan) -> Sent:
+        """Write a batch into existing tensors, behind all that the current stream has been given.
+
+        What torch has to copy, and what goes by way of scratch, is work of the current stream. Large leaves follow on
+        the stream for copies. Nothing is counted for `run_ahead`: no memory is taken for a batch.
+
+        Returns:
+            The copies; the event is behind all of them.
+        """
+        target = self._target
+        if self._pool_state.closed or self._pool_state.is_forked:
+            check_open(self._pool)
+        begun: list[int] = []
+        copies = scratches = 0
+        with target.selected():
+            reaper.start()
+            stream = target.consumer(None)
+            through_scratch, direct = plan.ways()
+            try:
+                for index, place, source in plan.plain:
+                    begun.append(index)
+                    with writing([place]):
+                        place.copy_(source, non_blocking=place.is_cuda)
+                for way in plan.through_scratch(through_scratch):
+                    make = partial(target.blocks, way.parts.table, Sharing.ONE, stream)
+                    sent = self._send_into(way.parts, make, stream)
+                    begun += () if scratches else through_scratch
+                    copy_through(way, sent.blocks)
+                    copies, scratches = copies + sent.copies, scratches + 1
+                if direct is not None:
+                    parts = direct.way.parts
+                    if parts.table.nbytes >= SMALL_BYTES and target.stream is not None:
+                        target.wait(target.record(stream), target.stream)
+                        stream = target.stream
+
+                    def begin(direct: Direct) -> Blocks:
+                        begun.extend(direct.leaves)
+                        torch.autograd.graph.increment_version(direct.blocks.tensors)
+                        return direct.blocks
+
+                    copies += self._send_into(parts, partial(begin, direct), stream).copies
+            except BaseException as error:
+                self._end_writing(plan, begun, error)
+                raise
+            event = target.record(stream)
+            self._keep_until(event, plan.leaves)
+        table = plan.parts.table
+        padding, passed = table.nbytes - table.payload_bytes, len(plan.plain)
+        self._count(copies, scratches, table.packed, table.payload_bytes, padding, passed)
+        return Sent(target.blocks(NOTHING, Sharing.ONE, stream), event, copies, stream)
+
+    def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
+        if parts.table.nbytes < SMALL_BYTES:
+            return self._send_small(parts, make, stream, is_watched=False, into=True)
+        return self._send_large(parts, make, stream, into=True)
+
+    def _end_writing(self, plan: Plan, begun: list[int], error: BaseException) -> None:
+        """Wait for the copies of a call that failed, and note what it may have written."""
+        target = self._target
+        with suppress(Exception):  # of a device that has failed
+            for stream in (target.consumer(None), target.stream):
+                if (event := target.record(stream)) is not None:
+                    event.synchronize()
+        if begun:
+            paths = plan.parts.structure.paths()
+            shown = ", ".join(f"out{paths[index]}" for index in sorted(begun)[:_MOST_PATHS])
+            error.add_note(f"may be written in part: {shown}{', ...' if len(begun) > _MOST_PATHS else ''}")
+
+    def _send_small(
+        self,
+        parts: Parts,
+        make: Callable[[], Blocks],
+        stream: Any,
+        *,
+        is_watched: bool,
+        into: bool = False,
+    ) -> Sent:
         """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
         target, nbytes = self._target, parts.table.nbytes
         if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
             check_open(self._pool)
-        blocks = target.blocks(parts.table, sharing, stream)
         if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
+            blocks = make()
             with step("pack"):
                 copies = target.fill(blocks, parts, stream) if nbytes else 0
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
-        lease = self._acquire_or_less(nbytes)
+        lease = self._acquire_or_less(nbytes, into=into)
         guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
+            blocks = make()
             if lease.nbytes < nbytes:
                 copies = self._copy_in_parts(parts, lease, blocks, stream)
             else:
@@ -651,7 +925,8 @@ class Stager:
         finally:
             event = target.record(stream)
             lease.release(after=event)
-        self._bound(stream, event)
+        if not into:
+            self._bound(stream, event)
         return Sent(blocks, event, copies, stream)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
@@ -684,7 +959,7 @@ class Stager:
         """Pack, and send each chunk as soon as it is complete.
 
         Args:
-            parts: what is packed.
+            parts: the jobs of packing.
             lease: the host slab.
             make: makes the tensors that it goes to, which is done while threads pack.
             stream: that copies.
@@ -732,14 +1007,22 @@ class Stager:
             )
             raise
 
-    def _acquire_or_less(self, nbytes: int) -> Lease:
-        """Lease a slab for a batch; where the platform refuses that much, a smaller one, or at last a pageable one."""
+    def _acquire_or_less(self, nbytes: int, *, into: bool = False) -> Lease:
+        """Lease a slab for a batch, or a smaller one, through which the batch goes in parts.
+
+        The cases: the platform refuses to page-lock that much: half of it, and so on, and at last a pageable slab. The
+        cap is smaller than a batch that goes into existing tensors: half of the cap, so that others have some.
+        """
         size = nbytes
         while True:
             try:
                 return self._acquire(size)
+            except BudgetExceededError:
+                if not into or size < 2 * _LEAST_OF_CAP_BYTES:
+                    raise
+                size = min(size, self._pool.max_bytes) // 2
             except REFUSALS as error:
-                if isinstance(error, StagingError):
+                if isinstance(error, PoolError):
                     raise
                 if size == nbytes:
                     self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
@@ -752,7 +1035,7 @@ class Stager:
         try:
             return self._acquire(nbytes)
         except REFUSALS as error:
-            if isinstance(error, StagingError):
+            if isinstance(error, PoolError):
                 raise
             self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
             return self._acquire_pageable(nbytes)
@@ -775,7 +1058,7 @@ class Stager:
             warnings.warn(
                 f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
                 "once",
-                RuntimeWarning,
+                StagingWarning,
                 stacklevel=5,
             )
 

@@ -8,12 +8,13 @@
                                                                                             | wait(): event, views
 
 The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
-copies are done and the last view has died.
+copies are done and the last view is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
 
 import torch
@@ -33,14 +34,17 @@ from .._batch import (
     duplicate,
     flat,
     gather,
+    view_of,
     walk,
 )
 from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
+from .._region import pieces_of
 from .._steps import step
 from ._device import Events, HostCopy, Sources
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
+from ._out import DIRECT_FROM_BYTES, check, copy_all, in_order, make_readable, results, writing
 from ._transfer import move
 
 _MOST_GATHERINGS = 16
@@ -53,12 +57,21 @@ class Share(NamedTuple):
     device: torch.device
     gathering: Gathering
     kept: list[torch.Tensor]
-    """What has to stay alive until the copies are under way."""
+    """Objects to keep alive until the copies are under way."""
 
     @property
     def table(self) -> Table:
         """With their places in this share's part of the host slab."""
         return self.gathering.table
+
+    def without(self, chosen: Iterable[int]) -> Share:
+        """Return the share without some leaves, whose rows say then that they are moved."""
+        rows = self.table.rows.copy()
+        theirs = [index for index in chosen if rows["kind"][index] in PACKED]
+        if not theirs:
+            return self
+        rows["kind"][theirs] = RowKind.MOVED
+        return self._replace(gathering=arrange(self.table.moved_to(rows, self.table.nbytes)))
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
@@ -67,7 +80,18 @@ class HostTransfer(NotABatch, Generic[B_co]):
     `wait` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
     """
 
-    __slots__ = ("_copy", "_event", "_fetched", "_host", "_leaves", "_nbytes", "_structure", "_tables", "copies")
+    __slots__ = (
+        "_copy",
+        "_event",
+        "_fetched",
+        "_host",
+        "_leaves",
+        "_nbytes",
+        "_structure",
+        "_tables",
+        "_writes",
+        "copies",
+    )
 
     def __init__(
         self,
@@ -79,8 +103,10 @@ class HostTransfer(NotABatch, Generic[B_co]):
         copies: int,
         *,
         copy: bool,
+        writes: list[Write] | None = None,
     ) -> None:
         self._structure = structure
+        self._writes = writes
         self._leaves: list[Any] | None = leaves
         self._tables = tables
         self._host = host
@@ -93,7 +119,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel through the host slab, padding included."""
+        """Bytes that go through the host slab, padding included."""
         return self._nbytes
 
     def query(self) -> bool:
@@ -114,11 +140,17 @@ class HostTransfer(NotABatch, Generic[B_co]):
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With ``copy=False`` they are
             views of one page-locked slab, which goes back to the pool when the last view and this transfer, which keeps
-            its result, are freed. What was on the host already is the same object as before.
+            its result, are freed. Objects on the host are returned unchanged. With `out` these are the
+            existing tensors, which the first call fills.
         """
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
+            return fetched
+        if self._writes is not None:
+            self._write(self._writes)
+            self._fetched = fetched = self._structure.rebuild(self._leaves)
+            self._leaves = self._host = self._writes = None
             return fetched
         with step("views"):
             leaves = self._cut()  # before the wait: meanwhile the copy is on its way
@@ -143,8 +175,16 @@ class HostTransfer(NotABatch, Generic[B_co]):
             start += table.nbytes
         return leaves
 
+    def _write(self, writes: list[Write]) -> None:
+        """Fill existing tensors from the slab."""
+        self.synchronize()
+        host = self._host
+        if host is not None and writes:
+            with step("unpack"):
+                copy_all([place for place, _, _ in writes], [view_of(row, host[start:]) for _, row, start in writes])
+
     def _duplicated(self, leaves: list[Any]) -> list[Any]:
-        """Give the leaves that travelled memory of their own."""
+        """Give the copied leaves memory of their own."""
         for table in self._tables:
             for index in table.positions(*PACKED):
                 leaves[index] = duplicate(leaves[index])
@@ -160,8 +200,18 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
 
 
+class Write(NamedTuple):
+    """A copy from the slab into an existing tensor."""
+
+    place: torch.Tensor
+    row: Any
+    """Of the offset table."""
+    start: int
+    """Where the slab of that table begins."""
+
+
 class Landing(NamedTuple):
-    """Where a tensor lies in the host slab."""
+    """The place of a tensor in the host slab."""
 
     offset: int
     """In bytes."""
@@ -172,7 +222,7 @@ class Landing(NamedTuple):
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return where each leaf lands, as a `Landing`, or the leaf itself if it travels in no slab. Before `wait`."""
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it isn't in a slab. Before `wait`."""
     assert transfer._leaves is not None
     found, start = list(transfer._leaves), 0
     for table in transfer._tables:
@@ -186,12 +236,12 @@ def landings(transfer: HostTransfer) -> list[Any]:
 
 
 def event_of(transfer: HostTransfer) -> Fence | None:
-    """Return what is done when all bytes are on the host; None where they are there already."""
+    """Return the event that is done when all bytes are on the host; None where they are there already."""
     return transfer._event
 
 
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
-    """Give tensors that travel in no slab, since they were on the host and cannot be packed, memory of their own.
+    """Give tensors that aren't in a slab, since they were on the host and cannot be packed, memory of their own.
 
     Args:
         transfer: before `wait`.
@@ -217,7 +267,7 @@ def fetch(
     Args:
         tree: what to fetch.
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
-        acquire: leases a host slab of so many bytes.
+        acquire: leases a host slab of a number of bytes.
         sources: the stager's.
         copy: return ordinary tensors.
         hold: see `Source.fetch`.
@@ -227,40 +277,142 @@ def fetch(
             leaves, structure = walk(tree)
         try:
             with step("describe"):
-                shares, left = _divide(leaves, structure, home, sources)
+                shares, left, alone = _divide(leaves, structure, home, sources)
             break
         except IsContainer:
             continue  # see `take_apart`
-    nbytes = sum(share.table.nbytes for share in shares)
-    host, event, copies = None, None, 0
-    if nbytes:
-        lease = acquire(nbytes)
-        streams = [sources.of(share.device).stream for share in shares]
-        after: Fence | None = Events([stream for stream in streams if stream is not None])
-        guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
-        try:
-            host = lease.tensor()
-            events, copies = _start(shares, leaves, host, sources, hold)
-            after = event = events[0] if len(events) == 1 else Events(events) if events else None
-        except BaseException as error:
-            clear_own_frames(error)  # who keeps the error must not keep views of the slab
-            host = None
-            raise
-        finally:
-            lease.release(after=after)
+    for index in alone:
+        thing = left[index]
+        if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
+            left[index] = move(thing, _CPU, structure, index)
+    host, event, copies = _copy_out(shares, leaves, {}, acquire, sources, hold=hold)
     return HostTransfer(structure, left, [share.table for share in shares], host, event, copies, copy=copy)
+
+
+def fetch_into(
+    tree: Any, out: Any, home: torch.device, acquire: Callable[[int], Lease], sources: Sources
+) -> tuple[HostTransfer[Any], list[torch.Tensor]]:
+    """Start the copies of a tree's tensors into host tensors that exist; see `Stager.fetch`.
+
+    Page-locked destinations are written by the device. The others are filled from a slab by `HostTransfer.wait`.
+
+    Returns:
+        The transfer, and the destinations that the device writes: to be kept until its event is done.
+    """
+    while True:
+        leaves, structure = walk(tree)
+        places = in_order(structure, out)
+        try:
+            with step("describe"):
+                parts = describe(leaves, structure, home, arrays=False)
+                readable = make_readable(parts, places)
+                if readable is not None:
+                    leaves = readable
+                    parts = describe(leaves, structure, home, arrays=False)
+                shares, _, _ = _divide(leaves, structure, home, sources)
+            with step("check"):
+                tables = [share.table for share in shares if share.device != home]
+                plain, same, others = check(parts, [parts.table, *tables], places, _CPU)
+            break
+        except IsContainer:
+            continue
+    direct = {index: places[index] for share in shares for index in _direct_in(share, same, places)}
+    shares = [share.without(direct) for share in shares]
+    writes, start = [], 0
+    for share in shares:
+        rows, packed = share.table.rows, set(share.table.positions(*PACKED))
+        writes += [(index, Write(places[index], rows[index], start)) for index in (*same, *others) if index in packed]
+        start += share.table.nbytes
+    for _, place, source in plain:
+        with writing([place]):
+            place.copy_(source)
+    torch.autograd.graph.increment_version(list(direct.values()))
+    host, event, copies = _copy_out(shares, leaves, direct, acquire, sources, hold=True)
+    in_turn = [write for _, write in sorted(writes, key=lambda found: found[0])]
+    made: HostTransfer[Any] = HostTransfer(
+        structure,
+        results(parts, places),
+        [share.table for share in shares],
+        host,
+        event,
+        copies,
+        copy=False,
+        writes=in_turn,
+    )
+    return made, list(direct.values())
+
+
+def _direct_in(share: Share, same: list[int], places: list[Any]) -> Iterator[int]:
+    """Yield the leaves of a share that the device can write to their places without a slab."""
+    rows = share.table.rows
+    for index in same:
+        if (
+            rows["kind"][index] == RowKind.RAW
+            and rows["nbytes"][index] >= DIRECT_FROM_BYTES
+            and pieces_of(places[index])
+        ):
+            yield index
+
+
+def _copy_out(
+    shares: list[Share],
+    leaves: list[Any],
+    direct: dict[int, torch.Tensor],
+    acquire: Callable[[int], Lease],
+    sources: Sources,
+    *,
+    hold: bool,
+) -> tuple[torch.Tensor | None, Fence | None, int]:
+    """Start the copies of all shares.
+
+    Args:
+        shares: of the tree.
+        leaves: of the tree.
+        direct: destinations that are written without a slab, by leaf.
+        acquire: leases a host slab of a number of bytes.
+        sources: the stager's.
+        hold: see `Source.fetch`.
+
+    Returns:
+        The slab, the event behind the copies, and how many there are.
+    """
+    nbytes = sum(share.table.nbytes for share in shares)
+    if not nbytes and not direct:
+        return None, None, 0
+    lease = acquire(nbytes) if nbytes else None
+    streams = [sources.of(share.device).stream for share in shares]
+    after: Any = Events([stream for stream in streams if stream is not None])
+    if lease is not None:
+        guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
+    host = event = None
+    try:
+        host = None if lease is None else lease.tensor()
+        events, copies = _start(shares, leaves, direct, host, sources, hold)
+        after = event = events[0] if len(events) == 1 else Events(events) if events else None
+    except BaseException as error:
+        if direct:
+            with suppress(Exception):  # of a device that has failed
+                after.synchronize()
+            error.add_note(f"{len(direct)} page-locked tensors of out may be written in part")
+        clear_own_frames(error)  # who keeps the error must not keep views of the slab
+        host = None
+        raise
+    finally:
+        if lease is not None:
+            lease.release(after=after)
+    return host, event, copies
 
 
 def _divide(
     leaves: list[Any], structure: Structure, home: torch.device, sources: Sources
-) -> tuple[list[Share], list[Any]]:
+) -> tuple[list[Share], list[Any], set[int]]:
     """Divide leaves by the device that they are on.
 
     Returns:
-        Each device's share, and the leaves that travel in none, in their places: CPU tensors of a stager for a GPU and
-        what is no tensor as they are, other tensors brought by their own ``.to("cpu")``.
+        Each device's share; the leaves that are in none, in their places; and which of those are tensors, or objects
+        that hold some.
     """
-    left: list[Any] = [None] * len(leaves)  # the caller's tensors that travel may go
+    left: list[Any] = [None] * len(leaves)  # the caller's copied tensors may go
     shares: list[Share] = []
     devices = [home]
     on_their_own: set[int] = set()
@@ -281,11 +433,7 @@ def _divide(
             devices += dict.fromkeys(device for device in there if device.type == "cuda")
             if home in devices[1:]:  # of a tensor there that cannot be packed
                 devices.remove(home)
-    for index in on_their_own:
-        thing = left[index]
-        if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
-            left[index] = move(thing, _CPU, structure, index)
-    return shares, left
+    return shares, left, on_their_own
 
 
 def _gathering(table: Table, sources: Sources) -> Gathering:
@@ -300,11 +448,18 @@ def _gathering(table: Table, sources: Sources) -> Gathering:
 
 
 def _start(
-    shares: list[Share], leaves: list[Any], host: torch.Tensor, sources: Sources, hold: bool
+    shares: list[Share],
+    leaves: list[Any],
+    direct: dict[int, torch.Tensor],
+    host: torch.Tensor | None,
+    sources: Sources,
+    hold: bool,
 ) -> tuple[list[Fence], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
     events: list[Fence] = []
     copies = start = 0
+    if host is None:
+        host = torch.empty(0, dtype=torch.uint8, device="cpu")
     for device, gathering, _ in shares:
         here = host[start : start + gathering.table.nbytes]
         check_is_plain(here)
@@ -318,6 +473,9 @@ def _start(
         for index, offset, nbytes in gathering.direct:
             there = flat(leaves[index]).view(torch.uint8)
             pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
+        for index in (index for index in direct if leaves[index].device == device):
+            there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
+            pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
         if pieces:
             with step("copy"):
                 event = sources.of(device).fetch(pieces, hold=hold)

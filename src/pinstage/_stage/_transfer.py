@@ -9,6 +9,7 @@ import torch
 from .._batch import (
     Blocks,
     OwnStorage,
+    Parts,
     RowKind,
     Structure,
     Table,
@@ -30,16 +31,16 @@ class Sent(NamedTuple):
     blocks: Blocks
     """The tensors."""
     event: Fence | None
-    """Behind the last copy; None if nobody can ask for it."""
+    """Behind the last copy; None if it can't be asked for."""
     copies: int
     stream: Any
     """That the copies are on."""
 
 
 class Transfer(NotABatch, Generic[B_co]):
-    """A staged batch, perhaps still travelling. Made by `Stager.stage`.
+    """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
-    What was packed may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
+    Packed tensors may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
     """
 
     __slots__ = (
@@ -93,7 +94,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def passthrough_leaves(self) -> int:
-        """Tensors, and objects with a ``to()`` method, that travelled by their own ``.to()``."""
+        """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
         return len(self._moved)
 
     def query(self) -> bool:
@@ -116,8 +117,8 @@ class Transfer(NotABatch, Generic[B_co]):
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
-            A batch of the same types. Tensors and arrays are tensors on the device. Which of them share memory is said
-            by the stager's `own_storage`.
+            A batch of the same types. Tensors and arrays are tensors on the device. The stager's `own_storage`
+            says which of them share memory.
         """
         with step("hand_over"):
             blocks, event, _, writer = self._sent
@@ -157,6 +158,21 @@ def packed_bytes_of(transfer: Transfer[Any]) -> int:
     return transfer._table.payload_bytes
 
 
+def written(target: Target, parts: Parts, sent: Sent, leaves: list[Any], moved: list[Any]) -> Transfer[Any]:
+    """Return the transfer of a batch that goes into existing tensors.
+
+    Args:
+        target: where to.
+        parts: of the batch.
+        sent: without tensors; its event is behind all that is written.
+        leaves: that `Transfer.wait` puts together.
+        moved: those of them that were copied by torch.
+    """
+    transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, [], moved, None)
+    transfer._leaves = leaves
+    return transfer
+
+
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return what the host slab must not be written before; None where the copy is done already."""
     return transfer._sent.event
@@ -188,7 +204,7 @@ def _move(thing: Any, device: torch.device) -> Any:
     cls = type(thing)
     if not moves_in_silence(cls):
         warn_once(
-            f"{cls.__module__}.{cls.__qualname__} holds tensors and is no known container: it moves by its own .to(), "
+            f"{cls.__module__}.{cls.__qualname__} holds tensors and isn't a known container: it moves by its .to(), "
             f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
         )
     moved = thing.to(device)

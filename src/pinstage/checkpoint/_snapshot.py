@@ -1,9 +1,9 @@
 """A state dict taken apart: its tensors, and everything else as it is now.
 
-Pickle walks it, in C: tensors are taken out, and what is left is a message, from which the structure is built anew
-around other tensors, in this process or in another one. What torch's stager does with each kind of object is done here,
-too: functions and classes stay what they are, ``__deepcopy__`` is asked where there is one, and all other objects are
-copied by what they give to pickle.
+Pickle walks it, in C: tensors are taken out, and the rest is a message, from which the structure is rebuilt
+around other tensors, in this process or in another one. Each kind of object is treated as torch's stager does:
+functions and classes stay what they are, ``__deepcopy__`` is asked where there is one, and all other objects are copied
+by what they give to pickle.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._compat.calls import make_sharded, parts_of_sharded
 
 _QUICK = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple, torch.Size, torch.dtype, torch.device})
-"""What pickle copies by itself; asked first, for it is most of what a state dict is made of."""
+"""Types that pickle copies by itself; checked first, because most objects of a state dict have them."""
 
 _AS_THEY_ARE = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref, property),
     *(DeviceMesh, ProcessGroup),
 )
-"""What is not copied: nobody changes it, or there can be only one."""
+"""Types that aren't copied: they are immutable, or there can be only one."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -38,18 +38,18 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 class Snapshot(NamedTuple):
     message: bytes
-    """The structure, and all that is no tensor."""
+    """The structure, and everything except tensors."""
     tensors: list[torch.Tensor]
     """Plain ones on any device; no two are the same part of the same memory."""
     kept: list[Any]
-    """Objects that the message refers to: what is not copied, and copies that ``__deepcopy__`` made."""
+    """Objects that the message refers to: uncopied ones, and copies that ``__deepcopy__`` made."""
 
 
 def take(state: Any) -> Snapshot:
     """Take a state dict apart. Copies no bytes of tensors.
 
     Raises:
-        Exception: an object can be copied by nobody; as ``copy.deepcopy`` and pickle raise.
+        Exception: an object can't be copied; as ``copy.deepcopy`` and pickle raise.
     """
     buffer = io.BytesIO()
     taker = _Taker(buffer)
@@ -59,7 +59,7 @@ def take(state: Any) -> Snapshot:
 
 
 def rebuild(message: bytes, tensors: Sequence[torch.Tensor], kept: Sequence[Any]) -> Any:
-    """Return what was taken apart, around other tensors."""
+    """Return the structure, around other tensors."""
     with torch.no_grad():
         return _Builder(io.BytesIO(message), tensors, kept).load()
 
@@ -112,7 +112,7 @@ class _Taker(pickle.Pickler):
         return _wrap, (type(obj), inner, context, wrapper.size(), wrapper.stride())
 
     def _place(self, tensor: torch.Tensor) -> int:
-        """Return the place of a tensor; of one that is the same part of the same memory, if there was one."""
+        """Return the place of a tensor, or of an earlier tensor over the same part of the same memory."""
         key: Any = id(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             lazy = tensor.is_conj(), tensor.is_neg()

@@ -1,7 +1,7 @@
 """A staged state dict: one slab of the host, tensors over it, and its way to a writer in another process.
 
 Each tensor has a storage of its own that ends where it ends, or torch's writer would copy it once more. The slab goes
-back to the pool when the last of these storages has died, and what stands for it here::
+back to the pool when the last of these storages is gone, and what stands for it here::
 
     trainer's process                               writer's process (if there is one)
       slab <-- view <-- storages <-- tensors          descriptor, places, message
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from .._stage import HostTransfer, Landing, clear_own_frames, landings
-from ..errors import StagingError
+from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
 
 LOOK_AGAIN_SECONDS = 0.1
-"""How often who waits for a save looks whether its thread has ended. That the slab came back is told at once."""
+"""Poll interval for the end of a save's thread. The return of the slab is noticed at once."""
 
 Place = Landing | torch.Tensor
 """Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
@@ -75,7 +75,7 @@ class StagedState(dict[str, Any]):
     """A state dict whose tensors are on the host; what `CheckpointStager.stage` promises.
 
     An ordinary dict, but for one thing: sent to another process by ``multiprocessing``, it is a descriptor of the slab,
-    not its bytes. It is empty here afterwards, and keeps the slab until it dies.
+    not its bytes. It is empty here afterwards, and keeps the slab until it is freed.
     """
 
     def __init__(self, content: Content, slab: Slab | None) -> None:
@@ -93,12 +93,12 @@ class StagedState(dict[str, Any]):
 def _reduce(staged: StagedState) -> tuple[Any, ...]:
     content, slab = staged._content, staged._slab
     if content is None:
-        raise StagingError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
+        raise PinstageError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
     staged.clear()
     if slab is None:
         return _arrive, (content, None, 0)
     if slab.fd is None:
-        raise StagingError(
+        raise PinstageError(
             f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
             "SlabPool(memory=SharedMemory()), or save in a thread"
         )
@@ -106,7 +106,7 @@ def _reduce(staged: StagedState) -> tuple[Any, ...]:
 
 
 def _arrive(content: Content, handle: Any, nbytes: int) -> dict[str, Any]:
-    """Map the slab in the writer's process; it is unmapped when the last tensor dies. Touches no CUDA."""
+    """Map the slab in the writer's process; it is unmapped when the last tensor is freed. Touches no CUDA."""
     if handle is None:
         return content.over(None)
     fd = handle.detach()
@@ -121,7 +121,7 @@ ForkingPickler.register(StagedState, _reduce)
 
 
 class Save:
-    """Watches over a staged state dict until nobody reads it any more; does not keep it."""
+    """Watches over a staged state dict while it is read; doesn't keep it."""
 
     def __init__(self, memory: Bytes | None) -> None:
         self._bell = threading.Lock()  # a plain lock: the collector may ring anywhere, in the middle of a wait, too
@@ -144,7 +144,7 @@ class Save:
         while not self.is_over():
             if self._writers and not any(thread.is_alive() for thread in self._writers):
                 # The slab is taken from a save that has ended: an error may keep its frames, and these what another
-                # process read. What is left then are tensors that somebody here refers to; the slab waits for them.
+                # process read. Tensors that are referred to here remain; the slab waits for them.
                 if self._staged is not None and (staged := self._staged()) is not None:
                     staged.let_go()
                     del staged

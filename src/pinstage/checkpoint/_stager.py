@@ -35,7 +35,7 @@ class CheckpointStager(AsyncStager):
         ...  # training goes on; parameters may be changed at once
         response.upload_completion.result()
 
-    `stage` starts the copies of what is on a GPU, behind the earlier work of the current stream, and returns. Tensors
+    `stage` starts the copies of tensors on a GPU, behind the earlier work of the current stream, and returns. Tensors
     on the CPU are copied before it returns. Later saves of the same state use the same slab, and page-lock nothing.
 
     The result is a copy of everything, like that of torch's ``DefaultStager``: tensors on the CPU with a storage each,
@@ -105,8 +105,8 @@ class CheckpointStager(AsyncStager):
             state_dict: tensors and other objects, in containers of any kind.
 
         Returns:
-            What is done when all bytes are on the host: a dict with the same content, in tensors over the slab. The
-            slab goes back to the pool when they have died.
+            A future that is done when all bytes are on the host: a dict with the same content, in tensors over the
+            slab. The slab goes back to the pool when they are freed.
 
         Raises:
             BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
@@ -138,7 +138,7 @@ class CheckpointStager(AsyncStager):
             self._thread.join()
 
     def close(self) -> None:
-        """Close the pool if the stager made it; what is still being written keeps its slab until then."""
+        """Close the pool if the stager made it; a save that is still being written keeps its slab until then."""
         if self._hook is not None:
             self.wait_before_change()
             self._hook.remove()
@@ -190,7 +190,7 @@ class CheckpointStager(AsyncStager):
         except AcquireTimeoutError as error:
             if self._save is not None and not self._save.is_over():
                 error.add_note(
-                    "the last checkpoint's writer has ended, but somebody refers to its tensors: drop the future of a "
+                    "the last checkpoint's writer has ended, but its tensors are still in use: drop the future of a "
                     "save that failed, and pass a new planner to each save"
                 )
             raise

@@ -1,12 +1,23 @@
-"""Ways to find what is slow: a batch, the steps of staging, a machine, a recorded trace.
+"""Ways to find a slow part: a batch, the steps of staging, a machine, a recorded trace.
 
 `audit` looks at a batch before it is moved, `step_times` at the steps of staging. The commands ``pinstage doctor`` and
 ``pinstage trace`` look at a machine and at a trace of the PyTorch profiler. None of them needs a GPU.
 """
 
 from .._steps import StepTime, StepTimes, step_times
-from ._audit import Audit, audit
+from ._audit import Audit, LeafCopies, LeafReport, SlabCopy, audit
 from ._bus import Bus
-from ._errors import InspectError, TargetError, TraceError
+from ._pinning import Pinning
 
-__all__ = ["Audit", "Bus", "InspectError", "StepTime", "StepTimes", "TargetError", "TraceError", "audit", "step_times"]
+__all__ = [
+    "Audit",
+    "Bus",
+    "LeafCopies",
+    "LeafReport",
+    "Pinning",
+    "SlabCopy",
+    "StepTime",
+    "StepTimes",
+    "audit",
+    "step_times",
+]

@@ -16,9 +16,8 @@ from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
 from ._bus import REFERENCE, REFERENCE_BUS, Bus
-from ._pinning import Pinning, ask_torch, type_name
+from ._pinning import FoundLeaf, Leaf, Pinning, ask_torch, places, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
-from ._walk import FoundLeaf, Leaf, places
 
 _ROWS = 40
 """Leaves shown; `to_dict` has them all."""
@@ -43,7 +42,7 @@ class LeafReport(NamedTuple):
 
 
 class LeafCopies(NamedTuple):
-    """What ``.to(device)`` on each leaf would do."""
+    """Cost of ``.to(device)`` on each leaf."""
 
     copies: int  # a leaf in two places is copied twice, an empty one not at all
     nbytes: int
@@ -52,7 +51,7 @@ class LeafCopies(NamedTuple):
 
 
 class SlabCopy(NamedTuple):
-    """What one slab would do."""
+    """Cost of one slab."""
 
     copies: int  # one, and one for each leaf that cannot be packed
     nbytes: int  # of the slab, padding included
@@ -68,7 +67,7 @@ class Audit:
     """The findings of `audit`. Print them, show them with rich, or use `to_dict`.
 
     Attributes:
-        leaves: each tensor and array, in the order of the batch; one that appears twice is listed twice.
+        leaves: each tensor and array, in the order of the batch, each as often as it appears.
         pinning: what ``DataLoader(pin_memory=True)`` would do.
         each: what ``.to()`` on each leaf would do.
         slab: what one slab would do.
@@ -109,15 +108,6 @@ class Audit:
             "bus": dataclasses.asdict(self.bus),
         }
 
-    def sections(self, *, every_leaf: bool = False) -> list[Section]:
-        """Return what is printed: the verdict, then the table."""
-        if not self.leaves:
-            return [Line("there is no tensor and no array in this batch", "warning")]
-        shown = self.leaves if every_leaf else self.leaves[:_ROWS]
-        rest = self.leaves[len(shown) :]
-        more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
-        return [*self._verdict(), _table(shown), *([Line(more, "info")] if rest else []), self._totals()]
-
     def _counts(self) -> dict[str, int]:
         return {
             "leaves": len(self.leaves),
@@ -156,9 +146,9 @@ class Audit:
                 lines.append(Line(f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"))
         each, slab = self.each, self.slab
         text = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
-        text += f", {duration(each.seconds)} as it is; {duration(each.seconds_pinned)} if every leaf were pinned, "
-        lines.append(Line(text + "not counting the pinning"))
-        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; to stage it takes "
+        text += f", {duration(each.seconds)} now; {duration(each.seconds_pinned)} if every leaf were pinned, "
+        lines.append(Line(text + "without the time to pin them"))
+        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; staging it takes "
         lines.append(Line(f"{text}about {duration(slab.seconds)}"))
         if slab.smallest_bytes:
             kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
@@ -166,14 +156,14 @@ class Audit:
         if slab.unpackable:
             lines.append(Line(f"  {_leaves(slab.unpackable)} cannot be packed: copied by .to() of their own", "info"))
         if slab.error is not None:
-            lines.append(Line(f"  to stage it as it is: {slab.error}", "warning"))
+            lines.append(Line(f"  staging it now fails: {slab.error}", "warning"))
         return [*lines, Line(f"bus: {self.bus}", "info")]
 
     def __str__(self) -> str:
-        return as_text(self.sections())
+        return as_text(sections_of(self))
 
     def __rich__(self) -> Any:
-        return as_rich(self.sections())
+        return as_rich(sections_of(self))
 
     def __repr__(self) -> str:
         return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
@@ -209,6 +199,16 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     seconds_pinned = sum(bus.seconds(nbytes, pinned=True) for nbytes, _ in moved)
     each = LeafCopies(len(moved), sum(nbytes for nbytes, _ in moved), seconds, seconds_pinned)
     return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus)
+
+
+def sections_of(found: Audit, *, every_leaf: bool = False) -> list[Section]:
+    """Return the report: the verdict, then the table."""
+    if not found.leaves:
+        return [Line("there is no tensor and no array in this batch", "warning")]
+    shown = found.leaves if every_leaf else found.leaves[:_ROWS]
+    rest = found.leaves[len(shown) :]
+    more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
+    return [*found._verdict(), _table(shown), *([Line(more, "info")] if rest else []), found._totals()]
 
 
 def _sum(leaves: Iterable[LeafReport]) -> int:

@@ -72,9 +72,13 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
     if kind == PAGEABLE:
         yield torch.zeros(nbytes, dtype=torch.uint8)
         return
-    memory: ps.MemoryResource = ps.PageableMemory()
+    memory: ps.memory.MemoryResource = ps.memory.PageableMemory()
     if device.type == "cuda":
-        memory = ps.RegisteredMemory(device=device) if kind == REGISTERED else ps.HostAllocMemory(device=device)
+        memory = (
+            ps.memory.RegisteredMemory(device=device)
+            if kind == REGISTERED
+            else ps.memory.HostAllocMemory(device=device)
+        )
     with ps.SlabPool(2 * nbytes + MIB, memory=memory) as pool, pool.acquire(nbytes) as lease:
         yield lease.tensor().zero_()
 
@@ -116,7 +120,7 @@ class Bus:
             raise ValueError(f"the bandwidth of a bus must be above zero: {self}; give GB/s, and microseconds per call")
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us a call"
+        return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us per call"
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""
@@ -128,7 +132,7 @@ REFERENCE_BUS = Bus(10, 55, source="as on an H200 (pinstage doctor measures your
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and bytes a second."""
+    """Seconds, and bytes per second."""
 
     fixed_seconds: float  # to stage any batch, whatever is in it
     leaf_seconds: float  # for each leaf
@@ -136,7 +140,7 @@ class Cost:
     source: str
 
     def seconds(self, leaves: int, nbytes: int, bus: float) -> float:
-        """Return how long it takes to stage a batch, over a bus of so many bytes a second."""
+        """Return how long it takes to stage a batch, over a bus with a speed in bytes per second."""
         return self.fixed_seconds + leaves * self.leaf_seconds + nbytes / min(self.bytes_per_second, bus)
 
 

@@ -68,7 +68,7 @@ def memory(max_bytes: int, reason: str) -> Check:
 
 
 def host_budgets(pools: Sequence[PoolUsage]) -> Check:
-    """Check what is taken of each `HostBudget`, and by whom."""
+    """Check how much of each `HostBudget` is taken, and by which processes."""
     name = "host budgets"
     if not pools:
         return Check(name, "ok", "no pool has one")
@@ -93,12 +93,12 @@ def shared_memory(total: int | None) -> Check:
     return Check(name, "ok", format_bytes(total))
 
 
-def huge_pages(enabled: str) -> Check:
+def huge_pages(enabled: str, shared: str) -> Check:
     name = "huge pages"
     if not enabled:
         return Check(name, "info", "this kernel does not tell of transparent huge pages")
     if enabled != "never":
-        return Check(name, "ok", f"transparent huge pages: {enabled}")
+        return Check(name, "ok", f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}")
     found = "transparent huge pages: never; registering a large pool takes about three times as long"
     return Check(name, "warning", found, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root")
 
@@ -145,11 +145,15 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
     return Check(name, "ok", found)
 
 
-def page_locking(available: bool, why_not: str | None) -> Check:
-    """Say whether pinstage can page-lock memory, where torch has a GPU available."""
+def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -> Check:
+    """Say whether pinstage can page-lock memory, and what became of a page that was tried, where torch has a GPU."""
     name = "page-locking"
+    if kind == "registered":
+        return Check(name, "ok", "works: a page was registered")
     if why_not is None:
-        return Check(name, "ok", "works")
+        found = f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared one is pageable"
+        remedy = "pass ps.memory.HostAllocMemory() as a pool's memory, and don't share regions"
+        return Check(name, "warning" if kind == "allocated" else "problem", found, remedy)
     if not available:
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
     found = f"{why_not}: staging uses pageable memory, which is slower"
@@ -159,7 +163,7 @@ def page_locking(available: bool, why_not: str | None) -> Check:
 def private_names(problems: list[Problem]) -> list[Check]:
     """Say which private names of torch and CPython do something else than pinstage expects."""
     if not problems:
-        return [Check("private names", "ok", "those of torch and CPython do what is expected")]
+        return [Check("private names", "ok", "those of torch and CPython behave as expected")]
     return [Check(problem.name, "warning", problem.reason, problem.remedy) for problem in problems]
 
 
@@ -188,7 +192,7 @@ def link(gpu: Gpu) -> Check:
 
 
 def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
-    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine of so many nodes."""
+    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine with several nodes or one."""
     name = f"NUMA cuda:{gpu.index}"
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
@@ -212,7 +216,7 @@ def host_page_tables(gpu: Gpu) -> Check:
     return Check(name, "warning", found + "memory is copied fast", remedy)
 
 
-# -- what was measured -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
@@ -243,6 +247,6 @@ def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
 
 def no_such_device(index: int, gpus: int) -> Check:
     remedy = (
-        "name one that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
+        "name a GPU that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
     )
     return Check("device", "problem", f"no cuda:{index}: torch sees {count(gpus, 'GPU')}", remedy)

@@ -1,4 +1,4 @@
-"""What on this machine makes copies to the GPU slow, and what to do about it.
+"""Find out why copies to the GPU are slow on this machine, and name the remedies.
 
 `diagnose` gathers the facts (`_host`, `_gpus`), measures copies (`_bus`) and lets `_checks` judge them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
@@ -79,7 +80,7 @@ def diagnose(
     checks = [
         _checks.cuda(torch.version.cuda, available, gpus, driver),
         _checks.versions(platform.python_version(), driver, torch.version.cuda, _bindings_version()),
-        _checks.page_locking(available, why_not),
+        _checks.page_locking(available, why_not, *try_page(device if device in range(len(gpus)) else None)),
     ]
     for gpu in gpus:
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
@@ -104,14 +105,22 @@ def diagnose(
 
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
-    cap = ps.SlabPool(memory=ps.PageableMemory()).stats()
+    cap = ps.SlabPool(memory=ps.memory.PageableMemory()).stats()
     return [
         _checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
         _checks.shared_memory(_host.shm_bytes(root)),
-        _checks.huge_pages(_host.huge_pages(root)),
+        _checks.huge_pages(_host.huge_pages(root), _host.shared_huge_pages(root) or "unknown"),
         _checks.wsl(_host.is_wsl(root)),
     ]
+
+
+def try_page(device: int | None) -> tuple[str, str]:
+    """Return the kind of memory that a region of one page gets, and why it isn't registered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says it
+        with ps.HostRegion(1, device=device) as region:
+            return region.kind, region.reason
 
 
 def _bindings_version() -> str | None:
@@ -139,3 +148,42 @@ def bandwidth(points: Sequence[Point]) -> TextTable:
         for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points)
     ]
     return TextTable(["", ">size", *(f">{kind}" for kind in kinds)], rows, "bandwidth, GB/s, the call included")
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+# Two kinds are often alike, as they should be: a thick line stays visible behind a thin one.
+_STYLES = {PAGEABLE: ("#e07b39", "s", 1.5), PINNED: ("#3b7dd8", "o", 5.0), REGISTERED: ("#2f9e6e", "^", 1.5)}
+
+
+def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
+    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link on paper.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+
+    directions = list(dict.fromkeys(point.direction for point in points))
+    sizes = sorted({point.nbytes for point in points})
+    figure = Figure(figsize=(5.4 * len(directions), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
+    for axis, direction in zip(axes, directions, strict=True):
+        for kind in dict.fromkeys(point.kind for point in points):
+            mine = [point for point in points if (point.direction, point.kind) == (direction, kind)]
+            line = sorted((point.nbytes, point.bytes_per_second / 1e9) for point in mine)
+            color, marker, width = _STYLES[kind]
+            axis.plot(*zip(*line, strict=True), label=kind, color=color, marker=marker, lw=width, ms=5.5 + width)
+        if link_rate is not None:
+            axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [format_bytes(nbytes) for nbytes in sizes], rotation=45, ha="right")
+        axis.minorticks_off()
+        axis.set_title(direction)
+        axis.set_xlabel("bytes in one copy")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("GB/s")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, format="png", dpi=130)

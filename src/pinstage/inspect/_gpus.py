@@ -87,7 +87,7 @@ def find_gpus(root: Path, smi: Smi) -> list[Gpu]:
 
 
 def describe(index: int, name: str, address: str, row: Mapping[str, str], root: Path) -> Gpu:
-    """Put together what is known of one GPU; `row` has nvidia-smi's fields, and may be empty."""
+    """Collect the facts about one GPU; `row` has nvidia-smi's fields, and may be empty."""
     numbers = [row.get(field, "") for field in _FIELDS[1:]]
     link = Link(*map(int, numbers)) if all(number.isdecimal() for number in numbers) else None
     return Gpu(index, name, link, _host.pci_node(address, root), _host.pci_cpus(address, root))

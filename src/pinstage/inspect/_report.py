@@ -1,4 +1,4 @@
-"""What the tools print: lines and tables, as plain text or by rich, and figures as people read them.
+"""Output of the commands: lines and tables, as plain text or by rich, and figures as people read them.
 
 A finding is data first (`to_dict`), and a list of sections second. How a section is drawn is known here alone, so a
 pipe, a log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
-"""What a style is called here, and what rich calls it."""
+"""Names of styles here and in rich."""
 
 _KEPT_WIDTH = 14
 
@@ -40,7 +40,7 @@ Section = Line | TextTable
 
 
 def clean(text: str) -> str:
-    """Return a text of somebody else's that is safe to print: without control sequences and lone surrogates."""
+    """Return foreign text, made safe to print: without control sequences and lone surrogates."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -102,20 +102,13 @@ def show(findings: dict[str, Any] | Sequence[Section]) -> None:
 
 def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
     """Draw sections on the terminal again and again, `pause` seconds apart, until Ctrl-C."""
-    console = _console()
+    clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
     with suppress(KeyboardInterrupt):
-        if console is None:
-            clear = "" if os.environ.get("TERM") == "dumb" else "\x1b[H\x1b[J"
-            while True:
-                sys.stdout.write(f"{clear}{as_text(draw())}\n")
-                sys.stdout.flush()
-                time.sleep(pause)
-        from rich.live import Live
-
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(as_rich(draw()), refresh=True)
-                time.sleep(pause)
+        while True:
+            sys.stdout.write(clear)
+            show(draw())
+            sys.stdout.flush()
+            time.sleep(pause)
 
 
 def _console() -> Any:

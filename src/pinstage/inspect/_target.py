@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ._errors import TargetError
+from ..errors import TargetError
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def first_batch(target: str) -> Any:
     """Import a module, call a function of it without arguments, and return the batch that it gives.
 
     The module is named by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
-    other iterable of batches, whose first one is taken. What is no callable is taken as it is.
+    other iterable of batches, whose first one is taken. Anything that isn't callable is the batch itself.
 
     Raises:
         TargetError: there is no such thing, it raises, or it yields nothing.

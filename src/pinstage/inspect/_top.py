@@ -1,4 +1,4 @@
-"""What ``pinstage top`` shows: who has what of each `HostBudget` of this host.
+"""The table of ``pinstage top``: which processes hold how much of each `HostBudget`.
 
 It reads the files of the pools, which they write when they grow or shrink, and once a second.
 """

@@ -1,4 +1,4 @@
-"""What it takes to work with the libraries that people train with: one small module for each."""
+"""Integrations with training libraries: one small module for each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from . import lightning as lightning
     from . import ray as ray
     from . import torchdata as torchdata
-    from . import trainer as trainer
+    from . import transformers as transformers
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in ("accelerate", "lightning", "ray", "torchdata", "trainer"):
+        if name not in ("accelerate", "lightning", "ray", "torchdata", "transformers"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return import_module(f".{name}", __name__)

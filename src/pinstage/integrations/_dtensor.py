@@ -1,4 +1,4 @@
-"""torch's DTensor: its local part travels. The mesh stays what it is, as with ``DTensor.to``."""
+"""torch's DTensor: its local part is staged. The mesh doesn't change, as with ``DTensor.to``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _EXTRA, _PRIVATE, _SET = "__pydantic_extra__", "__pydantic_private__", "__pydant
 
 
 def nodes(cls: Any) -> Any:
-    """Return how a model is taken apart; None of what is no model."""
+    """Return how a model is taken apart; None if the class isn't a model."""
     if not issubclass(cls, BaseModel):
         return None
 

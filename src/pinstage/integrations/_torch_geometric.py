@@ -1,4 +1,4 @@
-"""PyG's data objects. What a store has under a name is staged; slices, increments and other marks stay on the host.
+"""PyG's data objects. The named values of a store are staged; slices, increments and other marks stay on the host.
 
 The stores of the result belong to the result: each refers to it, weakly, and not to the original.
 """
@@ -25,7 +25,7 @@ def nodes(cls: Any) -> Any:
     if not issubclass(cls, BaseData):
         return None
     if issubclass(cls, Batch) and type(cls) is not type(Batch):
-        copyreg.pickle(type(cls), _reduce_batch_class)  # it was made in a function: nobody finds it by its name
+        copyreg.pickle(type(cls), _reduce_batch_class)  # it was made in a function: it can't be found by its name
 
     def unflatten(children: Any, _: None) -> Any:
         *mappings, (attributes, stores) = children

@@ -32,7 +32,7 @@ def nodes(cls: Any) -> Any:
         stored = dict(vars(obj))
         staged = [stored.pop(name) for name in names]
         keys, indices = stored.pop("_inverse_indices", None) or (None, None)
-        stored.pop("_jt_dict", None)  # made of the tensors that travel; `to_dict` makes it anew
+        stored.pop("_jt_dict", None)  # made of the staged tensors; `to_dict` rebuilds it
         return (*staged, indices, ps.on_host((stored, keys))), None, (*names, "_inverse_indices", "rest")
 
     def unflatten(children: Any, _: None) -> Any:

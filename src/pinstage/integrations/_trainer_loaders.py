@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,24 +22,32 @@ class TrainerLoaders:
 
     Args:
         device: the trainer's.
-        options: of `Stager`.
         in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
         stager: for batches that no worker packs; None makes one.
+        max_bytes, budget, pool, depth, keep_on_host: as for `wrap_loader`.
     """
 
     def __init__(
-        self, device: torch.device, options: dict[str, Any], *, in_workers: bool, stager: ps.Stager | None = None
+        self,
+        device: torch.device,
+        *,
+        in_workers: bool,
+        stager: ps.Stager | None = None,
+        max_bytes: ps.Size = "auto",
+        budget: ps.HostBudget | None = None,
+        pool: ps.SlabPool | None = None,
+        depth: int = 2,
+        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
         self.in_workers = in_workers
-        self._owns_pool = in_workers and options.get("pool") is None
+        self._owns_pool = in_workers and pool is None
         if self._owns_pool:
-            memory = ps.SharedMemory(device) if device.type == "cuda" else ps.SharedMemory(register=False)
-            pool = ps.SlabPool(options["max_bytes"], budget=options.get("budget"), memory=memory)
-            options = options | {"pool": pool, "max_bytes": "auto", "budget": None}
-        self.stager = ps.Stager(device, **options) if stager is None else stager
-        self._owner = options.get("owner", "stager")
-        cap = ("pool",) if in_workers else ("max_bytes", "budget")
-        self._wrapping = {name: options[name] for name in ("keep", "own_storage", *cap) if name in options}
+            memory = ps.memory.SharedMemory(device) if device.type == "cuda" else ps.memory.SharedMemory(register=False)
+            pool = ps.SlabPool(max_bytes, budget=budget, memory=memory)
+            max_bytes, budget = "auto", None
+        caps: dict[str, Any] = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
+        self.stager = ps.Stager(device, **caps, keep_on_host=keep_on_host) if stager is None else stager
+        self._wrapping = {**caps, "depth": depth, "keep_on_host": keep_on_host}
         self._counters: list[Any] = []
         """Of all loaders that were wrapped, freed ones included."""
         self._num_workers = 0
@@ -52,7 +60,7 @@ class TrainerLoaders:
         pool = self.stager.pool
         if self._owns_pool:
             half = pool.max_bytes // 2 // pool.memory.granularity * pool.memory.granularity
-            for owner in ("training", self._owner):
+            for owner in ("training", "stager"):
                 pool.set_quota(owner, min_bytes=half if does else 0)
 
     def wrap(self, loader: Any, *, is_training: bool, always: bool = False) -> Any:
@@ -64,12 +72,12 @@ class TrainerLoaders:
             always: whether it is wrapped whatever `in_workers` says.
         """
         stager = self.stager
-        inner = getattr(loader, "base_dataloader", loader)  # of one that Accelerate prepared
-        settings = getattr(inner, "_settings", None)  # of one that stages already
+        inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
+        settings = getattr(inner, "_settings", None)  # if it stages already
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
         if settings is None and _iterates_as_torch_does(inner):
-            owner = "training" if is_training else self._owner
+            owner = "training" if is_training else "stager"
             try:
                 wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
             except TypeError:  # it has workers already

@@ -15,11 +15,11 @@ def prepare(
     accelerator: accelerate.Accelerator,
     loader: Any,
     *,
-    pool: ps.SlabPool | None = None,
     max_bytes: ps.Size = "auto",
     budget: ps.HostBudget | None = None,
+    pool: ps.SlabPool | None = None,
     depth: int = 2,
-    keep: Iterable[str] | Callable[[str, Any], object] | None = None,
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> Any:
     """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
 
@@ -30,22 +30,24 @@ def prepare(
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or one that this accelerator prepared and that was not iterated yet. If that is
-            stateful, its first pass is packed in the main process: its workers run already.
-        pool: as for `DataLoader`.
+        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't iterated yet. If that
+            is stateful, its first pass is packed in the main process: its workers run already.
         max_bytes: as for `DataLoader`.
         budget: as for `DataLoader`.
+        pool: as for `DataLoader`.
         depth: as for `DataLoader`.
-        keep: as for `DataLoader`.
+        keep_on_host: as for `DataLoader`.
 
     Returns:
         The prepared loader, which also has `DataLoader.stats`.
 
     Raises:
-        TypeError, ValueError, StagingError: as `wrap_loader`.
+        TypeError, ValueError, CudaUnavailableError: as `wrap_loader`.
     """
-    cap = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
-    options = {"device": accelerator.device, **cap, "depth": depth, "keep": keep}
+    options: dict[str, Any] = {
+        "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth,
+        "keep_on_host": keep_on_host,
+    }  # fmt: skip
     with _stateful_loaders_staged(accelerator, options) as staged:
         prepared = accelerator.prepare_data_loader(loader)
     if not staged:

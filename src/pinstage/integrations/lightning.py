@@ -18,6 +18,8 @@ except ImportError:  # the same library under its older name
     from pytorch_lightning.trainer.states import RunningStage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
@@ -36,22 +38,32 @@ class StageBatches(Callback):
         max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
             it fits, training and validation get half each.
         budget: a second cap, which pools of several processes share; see `HostBudget`.
+        pool: a pool over `SharedMemory` to take slabs from, instead of one with these caps.
+        depth: how many batches the loaders send ahead; see `DataLoader`.
+        keep_on_host: what stays on the host, as for `DataLoader`.
         workers: whether workers pack. False stages all batches in the main process, in place of the hook
             `transfer_batch_to_device`.
-        **options: other options of `Stager`, but not `device`, which is the trainer's. A `pool` has to be over
-            `SharedMemory` for workers.
 
     Raises:
-        ValueError: a `ring` with workers.
+        TypeError, ValueError: when a trainer begins, as `wrap_loader`.
 
     Progress, checkpoints and resumed runs are those without the callback: the loaders' states count the batches that
     were yielded.
     """
 
     def __init__(
-        self, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, workers: bool = True, **options: Any
+        self,
+        *,
+        max_bytes: ps.Size = "auto",
+        budget: ps.HostBudget | None = None,
+        pool: ps.SlabPool | None = None,
+        depth: int = 2,
+        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
+        workers: bool = True,
     ) -> None:
-        self._options = {"max_bytes": max_bytes, "budget": budget, **options}
+        self._options: dict[str, Any] = {
+            "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth, "keep_on_host": keep_on_host
+        }  # fmt: skip
         self._workers = workers
         self._has_warned = False
         self._loaders: TrainerLoaders | None = None
@@ -94,13 +106,13 @@ class StageBatches(Callback):
             warnings.warn(
                 f"pinstage stages batches in the main process, which is slower: {own} gets them on the host; move its "
                 "work into the dataset, or pass StageBatches(workers=False)",
-                RuntimeWarning,
+                ps.errors.StagingWarning,
                 stacklevel=2,
             )
         device, in_workers = trainer.strategy.root_device, self._workers and own is None
         loaders = self._loaders
         if loaders is None or loaders.stager.device != device or loaders.in_workers != in_workers:
-            loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
+            loaders = self._loaders = TrainerLoaders(device, in_workers=in_workers, **self._options)
         loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
         @wraps(pl_module.transfer_batch_to_device)  # so Lightning does not take it for a hook of the user's

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from ray.data import DataIterator
 from ray.data.collate_fn import ArrowBatchCollateFn, CollateFn, NumpyBatchCollateFn, PandasBatchCollateFn
 
@@ -21,13 +22,25 @@ class StageBatches:
         device: as for `Stager`; None is the current CUDA device of the thread that iterates, else the CPU.
         max_bytes: cap on the page-locked memory of each process; see `SlabPool`.
         budget: a second cap, which pools of several processes share; see `HostBudget`.
-        **options: other options of `Stager`.
+        pool: a pool to take slabs from, in this process alone: it can't be pickled.
+        depth: how many batches Ray's threads stage ahead: `prefetch_batches`, unless that is passed.
+        keep_on_host: what stays on the host, as for `Stager`. A function must be picklable.
     """
 
     def __init__(
-        self, device: Any = None, *, max_bytes: ps.Size = "auto", budget: ps.HostBudget | None = None, **options: Any
+        self,
+        device: torch.device | str | int | None = None,
+        *,
+        max_bytes: ps.Size = "auto",
+        budget: ps.HostBudget | None = None,
+        pool: ps.SlabPool | None = None,
+        depth: int = 2,
+        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
-        self._options = {"device": device, "max_bytes": max_bytes, "budget": budget, **options}
+        self._options: dict[str, Any] = {
+            "device": device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "keep_on_host": keep_on_host
+        }  # fmt: skip
+        self._depth = depth
         self._stager: ps.Stager | None = None
 
     @property
@@ -46,7 +59,7 @@ class StageBatches:
     ) -> Iterator[Any]:
         """Yield the batches of a dataset or of its shard on the device.
 
-        Ray's threads pack them and start their copies, `prefetch_batches` ahead.
+        Ray's threads pack them and start their copies.
 
         Args:
             shard: what `ray.train.get_dataset_shard` or `Dataset.streaming_split` returns, or a dataset.
@@ -57,6 +70,7 @@ class StageBatches:
             Batches as `Stager.to_device` returns them, for the stream that is current when each is requested.
         """
         collate = _collate_class(collate_fn)(collate_fn, self.stager)
+        options = {"prefetch_batches": self._depth, **options}
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
             yield transfer.wait()
 

@@ -7,12 +7,14 @@
 
 Where to look: `_saving` has the context manager and decides what stays; `_scheduler` what autograd keeps instead of a
 tensor, in which order tensors were saved, and which is copied back next; `_block` a piece of memory on the host;
-`_optimizer` does it for an optimizer's state; `_offloaded` is the handle; `pinstage._stage._shuttle` has the streams.
+`_optimizer` keeps an optimizer's state on the host, `_frozen` a module, and `_offloaded` is their handle.
+`pinstage._stage._shuttle` has the streams.
 """
 
+from ._frozen import frozen_module
 from ._offloaded import Offloaded, OffloadedStats
 from ._optimizer import optimizer_state
 from ._saving import save_on_cpu
 from ._scheduler import OffloadStats
 
-__all__ = ["OffloadStats", "Offloaded", "OffloadedStats", "optimizer_state", "save_on_cpu"]
+__all__ = ["OffloadStats", "Offloaded", "OffloadedStats", "frozen_module", "optimizer_state", "save_on_cpu"]

@@ -14,7 +14,11 @@ from .._stage import Arrival, Events, Kept, Shuttle
 from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
-"""Under which the pool counts the slabs."""
+"""Owner of the slabs, as the pool counts them."""
+
+ALIGNMENT = 512
+"""Copies begin at a multiple of this in the storage, as CUDA's allocator aligns storages. So tensors keep their
+alignment, by which kernels choose their algorithm."""
 
 _leases: dict[int, Lease] = {}
 """By the id of a living `OffloadedBlock`. Not its attribute: in a cycle of garbage, the collector could report the
@@ -48,13 +52,21 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
-    """Keep memory that a copy on a stream of ours reads or writes. One call of C, but for what it is given."""
+    """Keep memory that a copy on our stream reads or writes. One call of C, except for its arguments."""
     if event is not None:
         reaper.tasks.put(Kept(event, [memory]))
 
 
+def drop_arrival(shuttle: Shuttle, arrival: Arrival) -> None:
+    """Free the device memory of a copy that isn't needed: behind the copy, on its own stream if that is current."""
+    if arrival.event is not None and arrival.stream == shuttle.stream():
+        shuttle.wait(arrival.event)
+    else:
+        keep_until(arrival.event, arrival.there)
+
+
 class OffloadedBlock:
-    """Bytes of one storage on the host; on the device as well, while they leave or when they have come back.
+    """Bytes of one storage on the host; on the device too, while they leave or when they have come back.
 
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
 
@@ -111,11 +123,11 @@ class OffloadedBlock:
         self.event = arrival.event
         return arrival
 
-    def drop_arrival(self) -> None:
-        """Free the device memory of bytes that came back, when the copy is done."""
+    def drop_arrival(self, shuttle: Shuttle) -> None:
+        """Free the device memory of bytes that were copied back."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
-            keep_until(arrival.event, arrival.there)
+            drop_arrival(shuttle, arrival)
 
     def let_source_go(self, shuttle: Shuttle, *, at_once: bool) -> None:
         """Order the current stream behind the copy, and let go of the device's memory.
@@ -141,6 +153,11 @@ class OffloadedBlock:
         if lease is not None:
             with contextlib.suppress(ForkedPoolError):  # in a child that has collected the parent's graph
                 lease.release(after=self.event)
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's bytes and strides are all there is to it."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:

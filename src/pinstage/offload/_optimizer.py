@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from .._pool import SlabPool, check_pool
-from .._sizes import parse_bytes
+from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from ._block import OffloadedBlock, bytes_of, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
@@ -70,7 +70,7 @@ class OffloadedOptimizer(Offloaded):
         content, takes the place of each.
         """
         for _, block in self._blocks.values():  # since an `onload` that no step has used
-            block.drop_arrival()
+            block.drop_arrival(shuttle_for(block.device))
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
             leased = lease_now(self._pool, value.nbytes)
@@ -141,7 +141,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: int | str = "1MiB") -> Offloaded:
+def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: Size = "1MiB") -> Offloaded:
     """Keep an optimizer's state on the host between its steps, in slabs of a pool.
 
     ::

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat.storages import base_of, check_changes_are_seen
 from .._pool import SlabPool, check_pool
-from .._sizes import parse_bytes
+from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
-from ..errors import StagingError
-from ._block import lease_now, range_of
+from ..errors import PinstageError
+from ._block import has_plain_memory, lease_now, range_of
 from ._scheduler import Load, OffloadScheduler, OffloadStats, Saved, Stayed
 
 
@@ -71,9 +71,7 @@ class Saving:
     def _stays(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.device.type not in self._devices:
             return True  # a parameter, a subclass, or where there is no bus to the pool
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            return True
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+        if not has_plain_memory(tensor) or tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
             return True
         begin, end = range_of(tensor)
         if end - begin < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
@@ -126,22 +124,22 @@ class save_on_cpu:  # noqa: N801 - torch's name
     Raises:
         TypeError: `pool` is not a `SlabPool`, or `keep_on_device` not a function.
         ValueError: a negative size.
-        StagingError: this torch does not report in-place changes.
+        PinstageError: this torch does not report in-place changes.
     """
 
     def __init__(
         self,
         pool: SlabPool,
         *,
-        min_bytes: int | str = "1MiB",
+        min_bytes: Size = "1MiB",
         keep_on_device: Callable[[torch.Tensor], bool] | None = None,
-        max_device_bytes: int | str = "1GiB",
+        max_device_bytes: Size = "1GiB",
     ) -> None:
         check_changes_are_seen()
         if keep_on_device is not None and not callable(keep_on_device):
             raise TypeError(
-                f"keep_on_device must be a function: {keep_on_device!r}. Pass one that takes a tensor and returns "
-                "whether it stays on the device"
+                f"keep_on_device must be a function: {keep_on_device!r}. Pass a function that takes a tensor and "
+                "returns whether it stays on the device"
             )
         check_pool(pool)
         self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device)
@@ -154,7 +152,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
 
     def __enter__(self) -> save_on_cpu:
         if torch.compiler.is_compiling():
-            raise StagingError(
+            raise PinstageError(
                 "save_on_cpu cannot be entered in a function that torch.compile compiles: call the compiled function "
                 "inside the block"
             )

@@ -1,4 +1,4 @@
-"""What autograd keeps in the place of a tensor, and, for each device, what was saved in which order."""
+"""Objects that autograd keeps in place of tensors, and the order of saves on each device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ import torch
 from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Shuttle
-from ._block import OffloadedBlock, bytes_of, keep_until, range_of, view_of
-
-ALIGNMENT = 512
-"""What is sent begins at a multiple of it in its storage, as the storage does in CUDA's memory, so that a tensor comes
-back aligned as it was: kernels choose their way by that, and sums depend on it."""
+from ._block import ALIGNMENT, OffloadedBlock, bytes_of, range_of, view_of
 
 GAPS = 2
-"""A tensor whose elements are spread over more than so many times their bytes, such as the queries in a product of
-queries, keys and values, is sent without what lies between them."""
+"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a product of
+queries, keys and values, is sent without the gaps."""
 
 
 class Saved:
-    """What autograd keeps in the place of a tensor that has gone. With the last of them the bytes go."""
+    """Kept by autograd in place of a tensor that has left. The bytes are freed with the last of them."""
 
     def __init__(self, scheduler: OffloadScheduler, tensor: torch.Tensor, block: OffloadedBlock, seq: int) -> None:
         self.scheduler = scheduler
@@ -61,7 +57,7 @@ def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
 
 
 class Stayed:
-    """What autograd keeps in the place of a tensor that stayed."""
+    """Kept by autograd in place of a tensor that stayed."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -85,7 +81,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Load:
-        """Return what is to be sent. Elements that are spread out are gathered, on the current stream."""
+        """Return the tensor to send. Elements that are spread out are gathered, on the current stream."""
         begin, end = range_of(tensor)
         if end - begin > GAPS * tensor.nbytes:
             elements = tensor.detach().clone()
@@ -96,7 +92,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """What `save_on_cpu` has done so far: a snapshot, returned by its `stats()`."""
+    """Counters of `save_on_cpu`: a snapshot, returned by its `stats()`."""
 
     copies: int = 0
     """Copies to the host."""
@@ -134,18 +130,19 @@ class Known(NamedTuple):
 class OffloadScheduler:
     """The saved tensors of one device, numbered as they were saved.
 
-    Backward asks for them from the last to the first, most times. So with each one that is asked for, those before it
-    set out, as far as `max_device_bytes` allows. Any other order is as right; it is slower.
+    Backward asks for them from the last to the first, most times. So each request starts the copies of those before it,
+    as far as `max_device_bytes` allows. Any other order is as right; it is slower.
 
     May be used by several threads: autograd has one for each device, and the user's call it.
 
     Args:
         shuttle: of the device.
-        max_device_bytes: of the device that copies may hold: so much that is leaving, and as much that came back ahead.
+        max_device_bytes: device memory that copies may hold: this much that is leaving, and as much that came back
+            ahead.
         counters: of what happens.
 
     Attributes:
-        dropped: `OffloadedBlock.ahead_for` and bytes of arrivals that died unused; filled by finalisers.
+        dropped: `OffloadedBlock.ahead_for` and bytes of arrivals that were freed unused; filled by finalisers.
     """
 
     def __init__(self, shuttle: Shuttle, max_device_bytes: int, counters: Counter[str]) -> None:
@@ -156,16 +153,16 @@ class OffloadScheduler:
         self._lock = threading.RLock()
         self._known: dict[int, Known] = {}  # by address
         self._count = 0
-        self._seqs: list[int] = []  # ascending; what has died is taken out when it is met
+        self._seqs: list[int] = []  # ascending; freed ones are removed when they are met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._streams: set[tuple[int, int, int]] = set()
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = (
             deque()
         )  # with bytes, and whether made here
         self._leaving_bytes = 0
-        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # came back, and nobody has asked yet
+        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # came back, and weren't asked for yet
         self._ahead_bytes = 0  # of these, and of those that are asked for again
-        self._top = self._next = 0  # what was saved from `_next` to `_top` was looked at; the next lies below
+        self._top = self._next = 0  # saves from `_next` to `_top` were looked at; the next is below
         self._pass = 1
 
     # -- block
@@ -211,7 +208,7 @@ class OffloadScheduler:
             return self._save(tensor, block)
 
     def forget_storages(self) -> None:
-        """Send what is saved from now on anew, so that nothing is taken for what it was in an earlier pass."""
+        """Send later saves again, so that nothing is mistaken for a save of an earlier pass."""
         self._known.clear()
 
     def _save(self, tensor: torch.Tensor, block: OffloadedBlock) -> Saved:
@@ -225,7 +222,7 @@ class OffloadScheduler:
         return saved
 
     def _settle(self) -> None:
-        """Let go of what has left. Not while backward runs: it begins with what was saved last."""
+        """Let go of what has left. Not while backward runs: it begins with the last save."""
         self._count_dropped()
         while self._leaving:
             block = self._leaving[0][0]()
@@ -244,8 +241,8 @@ class OffloadScheduler:
     def _hold_back(self) -> None:
         """Let the current stream wait for copies until no more memory than allowed is leaving.
 
-        Behind that wait the memory may be used again, if it is this stream's. Nobody says which stream's it is. It is
-        taken for this one's where an operation of autograd made the tensor, and no stream but the default one was seen;
+        Behind that wait the memory may be used again, if it is this stream's. Its stream isn't known. It is
+        taken for this one where an operation of autograd made the tensor, and no stream but the default one was seen;
         else it is kept until the copy is seen to be done.
         """
         while self._leaving_bytes > self._max_device_bytes and self._leaving:
@@ -304,7 +301,7 @@ class OffloadScheduler:
         return arrival
 
     def _fetch_ahead(self, seq: int, *, is_late: bool) -> None:
-        """Let those set out that were saved before one that was asked for just now."""
+        """Start the copies of tensors saved before the one just requested."""
         if not self._next <= seq <= self._top:
             self._top = self._next = seq
         position = bisect_left(self._seqs, self._next) - 1
@@ -321,7 +318,7 @@ class OffloadScheduler:
     def _see_it_come(self, saved: Saved, *, is_late: bool) -> bool:
         """Let a tensor set out, if it is not on the device; say whether there is room for it.
 
-        Where backward began anew elsewhere, so that one was late, those that lie farther ahead make room.
+        If backward began again elsewhere, and a tensor came late, those farther ahead make room.
         """
         block = saved.block
         if block.source is not None or block.arrival is not None:
@@ -346,11 +343,7 @@ class OffloadScheduler:
         """Let go of what came back and was not asked for."""
         for seq in seqs:
             block = self._ahead.pop(seq)()
-            if block is None or block.arrival is None:
-                continue  # its end stands in `dropped`
-            arrival, block.arrival, block.ahead_for = block.arrival, None, 0
-            self._ahead_bytes -= block.nbytes
-            if arrival.event is not None and arrival.stream == self.shuttle.stream():
-                self.shuttle.wait(arrival.event)  # behind the copy, its memory may be used again
-            else:
-                keep_until(arrival.event, arrival.there)
+            if block is not None and block.arrival is not None:  # else its end is in `dropped`
+                block.ahead_for = 0
+                self._ahead_bytes -= block.nbytes
+                block.drop_arrival(self.shuttle)

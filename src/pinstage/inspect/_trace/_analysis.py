@@ -1,4 +1,8 @@
-"""What a trace says about copies between host and device, in numbers."""
+"""Figures about copies between host and device, from a trace.
+
+Times are added up by arithmetic of intervals, on arrays. A set of intervals is a float64 array of shape ``[n, 2]``,
+start and end in seconds, sorted and disjoint: `union` returns one, and all its functions take and return them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ import numpy.typing as npt
 from .._bus import KIB, MIB
 from . import _events
 from ._events import CALL, CALLS, COPY, HOST, KERNEL, OUR_OP, STEP, TO_DEVICE, TO_HOST, Events, Trace
-from ._intervals import ALWAYS, EMPTY, Intervals, Times, containing, intersection, subtract, total, union, within
+
+Times = npt.NDArray[np.float64]
+Intervals = npt.NDArray[np.float64]
+
+EMPTY: Intervals = np.empty((0, 2))
+ALWAYS: Intervals = np.array([[-np.inf, np.inf]])
 
 _SHORTEST = 1e-9  # of a trace of one moment, so that shares of it can be taken
 _GAP = 5e-6
@@ -28,7 +37,7 @@ SMALL_BYTES = 64 * KIB
 
 
 class Analysis:
-    """What a trace says."""
+    """Figures from a trace."""
 
     def __init__(self, trace: Trace) -> None:
         events = trace.events
@@ -46,7 +55,7 @@ class Analysis:
         self.annotated = bool(len(events.of(STEP)))  # if not, one step is the whole trace
         self.uses_pinstage = bool(len(loop.of(OUR_OP)))
         self.groups = _groups(copies, kernels)
-        # What the profiler added to each operator or range, and twice to each call of CUDA.
+        # The profiler's cost for each operator or range, and half of that for each call of CUDA.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
         self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)  # of each step
@@ -123,7 +132,7 @@ def _figures(
         here = copies.direction == way
         figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
         figures[size] = _sums(launched[here], copies.nbytes[here], bounds).astype(np.int64)
-    # What the profiler adds to the times above. While a kernel runs, or a copy that the host does not stage beside, it
+    # The profiler's part of the times above. While a kernel runs, or a copy that the host does not stage beside, it
     # holds nothing up.
     under_way = subtract(both_ways, host)
     parts = {
@@ -150,7 +159,7 @@ def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
 
 
 def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
-    """Return the weight of the events whose time lies between the bounds of each step."""
+    """Return the weight of the events whose time is between the bounds of each step."""
     order = np.argsort(times, kind="stable")
     running = np.concatenate([[0.0], np.cumsum(weights[order])])
     first, end = np.searchsorted(times[order], bounds.T)
@@ -162,8 +171,8 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
     """Return when the loop's thread was copying in one direction: calls that do, and operators around them.
 
     A copy's call is short beside the operators that lead to it (`aten::to` takes some 10 us for the smallest tensor),
-    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. What other
-    threads do, the loader's pinning for instance, holds nobody up by itself.
+    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. Work of
+    other threads, such as the loader's pinning, delays nothing by itself.
     """
     calls = loop.of(_events.CALL_COPY)
     mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
@@ -177,7 +186,7 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
 
 
 def _profiler_unit(loop: Events) -> float:
-    """Return how long it takes from the beginning of an operator to that of the one that it calls at once."""
+    """Return how long it takes from the beginning of an operator to that of the operator that it calls at once."""
     outer, inner = np.sort(loop.of(_events.TO_OP).spans[:, 0]), loop.of(_events.INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
@@ -214,3 +223,62 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, An
             group["exposed_seconds"] += total(spans) - hidden
         found.append(group)
     return found
+
+
+# -- intervals ---------------------------------------------------------------------------------------------------------
+
+
+def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
+    """Merge any intervals, ``[n, 2]`` each, into a set; those at most `gap` apart become one, empty ones vanish."""
+    spans = np.concatenate([np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY])
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        return EMPTY
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(spans[:, 1])
+    begins = np.concatenate([[True], spans[1:, 0] > reach[:-1] + gap])
+    ends = np.concatenate([begins[1:], [True]])
+    return np.column_stack([spans[begins, 0], reach[ends]])
+
+
+def total(spans: Intervals) -> float:
+    """Return the length of a set."""
+    return float((spans[:, 1] - spans[:, 0]).sum())
+
+
+def intersection(one: Intervals, other: Intervals) -> Intervals:
+    """Return the intersection of both sets."""
+    return subtract(one, subtract(one, other))
+
+
+def subtract(one: Intervals, other: Intervals) -> Intervals:
+    """Return the difference of two sets."""
+    if not len(one) or not len(other):
+        return one
+    edges = np.concatenate([one.ravel(), other.ravel()])
+    steps = np.concatenate([np.tile([1, -1], len(one)), np.tile([-2, 2], len(other))])
+    order = np.argsort(edges, kind="stable")
+    edges, depth = edges[order], np.cumsum(steps[order])
+    # 1: in one only; -1: in both; -2: in the other only.
+    kept = np.flatnonzero(depth[:-1] == 1)
+    return union(np.column_stack([edges[kept], edges[kept + 1]]))
+
+
+def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
+    """Return how much of a set is between each `start` and `end`."""
+    start, end = np.asarray(start, dtype=np.float64), np.asarray(end, dtype=np.float64)
+    if not len(spans):
+        return np.zeros(start.shape)
+    lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
+    before = np.column_stack([lengths[:-1], lengths[1:]]).ravel()  # each edge, linear between them
+    found: Times = np.interp(end, spans.ravel(), before) - np.interp(start, spans.ravel(), before)
+    return found
+
+
+def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:
+    """Return the index of the interval that each time is in, ends included; -1 outside of all."""
+    times = np.asarray(times, dtype=np.float64)
+    if not len(spans):
+        return np.full(times.shape, -1, dtype=np.intp)
+    index: npt.NDArray[Any] = np.searchsorted(spans[:, 0], times, side="right") - 1
+    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, -1)

@@ -3,9 +3,9 @@
 The trace tells how long the host stages, how long the GPU stands still meanwhile, and what the profiler added to that
 time. `Cost` tells what pinstage takes for a batch of as many leaves and bytes. Two kinds of loops gain differently:
 
-- One that waits for the device in each step (``.item()``) has both one after the other. It gains what staging takes
+- A loop that waits for the device in each step (``.item()``) has both one after the other. It gains what staging takes
   less, as far as the GPU stood still meanwhile.
-- One that does not wait runs ahead of the GPU. It gains what the host does less, until the kernels, or the bus, are
+- A loop that doesn't wait runs ahead of the GPU. It gains what the host does less, until the kernels, or the bus, are
   what takes longest.
 
 A loop that waits for worker processes gains nothing: they set its pace. The model has two constants,
@@ -23,7 +23,7 @@ from .._report import duration, rate
 from ._analysis import Analysis
 
 SPREAD = 1.4
-"""What the profiler costs, and what pinstage costs, is known within this factor: the range of the saving."""
+"""The costs of the profiler and of pinstage are known within this factor: the range of the saving."""
 MOST_LEAVES, MOST_BYTES = 1000, 40 * MIB
 """Of a batch in the loops that the model was tried on."""
 SMALL = 0.05
@@ -34,7 +34,7 @@ that is there costs a part of the latter."""
 
 
 class Packing:
-    """What one slab per step would change. Medians over the steps, in seconds and bytes."""
+    """The effect of one slab per step. Medians over the steps, in seconds and bytes."""
 
     def __init__(self, analysis: Analysis, cost: Cost, bus: Bus | None, step_seconds: float | None) -> None:
         """Estimate it.
@@ -75,7 +75,7 @@ class Packing:
         self.most_saved_seconds = self._saved(1 / spread, 1 / SPREAD) if can_save else 0.0
 
     def _without(self, profiler: float) -> tuple[float, float, float]:
-        """Return the step, its staging and the stall without the profiler, which took so many times the estimate."""
+        """Return the step, its staging and the stall without the profiler, at a factor times its estimate."""
         real, pace = max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds), 1.0
         if self._given is not None:
             # The rest of the difference is the host's pace, which differs from hour to hour. The GPU keeps its own.
@@ -86,7 +86,7 @@ class Packing:
         return real, max(self._staging - of_staging, 0.0) * pace, max(self.stall_seconds - of_stall, 0.0) * pace
 
     def _saved(self, profiler: float, ours: float) -> float:
-        """Return by how much a step would be shorter, if the profiler and pinstage took so many times the estimate."""
+        """Return by how much a step would be shorter, at factors times both estimates."""
         real, staging, stall = self._without(profiler)
         # The GPU gains what it stood still; and no step is shorter than its kernels, or than its bytes on the bus.
         limit = stall if self.waits_for_device else real - self.nbytes / self.bytes_per_second
@@ -134,7 +134,7 @@ class Packing:
             return f"One slab would take about {ours} to stage, longer than this, {theirs}: leave it as it is."
         if most < SMALL * real:
             return "Packing them into one slab wouldn't help."
-        text = f"One slab would take about {ours} to stage, where this takes about {theirs}, and save"
+        text = f"One slab would take about {ours} to stage, instead of {theirs}, and save"
         if least < SMALL * real:
             text += f" up to {duration(most)}, perhaps nothing."
         else:

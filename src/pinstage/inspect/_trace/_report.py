@@ -10,9 +10,8 @@ from ..._sizes import count, format_bytes
 from .._bus import REFERENCE, Bus, Cost
 from .._report import Line, Section, TextTable, duration, rate, share
 from ._analysis import SMALL_BYTES, Analysis
-from ._events import TO_DEVICE, Trace
+from ._events import TO_DEVICE, Trace, TraceFile
 from ._model import SMALL, Packing
-from ._stream import TraceFile
 
 _TIMES = {
     ">time": "seconds", ">kernels": "kernel_seconds", ">staging": "staging_seconds", ">stall": "stall_seconds",
@@ -22,7 +21,7 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What a trace says, and what packing would change in it."""
+    """Figures from a trace, and the predicted effect of packing."""
 
     analysis: Analysis
     packing: Packing
@@ -38,7 +37,7 @@ class TraceReport:
         return " ".join(_verdict(self.analysis, self.packing))
 
     def sections(self) -> list[Section]:
-        """Return what is printed: one screen."""
+        """Return the report: one screen."""
         analysis = self.analysis
         style = "warning" if self.packing.is_stalled else "ok"
         shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
@@ -94,8 +93,8 @@ def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
     if round(copies):
         found.append(
             f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
-            f"{step}, {format_bytes(nbytes)}, hold the host up for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it for kernels that were still to run. Stager.fetch copies "
+            f"{step}, {format_bytes(nbytes)}, block the host for {duration(seconds)}, "
+            f"{duration(max(seconds - exposed, 0.0))} of it waiting for queued kernels. Stager.fetch copies "
             "them together, and lets the host run ahead until it needs them."
         )
     return found
@@ -107,7 +106,7 @@ def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
         wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
         return (
             f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
-            "in this process does not cure that. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+            "in this process doesn't help. Give the loader more workers, or let them pack (pinstage.DataLoader)."
         )
     if real - kernels < SMALL * real:
         most = duration(max(real - kernels, 0.0))
@@ -128,6 +127,6 @@ def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
     what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
     part = f"{share(stall, packing.step_seconds)} of a {step}"
     if packing.is_stalled:
-        return f"The GPU stands still for {part} ({duration(stall)}) while the host stages: {what}."
+        return f"The GPU idles for {part} ({duration(stall)}) while the host stages: {what}."
     hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
-    return f"Staging holds the GPU up for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."
+    return f"The GPU waits for staging for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."

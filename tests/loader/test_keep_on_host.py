@@ -1,4 +1,4 @@
-"""`keep` of a loader: what it names stays on the host, with workers and without."""
+"""`keep_on_host` of a loader: what it names stays on the host, with workers and without."""
 
 import pickle
 
@@ -29,17 +29,22 @@ def check(loader):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("keep", [KEPT_PATHS, is_kept], ids=["paths", "function"])
-def test_what_a_loader_keeps_stays_on_the_host(keep, workers):
+@pytest.mark.parametrize("keep_on_host", [KEPT_PATHS, is_kept], ids=["paths", "function"])
+def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers):
     check(
         ps.DataLoader(
-            Mapped(sample_of_which_some_stays), 5, num_workers=workers, device="cpu", max_bytes="8MiB", keep=keep
+            Mapped(sample_of_which_some_stays),
+            5,
+            num_workers=workers,
+            device="cpu",
+            max_bytes="8MiB",
+            keep_on_host=keep_on_host,
         )
     )
 
 
-@pytest.mark.parametrize("keep", [KEPT_PATHS, is_kept], ids=["paths", "function"])
-def test_spawned_workers_are_told_what_stays(keep):
+@pytest.mark.parametrize("keep_on_host", [KEPT_PATHS, is_kept], ids=["paths", "function"])
+def test_spawned_workers_are_told_what_stays(keep_on_host):
     check(
         ps.DataLoader(
             Mapped(sample_of_which_some_stays),
@@ -48,7 +53,7 @@ def test_spawned_workers_are_told_what_stays(keep):
             multiprocessing_context="spawn",
             device="cpu",
             max_bytes="8MiB",
-            keep=keep,
+            keep_on_host=keep_on_host,
         )
     )
 
@@ -59,7 +64,7 @@ def test_a_wrapped_loader_and_copies_of_it_keep(workers):
         DataLoader(Mapped(sample_of_which_some_stays), 5, num_workers=workers),
         device="cpu",
         max_bytes="8MiB",
-        keep=iter(KEPT_PATHS),
+        keep_on_host=iter(KEPT_PATHS),
     )
     check(loader)
     check(pickle.loads(pickle.dumps(loader)))
@@ -68,7 +73,12 @@ def test_a_wrapped_loader_and_copies_of_it_keep(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
     loader = ps.DataLoader(
-        Mapped(sample_of_which_some_stays), 5, num_workers=workers, device="cpu", max_bytes="8MiB", keep="['length']"
+        Mapped(sample_of_which_some_stays),
+        5,
+        num_workers=workers,
+        device="cpu",
+        max_bytes="8MiB",
+        keep_on_host="['length']",
     )
     with pytest.raises(
         LayoutError, match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at"
@@ -78,13 +88,13 @@ def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
 
 def test_what_is_neither_a_path_nor_a_function_is_refused():
     with pytest.raises(TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"):
-        ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep=3)
+        ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep_on_host=3)
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning")
 def test_a_batch_too_large_for_the_cap_keeps_as_well():
-    loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep=KEPT_PATHS)
+    loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))
     same(batch, next(iter(DataLoader(Mapped(sample_of_which_some_stays), 5))))
     assert loader.stats().fallback_batches == 1

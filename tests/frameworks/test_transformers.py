@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 from visits import Visits, collate
 
 import pinstage as ps
-from pinstage.integrations.trainer import StageInputs
+from pinstage.integrations.transformers import StageInputs
 
 SAME = ("losses", "samples", "weights", "evaluated")
 EVALUATED = 24 // 4

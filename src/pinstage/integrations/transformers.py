@@ -12,6 +12,9 @@ import pinstage as ps
 from ._trainer_loaders import TrainerLoaders
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -25,25 +28,37 @@ class StageInputs(_Trainer):
 
     What Accelerate dispatches (``dispatch_batches``, the default for an ``IterableDataset``) is staged by the main
     process's loader, and the other processes get their parts from it.
+
+    Set the attributes below in the class, or on the trainer before the first batch.
     """
 
     max_bytes: ps.Size = "auto"
-    """Cap on the page-locked memory of all loaders together; see `SlabPool`. Set it in the class or before the first
-    batch. If the trainer evaluates while it trains, training and evaluation get half each."""
+    """Cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer evaluates while it trains,
+    training and evaluation get half each."""
 
     budget: ps.HostBudget | None = None
-    """A second cap, which pools of several processes share."""
+    """A second cap, which pools of several processes share; see `HostBudget`."""
+
+    pool: ps.SlabPool | None = None
+    """A pool over `SharedMemory` to take slabs from, instead of one with these caps."""
+
+    depth: int = 2
+    """Number of batches that the loaders send ahead; see `DataLoader`."""
+
+    keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None
+    """Leaves that stay on the host, as for `DataLoader`; a function as a ``staticmethod``."""
 
     workers: bool = True
     """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
-    stage each in the main process. With gradient accumulation, batches then stay on the host until they are used. Set
-    it in the class or before the first batch."""
+    stage each in the main process. With gradient accumulation, batches then stay on the host until they are used."""
 
     @cached_property
     def _loaders(self) -> TrainerLoaders:
-        return TrainerLoaders(
-            self.args.device, {"max_bytes": self.max_bytes, "budget": self.budget}, in_workers=self.workers
-        )
+        return self._made(self.args.device, in_workers=self.workers)
+
+    def _made(self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None) -> TrainerLoaders:
+        options = {name: getattr(self, name) for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")}
+        return TrainerLoaders(device, in_workers=in_workers, stager=stager, **options)
 
     @property
     def stager(self) -> ps.Stager:
@@ -55,9 +70,7 @@ class StageInputs(_Trainer):
 
     @stager.setter
     def stager(self, stager: ps.Stager) -> None:
-        self._loaders = TrainerLoaders(
-            stager.device, {"max_bytes": self.max_bytes, "budget": self.budget}, in_workers=False, stager=stager
-        )
+        self._loaders = self._made(stager.device, in_workers=False, stager=stager)
 
     def staging_stats(self) -> ps.LoaderStats:
         """Return the counters of all loaders in this process, however they are staged."""
@@ -87,8 +100,8 @@ class StageInputs(_Trainer):
     def _prepared(self, loader: Any, *, is_training: bool = False) -> Any:
         """Stage a loader of Accelerate's; it sends and page-locks nothing, nor does one made of it to skip batches.
 
-        One that dispatches sends in any case, so it stages what it sends. The Trainer may keep a loader and give it
-        again.
+        A dispatching loader sends in any case, so it stages the batches it sends. The Trainer may keep a loader and
+        give it again.
         """
         dispatches = isinstance(loader, DataLoaderDispatcher)
         if not dispatches:

@@ -1,0 +1,423 @@
+"""Page-lock a large range: how long, how exactly, and what others suffer meanwhile.
+
+    python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot docs/images/page_locking.png
+    python benchmarks/page_locking.py --from benchmarks/results/page_locking.json --plot docs/images/page_locking.png
+
+Each way runs in a fresh process, as often as fits into its part of `--seconds`: with an idle GPU on all of `--nbytes`,
+and once beside kernels of 20 ms on a quarter of it. Meanwhile another process calls ``cudaMemGetInfo``, and another
+thread launches kernels; the worst of these calls counts. Memory is resident by VmRSS and HugetlbPages together. Before
+the first process, the parent touches as much memory: a virtual machine may get it from its host on first touch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import script
+import torch
+
+import pinstage as ps
+from comparison import harness, record, table
+from comparison.harness import Size, Variant
+from comparison.plot import DARK, dark
+from comparison.record import Row
+
+MIB, GIB = 1 << 20, 1 << 30
+CHUNK_BYTES = 128 * MIB
+COPIED_BYTES = 4 * GIB
+KERNEL_SECONDS = 0.02
+
+FIRST, LAST, RESIDENT, TO_DEVICE, BACK = "first byte", "last byte", "resident", "host to device", "given back"
+NEIGHBOUR, LAUNCH, LAUNCH_BACK = "neighbour's call", "own launch", "own launch, given back"
+MEASURED = (FIRST, LAST, NEIGHBOUR, LAUNCH, RESIDENT, TO_DEVICE, BACK, LAUNCH_BACK)
+
+
+class Held(NamedTuple):
+    """Memory that is being made ready."""
+
+    wait: Callable[[], object]
+    """Returns when the last byte is ready."""
+    part: Callable[[int], torch.Tensor]
+    """Returns the bytes of a chunk by its number."""
+    release: Callable[[], object]
+    """Gives the memory back."""
+
+
+Allocate = Callable[[int], Held]
+
+
+# -- ways --------------------------------------------------------------------------------------------------------------
+
+
+def _parts(held: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
+    return lambda number: held[0][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+
+def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
+    def allocate(nbytes: int) -> Held:
+        held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
+
+        def release() -> None:
+            held.clear()
+            torch._C._host_emptyCache()
+
+        return Held(int, _parts(held), release)
+
+    return allocate
+
+
+def _resource(name: str, device: str) -> Allocate:
+    def allocate(nbytes: int) -> Held:
+        memory = getattr(ps.memory, name)(device)
+        block = memory.allocate(nbytes)
+        whole = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(block.ptr), dtype=torch.uint8)
+        return Held(int, _parts([whole]), lambda: memory.deallocate(block))
+
+    return allocate
+
+
+def _region(device: str, **options: Any) -> Allocate:
+    def allocate(nbytes: int) -> Held:
+        region = ps.HostRegion(nbytes, device=device, chunk_bytes=CHUNK_BYTES, **options)
+
+        def part(number: int) -> torch.Tensor:
+            start = number * CHUNK_BYTES
+            return region.tensor(min(CHUNK_BYTES, nbytes - start), offset=start)
+
+        def release() -> None:
+            full = _resident()
+            region.close()  # and another thread frees it
+            while _resident() > full - 0.9 * nbytes:
+                time.sleep(0.001)
+
+        return Held(region.synchronize, part, release)
+
+    return allocate
+
+
+def _pageable_touched(device: str) -> Allocate:  # noqa: ARG001 - as the others
+    def allocate(nbytes: int) -> Held:
+        held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
+        return Held(int, _parts(held), held.clear)
+
+    return allocate
+
+
+VARIANTS = (
+    Variant("HostRegion", _region, "`ps.HostRegion(n)`", package="pinstage", ours=True),
+    Variant(
+        "HostRegion_shared",
+        partial(_region, shared=True),
+        "`ps.HostRegion(n, shared=True)`",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "one_registration",
+        partial(_resource, "RegisteredMemory"),
+        "touched by 8 threads, then one `cudaHostRegister`",
+        package="pinstage",
+        needs_cuda=True,
+    ),
+    Variant("cuda_host_alloc", partial(_resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True),
+    Variant("torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True),
+)
+SMOKE_VARIANTS = (Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),)
+
+
+# -- witnesses ---------------------------------------------------------------------------------------------------------
+
+
+def _resident() -> int:
+    """Return the resident bytes of this process, explicit huge pages included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+
+
+class Worst:
+    """The longest call since it was asked last."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def time(self, call: Callable[[], object]) -> None:
+        """Time a call."""
+        began = time.perf_counter()
+        call()
+        self._seconds = max(self._seconds, time.perf_counter() - began)
+
+    def take(self) -> float:
+        """Return the longest, and begin again."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def neighbour(device: str) -> None:
+    """Be the other process: call ``cudaMemGetInfo``, and answer each line with the longest call so far."""
+    torch.zeros(1, device=device)
+    worst, asked = Worst(), threading.Event()
+    threading.Thread(target=lambda: [asked.set() for _ in sys.stdin] and None, daemon=True).start()
+    print("ready", flush=True)
+    while True:
+        worst.time(lambda: torch.cuda.mem_get_info(device))
+        if asked.is_set():
+            asked.clear()
+            print(worst.take(), flush=True)
+
+
+@contextlib.contextmanager
+def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
+    """Have a neighbour and a thread of our own call CUDA meanwhile; yield what returns the worst call of each."""
+    command = [sys.executable, __file__, "--device", device, "--neighbour"]
+    over, worst = threading.Event(), Worst()
+
+    def launch() -> None:
+        stream, ones = torch.cuda.Stream(device), torch.ones(1024, device=device)
+
+        def once() -> None:
+            ones.add_(1)
+            stream.synchronize()
+
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            once()
+            worst.take()
+            while not over.is_set():
+                worst.time(once)
+
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    asking, answering = other.stdin, other.stdout
+
+    def ask() -> float:
+        asking.write("\n")
+        asking.flush()
+        return float(answering.readline())
+
+    try:
+        yield ask, worst.take
+    finally:
+        over.set()
+        thread.join()
+        other.kill()
+        other.wait()
+
+
+@contextlib.contextmanager
+def kernels(device: str) -> Iterator[None]:
+    """Keep the GPU busy meanwhile, with kernels of `KERNEL_SECONDS`."""
+    over, began = threading.Event(), threading.Event()
+
+    def run() -> None:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            torch.cuda._sleep(10_000_000)
+            marks[1].record()
+            marks[1].synchronize()
+            cycles = int(10_000_000 * KERNEL_SECONDS * 1e3 / marks[0].elapsed_time(marks[1]))
+            events: list[torch.cuda.Event] = []
+            while not over.is_set():
+                torch.cuda._sleep(cycles)
+                events.append(stream.record_event())
+                began.set()
+                if len(events) == 4:
+                    events.pop(0).synchronize()
+            stream.synchronize()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def once(
+    allocate: Allocate, nbytes: int, device: str, neighbours: Callable[[], float], launches: Callable[[], float]
+) -> dict[str, float]:
+    """Make memory ready and give it back; return the seconds of each part, and the resident share."""
+    found: dict[str, float] = {}
+    neighbours()
+    launches()
+    before, began = _resident(), time.perf_counter()
+    held = allocate(nbytes)
+    found[FIRST] = time.perf_counter() - began
+    held.wait()
+    found[LAST] = time.perf_counter() - began
+    found[RESIDENT] = (_resident() - before) / nbytes
+    found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
+    found[TO_DEVICE] = _copy(held, nbytes, device)
+    launches()
+    began = time.perf_counter()
+    held.release()
+    found |= {BACK: time.perf_counter() - began, LAUNCH_BACK: launches()}
+    return found
+
+
+def _copy(held: Held, nbytes: int, device: str) -> float:
+    """Return the seconds of the copy of `COPIED_BYTES` at most, chunk by chunk."""
+    count = max(min(nbytes, COPIED_BYTES) // CHUNK_BYTES, 1)
+    there = torch.empty(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=device)
+    began = time.perf_counter()
+    for number in range(count):
+        there.copy_(held.part(number), non_blocking=True)
+    if there.is_cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - began
+
+
+def run(allocate: Allocate, nbytes: int, device: str, seconds: float) -> dict[str, list[float]]:
+    """Measure as often as fits into so many seconds, and once at least; return the samples of each case."""
+    samples: dict[str, list[float]] = {}
+    cuda = torch.device(device).type == "cuda"
+
+    def add(found: dict[str, float], state: str) -> None:
+        for what, value in found.items():
+            samples.setdefault(f"{what}, {state}", []).append(value)
+
+    with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
+        deadline, longest = time.perf_counter() + seconds, 0.0
+        if cuda:
+            with kernels(device):
+                add(once(allocate, nbytes // 4, device, *others), "busy")
+        while True:
+            began = time.perf_counter()
+            add(once(allocate, nbytes, device, *others), "idle")
+            longest = max(longest, time.perf_counter() - began)
+            if time.perf_counter() + longest > deadline:
+                return samples
+
+
+def _cases(args: Any) -> list[Size]:
+    states = {"idle": args.nbytes, "busy": args.nbytes // 4}
+    if torch.device(args.device).type != "cuda":
+        wanted = [FIRST, LAST, RESIDENT, BACK]
+        return [Size(f"{what}, idle", args.nbytes) for what in wanted]
+    return [
+        Size(f"{what}, {state}", min(nbytes, COPIED_BYTES) if what == TO_DEVICE else nbytes)
+        for state, nbytes in states.items()
+        for what in MEASURED
+    ]
+
+
+def _share_resident(rows: list[Row]) -> None:
+    """Write resident memory as percent of what was asked, and no rate for what isn't a copy or a start."""
+    for row in rows:
+        what = row.case.partition(",")[0]
+        if what == RESIDENT and row.unit == "ms" and row.median is not None:
+            row.unit = "%"
+            for name in ("median", "p10", "p90"):
+                setattr(row, name, getattr(row, name) / 10)
+        if what not in (LAST, TO_DEVICE):
+            row.gb_per_s = None
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+_LABELS = {
+    "torch_pin_memory": "torch, pin_memory=True",
+    "cuda_host_alloc": "cudaHostAlloc",
+    "one_registration": "one cudaHostRegister",
+    "HostRegion_shared": "HostRegion, shared",
+    "HostRegion": "HostRegion",
+}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile, on an idle GPU."""
+    from matplotlib.figure import Figure
+
+    found = {(row["variant"], row["case"]): row["median"] for row in result["rows"] if row["status"] == "ok"}
+    ways = [way for way in _LABELS if (way, f"{LAST}, idle") in found]
+    figure = Figure(figsize=(10.8, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(ways))
+    colors = ["#2f9e6e" if way.startswith("HostRegion") else "#9aa5b1" for way in ways]
+    left.barh(places, [found[way, f"{LAST}, idle"] / 1e3 for way in ways], color=colors)
+    first = [found[way, f"{FIRST}, idle"] / 1e3 for way in ways]
+    left.plot(first, list(places), "|", color="#e07b39", ms=16, mew=3, label="first byte ready")
+    left.set_yticks(list(places), [_LABELS[way] for way in ways])
+    left.set_xlabel("seconds until the last byte is ready")
+    left.legend(frameon=False, loc="upper right")
+    for what, color, shift in ((NEIGHBOUR, "#3b7dd8", -0.2), (LAUNCH, "#e07b39", 0.2)):
+        heights = [max(found.get((way, f"{what}, idle"), 0.0), 1e-3) for way in ways]
+        right.barh([place + shift for place in places], heights, height=0.38, color=color, label=what)
+    right.set_xscale("log")
+    right.set_xlabel("ms, the worst call meanwhile")
+    right.legend(frameon=False, loc="upper right")
+    gib = next(row["nbytes"] for row in result["rows"] if row["case"] == f"{LAST}, idle") / GIB
+    figure.suptitle(f"Page-locking {gib:g} GiB, {result['machine']['gpu'] or 'no GPU'}")
+    figure.savefig(path, format="png", dpi=130)
+
+
+def draw_both(result: dict[str, Any], path: Path) -> None:
+    """Draw for bright and for dark pages."""
+    from matplotlib import rc_context
+
+    draw(result, path)
+    with rc_context(DARK):
+        draw(result, dark(path))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed."""
+    parser = script.parser(__doc__, repeats=1, repeats_help=argparse.SUPPRESS)
+    parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
+    parser.add_argument("--seconds", type=float, default=150.0, help="time for all ways together")
+    parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
+    parser.add_argument("--from", dest="source", type=Path, help="draw what this result file has; measure nothing")
+    parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    plot, source, is_neighbour = args.plot, args.source, args.neighbour
+    del args.plot, args.source, args.neighbour  # no settings
+    if is_neighbour:
+        neighbour(args.device)
+    if source:
+        draw_both(json.loads(source.read_text()), plot)
+        return 0
+    if args.smoke:
+        args.nbytes, args.seconds = min(args.nbytes, 256 * MIB), 1.0
+    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
+    cases = _cases(args)
+    if args.child:
+        (variant,) = script.chosen(args.child, variants)
+        harness.start_device(torch.device(args.device))
+        samples = run(variant.setup(args.device), args.nbytes, args.device, args.seconds)
+        harness.work(cases, lambda case: {"status": "ok", "detail": "", "total": samples[case.id]}, lambda: None)
+        return 0
+    variants = tuple(script.chosen(args.only, variants))
+    if not args.smoke:
+        torch.empty(args.nbytes, dtype=torch.uint8).zero_()
+    further = ["--nbytes", str(args.nbytes), "--seconds", str(args.seconds / len(variants))]
+    rows = script.collect("page_locking", __file__, variants, cases, args, further, judge=_share_resident)
+    table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
+    status = script.finish("page_locking", rows, variants, args)
+    if plot:
+        draw_both(record.result_of("page_locking", {}, rows), plot)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Weights from a safetensors file to the device: 8 GB in 300 tensors, until all are there.
+
+    python benchmarks/weights.py --out benchmarks/results/weights.json
+
+| case | sample |
+|---|---|
+| `cold` | after the file was dropped from the page cache; one sample, first use of everything |
+| `warm` | the file is in the page cache |
+
+`bus` copies as many bytes from page-locked memory that is there already. Weights are compared with the file outside the
+timer, bit for bit. The file is written to --folder (the system's for temporary files) and removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import script
+import torch
+
+from comparison import harness, table
+from comparison.harness import Outcome, Variant
+
+MIB = 1 << 20
+SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Whether the file is cached, and what is in it."""
+
+    id: str
+    tensors: int
+    rows: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.tensors * self.rows * self.columns * 2
+
+
+CASES = tuple(Case(name, 300, 3256, 4096) for name in ("cold", "warm"))
+SMOKE_CASES = tuple(Case(name, 5, 24, 64) for name in ("cold", "warm"))
+
+
+def write(path: Path, case: Case) -> None:
+    """Write the file, without the library: a length, the places as JSON, and the bytes."""
+    each = case.rows * case.columns * 2
+    places = {
+        f"{number}.weight": {
+            "dtype": "BF16",
+            "shape": [case.rows, case.columns],
+            "data_offsets": [number * each, (number + 1) * each],
+        }
+        for number in range(case.tensors)
+    }
+    head = json.dumps(places).encode()
+    head += b" " * (-len(head) % 8)
+    base = torch.randn(case.rows, case.columns, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    rows = base.view(torch.uint8).numpy()
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for number in range(case.tensors):  # each begins with another row
+            file.write(rows[number % case.rows :].data)
+            file.write(rows[: number % case.rows].data)
+        file.flush()
+        os.fsync(file.fileno())  # what isn't written can't be dropped
+
+
+def drop(path: Path) -> None:
+    """Drop the file from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the file's tensors, as views of its mapping."""
+    whole = np.memmap(path, mode="c")  # private: torch warns of arrays that can't be written
+    size = int.from_bytes(whole[:8].tobytes(), "little")
+    for name, place in json.loads(whole[8 : 8 + size].tobytes()).items():
+        begin, end = (8 + size + offset for offset in place["data_offsets"])
+        yield name, torch.from_numpy(whole[begin:end]).view(torch.bfloat16).view(place["shape"])
+
+
+def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
+    """Return a model with weights of the file's names and shapes."""
+    layers = [
+        torch.nn.Linear(case.columns, case.rows, bias=False, dtype=torch.bfloat16, device="meta")
+        for _ in range(case.tensors)
+    ]
+    return torch.nn.ModuleList(layers).to_empty(device=device).requires_grad_(False)
+
+
+# -- the ways: each yields a call that loads, and returns the tensors by name ------------------------------------------
+
+Load = Callable[[], dict[str, torch.Tensor]]
+
+
+@contextmanager
+def _load_file(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
+    from safetensors.torch import load_file
+
+    yield lambda: load_file(path, device=str(device))
+
+
+@contextmanager
+def _load_state_dict(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+    from safetensors.torch import load_file
+
+    model = model_of(case, device)
+
+    def load() -> dict[str, torch.Tensor]:
+        model.load_state_dict(load_file(path))
+        return model.state_dict()
+
+    yield load
+
+
+@contextmanager
+def _model_to(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+    from safetensors.torch import load_file
+
+    def load() -> dict[str, torch.Tensor]:
+        model = model_of(case, "meta")
+        model.load_state_dict(load_file(path), assign=True)
+        return model.to(device).state_dict()
+
+    yield load
+
+
+@contextmanager
+def _bus(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
+    size = min(256 * MIB, case.nbytes)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def load() -> dict[str, torch.Tensor]:
+        for begin in range(0, case.nbytes, size):
+            left = min(size, case.nbytes - begin)
+            there[:left].copy_(host[:left], non_blocking=True)
+        return {}
+
+    yield load
+
+
+@contextmanager
+def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iterator[Load]:
+    import pinstage as ps
+
+    model = model_of(case, device)
+    with ps.Stager(device, max_bytes="1GiB") as stager:
+
+        def load() -> dict[str, torch.Tensor]:
+            if way == "pairs":
+                stager.load_weights(model, mapped(path))
+                return model.state_dict()
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                if way == "file":
+                    stager.load_weights(model, file)
+                else:
+                    for name, parameter in model.named_parameters():
+                        parameter.copy_(stager.to_device(file.get_tensor(name)))
+            return model.state_dict()
+
+        yield load
+
+
+_ST = "safetensors"
+WAYS = (
+    Variant("load_file", _load_file, '`load_file(path, device="cuda")`', package=_ST),
+    Variant("load_state_dict", _load_state_dict, "`model.load_state_dict(load_file(path))`", package=_ST),
+    Variant("model_to", _model_to, '`load_state_dict(..., assign=True)`, `model.to("cuda")`', package=_ST),
+    Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    Variant(
+        "pinstage_each", partial(_pinstage, way="each"), "`to_device` and `copy_`, one by one", package=_ST, ours=True
+    ),
+    Variant("pinstage", partial(_pinstage, way="file"), "`stager.load_weights(model, file)`", package=_ST, ours=True),
+    Variant("pinstage_pairs", partial(_pinstage, way="pairs"), "with pairs of a mapped file", ours=True),
+)
+
+
+class Measure:
+    """One variant's samples; the first case takes those of both."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        self._variant, self._repeats, self._device = variant, args.repeats, torch.device(args.device)
+        self._path = Path(args.file)
+        self._samples: dict[str, list[float]] = {"cold": [], "warm": []}
+        self._is_right = True
+
+    def measure(self, case: Case) -> Outcome:
+        """Return the samples of a case."""
+        if not self._samples["cold"]:
+            with torch.no_grad(), self._variant.setup(self._path, case, self._device) as load:
+                self._run(load)
+        detail = "" if self._is_right else "other weights than the file's"
+        status = "ok" if self._is_right else "incorrect"
+        return {"status": status, "detail": detail, "total": self._samples[case.id]}
+
+    def _run(self, load: Load) -> None:
+        drop(self._path)
+        began = time.perf_counter()
+        while len(self._samples["warm"]) < self._repeats:
+            if len(self._samples["warm"]) > 1 and time.perf_counter() - began > SECONDS:
+                break
+            self._synchronize()
+            start = time.perf_counter()
+            found = load()
+            self._synchronize()
+            kind = "warm" if self._samples["cold"] else "cold"
+            self._samples[kind].append(time.perf_counter() - start)
+            if kind == "cold":
+                self._is_right = self._variant.id == "bus" or self._is_the_files(found)
+            del found
+
+    def _is_the_files(self, found: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(found[name], tensor.to(self._device)) for name, tensor in mapped(self._path))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; 1 if a variant failed or gave other weights."""
+    parser = script.parser(__doc__, repeats=5, repeats_help="warm samples for each variant")
+    parser.add_argument("--folder", type=Path, help="where the file is written: a local disk")
+    parser.add_argument("--file", help=script.argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    script.settle_device(args)
+    cases = SMOKE_CASES if args.smoke else CASES
+    if args.child:
+        (variant,) = script.chosen(args.child, WAYS)
+        harness.start_device(torch.device(args.device))
+        harness.work(cases, Measure(variant, args).measure, lambda: None)  # type: ignore[arg-type]
+        return 0
+    variants = script.chosen(args.only, WAYS)
+    judge = script.compare_on_a_gpu(args, "bus")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        path = Path(folder) / "weights.safetensors"
+        write(path, cases[0])
+        args.folder = None
+        further = ["--file", str(path), *(["--smoke"] if args.smoke else [])]
+        rows = script.collect("weights", __file__, variants, cases, args, further, judge=judge)
+    table.grid("median ms", rows, "median")
+    table.grid("GB/s", rows, "gb_per_s")
+    return script.finish("weights", rows, variants, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The chunks of a region: touched and page-locked by a thread, given back by another one.
+
+CUDA refuses a copy that touches two registrations, so the ends of chunks are part of what a region is. One registration
+for all would do without, but it holds the driver's locks for as long as it takes: 24 GiB at once stop a neighbour's
+calls for 300 ms, and launches of this process for 600; chunks of 128 MiB for 3 and 14.
+
+The reaper calls `Chunks.reap` when the last view is gone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import threading
+import time
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+
+from .._memory import REFUSALS, HostRange, disregard_captures, remedy
+from .._pool import Fence
+from .._reaper import reaper, running
+from .._sizes import format_bytes
+from ..errors import PinningError, StagingWarning
+
+_PAUSE_SECONDS = 0.01
+"""Between two chunks that are unregistered: each may wait for the device, and stop launches meanwhile."""
+
+Progress = Callable[[int, int], object]
+
+_living: dict[int, Chunks] = {}
+"""Those in use, by `id`, for stagers that meet a tensor."""
+
+_is_ending = threading.Event()
+atexit.register(_is_ending.set)
+
+
+class Chunks:
+    """Mapped memory whose parts are page-locked one after the other.
+
+    Args:
+        memory: is owned.
+        ends: of the chunks, the last is the memory's.
+        progress: called with the bytes that are ready and the whole, after each chunk.
+        on_end: called when the memory has been given back.
+
+    Attributes:
+        kind: "registered", "allocated" or "pageable"; empty until the first chunk has decided it.
+        reason: why it isn't registered; empty if it is.
+        ready: bytes from the beginning that are touched, and page-locked if the kind is.
+        pid: of the process that it belongs to.
+        guards: events of work that uses the memory.
+    """
+
+    def __init__(
+        self, memory: HostRange, ends: tuple[int, ...], progress: Progress | None, on_end: Callable[[], object]
+    ) -> None:
+        self.memory, self.ends, self.kind, self.reason, self.ready = memory, ends, "", memory.reason, 0
+        self.guards: tuple[Fence, ...] = ()
+        self._progress, self._on_end, self.pid = progress, on_end, os.getpid()
+        self._error: BaseException | None = None
+        self._registered: list[tuple[int, int]] = []
+        self._news = threading.Condition()
+        self._is_over = self._stops = False
+
+    def start(self) -> None:
+        """Begin, and wait until the first chunk has decided what kind of memory this is.
+
+        Raises:
+            MemoryError, OSError: the kernel ran out of memory; all is given back.
+        """
+        reaper.start()
+        try:
+            _thread.start_new_thread(self._run, ())
+            with self._news:
+                self._news.wait_for(lambda: self.kind or self._is_over)
+            if self._error is not None and not self.kind:
+                raise self._error
+        except BaseException:
+            reaper.tasks.put(self)
+            raise
+        _living[id(self)] = self
+
+    def is_ready(self, nbytes: int) -> bool:
+        """Say whether `wait` returns, or raises, at once."""
+        return self.ready >= nbytes or self._is_over
+
+    def wait(self, nbytes: int, timeout: float | None) -> None:
+        """Wait until bytes from the beginning are ready.
+
+        Raises:
+            PinningError: a later chunk was refused.
+            TimeoutError: they aren't ready in time.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: self.is_ready(nbytes), timeout):
+                ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
+                raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; wait longer, or for less")
+        if self.ready < nbytes:
+            raise PinningError(self.reason or "the region was closed before it was ready") from self._error
+
+    def pieces(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return bytes as ranges that CUDA can copy, when they are ready; none if they are pageable. Blocks."""
+        with self._news:
+            self._news.wait_for(lambda: self.is_ready(end))
+        if self.kind == "pageable" or self.ready < end:
+            return []
+        return list(pairwise((start, *(self.inside(start, end) if self.kind == "registered" else ()), end)))
+
+    def inside(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the ends of chunks between two bytes."""
+        return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, end - 1)]
+
+    def guard(self, event: Fence) -> None:
+        """Add an event that has to be done before the memory is given back; drop those that are done."""
+        before = self.guards
+        self.guards = (*before, event)  # first of all: a query may fail
+        self.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
+
+    # -- the thread that page-locks
+
+    def _run(self) -> None:
+        memory = self.memory
+        try:
+            running[self] = None
+            if memory.device >= 0:
+                disregard_captures()
+            self._begin()
+            with ThreadPoolExecutor(1, "pinstage-touch") as ahead:  # touches while the chunk before is registered
+                chunks = list(pairwise(self.ends)) if self.ready < self.ends[-1] else []
+                touching = [ahead.submit(memory.touch, *chunk) for chunk in chunks[:1]]
+                for number, chunk in enumerate(chunks, 1):
+                    if self._stops or _is_ending.is_set():
+                        break
+                    touching.pop().result()
+                    touching += [ahead.submit(memory.touch, *following) for following in chunks[number : number + 1]]
+                    if self.kind == "registered":
+                        self._register(*chunk)
+                    self._advance(chunk[1])
+        except BaseException as error:  # noqa: BLE001 - raised by `start` and `wait`
+            self._error = error
+            if self.kind and isinstance(error, REFUSALS):  # at the end of the program, threads can't be started
+                self._become_pageable(error)
+        finally:
+            running.pop(self, None)
+            with self._news:
+                self._is_over = True
+                self._news.notify_all()
+
+    def _begin(self) -> None:
+        """Decide by the first chunk what kind of memory this is: registered, else allocated, else pageable."""
+        memory, end, kind = self.memory, self.ends[0], "pageable"
+        if crawled := memory.touch_first(end):
+            _warn(crawled)
+        if not self.reason:
+            try:
+                self._register(0, end)
+                kind = "registered"
+            except PinningError as error:
+                self.reason = f"{error}; {remedy(memory.nbytes)}"
+        if kind == "pageable" and memory.device >= 0 and not memory.is_shared:
+            with contextlib.suppress(PinningError):
+                memory.allocate()
+                kind, end = "allocated", self.ends[-1]
+        if kind == "pageable" and memory.device >= 0:
+            _warn(f"a region is pageable, which makes copies slow: {self.reason}")
+        self.kind = kind
+        self._advance(end)
+
+    def _register(self, start: int, end: int) -> None:
+        self.memory.register(start, end)
+        self._registered.append((start, end))
+
+    def _advance(self, end: int) -> None:
+        with self._news:
+            self.ready = end
+            self._news.notify_all()
+        try:
+            if self._progress is not None:
+                self._progress(end, self.ends[-1])
+        except Exception as error:  # noqa: BLE001 - the memory is as good as without it
+            self._progress = None
+            _warn(f"progress= of a region isn't called again, since it raised {error!r}")
+
+    def _become_pageable(self, error: BaseException) -> None:
+        """Unregister all, since a later chunk was refused: copies of the rest would be slow, and across it fail."""
+        done, nbytes = format_bytes(self.ready), self.ends[-1]
+        text = f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; {remedy(nbytes)}"
+        self.kind, self.reason, self.ready = "pageable", text, 0
+        _warn(f"a region is pageable, which makes copies slow: {text}")
+        self._unregister()
+
+    # -- the end
+
+    def reap(self) -> bool:
+        """Give the memory back, unless it is in use; a task of the reaper's, when the last view is gone."""
+        self._stops = True
+        _living.pop(id(self), None)
+        if not self._is_over or not all(guard.query() for guard in self.guards):
+            return False
+        _thread.start_new_thread(self._free, ())
+        return True
+
+    def _free(self) -> None:
+        if self.memory.device >= 0:
+            disregard_captures()
+        if self._unregister():
+            running[self] = None
+            self.memory.free()
+            running.pop(self)
+            self._on_end()
+
+    def _unregister(self) -> bool:
+        """Unregister all chunks, with pauses; say whether the memory can be given back."""
+        is_free = True
+        while self._registered and not _is_ending.is_set():
+            running[self] = None
+            with contextlib.suppress(StagingWarning):  # made an error
+                is_free = self.memory.unregister(*self._registered.pop()) and is_free
+            running.pop(self)
+            time.sleep(_PAUSE_SECONDS)
+        return is_free and not _is_ending.is_set()
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(StagingWarning):  # made an error: not in our thread
+        warnings.warn(text, StagingWarning, stacklevel=2)
+
+
+def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the ranges in which CUDA can copy a dense tensor's memory without the host; empty if it can't.
+
+    Of a region, the ranges end where chunks do, and are waited for.
+
+    Returns:
+        Offsets in bytes from the tensor's beginning: where each range begins and ends.
+    """
+    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    for chunks in list(_living.values()):
+        start = address - chunks.memory.address
+        if 0 <= start < chunks.memory.nbytes:
+            return [(a - start, b - start) for a, b in chunks.pieces(start, start + nbytes)]
+    return [(0, nbytes)] if tensor.is_pinned() else []

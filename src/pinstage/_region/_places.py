@@ -1,0 +1,104 @@
+"""Where tensors are stored in a region, and where its chunks end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .._batch import ALIGNMENT, Structure, contiguous_stride, dense_stride, from_array, walk
+from .._sizes import format_bytes, round_up
+from ..errors import LayoutError
+
+
+class Place(NamedTuple):
+    """A tensor's place in a region."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; dense."""
+
+    def has_rows_of(self, row_bytes: int) -> bool:
+        """Say whether the first dimension, which is the outermost, advances by a multiple of a number of bytes."""
+        step = self.stride[0] * self.dtype.itemsize if self.shape else self.nbytes
+        return step * (*self.shape, 1)[0] == self.nbytes and step % row_bytes == 0
+
+
+class Nest(NamedTuple):
+    """A tree whose tensors have places. Picklable."""
+
+    structure: Structure
+    leaves: list[Any]
+    """A `Place` for each tensor and array, other leaves as they are."""
+    nbytes: int
+
+
+def arrange(tree: Any) -> Nest:
+    """Give each tensor of a tree a place, in its order; tensors that appear twice get one.
+
+    Raises:
+        LayoutError: a tensor has no dense memory: it is sparse, quantised, nested, or of a subclass.
+    """
+    leaves, structure = walk(tree)
+    found: dict[int, Place] = {}
+    end, placed = 0, list(leaves)
+    for index, leaf in enumerate(leaves):
+        tensor = from_array(leaf) if isinstance(leaf, np.ndarray) else leaf
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_quantized or tensor.is_nested:
+            path = structure.path(index)
+            kind = f"{type(tensor).__name__}, {tensor.layout}"
+            raise LayoutError(f"tree{path} has no place in a region: {kind}; leave it out, or pass its parts", path)
+        if id(leaf) not in found:
+            shape, stride, nbytes = tuple(tensor.shape), tuple(tensor.stride()), tensor.numel() * tensor.itemsize
+            stride = stride if dense_stride(shape, stride) else contiguous_stride(shape)
+            found[id(leaf)] = Place(round_up(end, ALIGNMENT) if nbytes else 0, nbytes, tensor.dtype, shape, stride)
+            end = max(end, found[id(leaf)].offset + nbytes)
+        placed[index] = found[id(leaf)]
+    return Nest(structure, placed, end)
+
+
+def ends_of_chunks(pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
+    """Decide where chunks end.
+
+    The cases: a piece that doesn't fit into the chunk before it begins another one; a piece of more than a chunk is cut
+    at multiples of its unit if it has one, else it is a chunk by itself.
+
+    Args:
+        pieces: offset, bytes and unit of each, in order; a unit of 0 means that it isn't cut.
+        nbytes: the end of the last chunk.
+        chunk_bytes: the size of a chunk, unless a piece or its unit is larger.
+    """
+    ends, start = [], 0
+    for offset, size, unit in pieces:
+        if start < offset and offset + size - start > chunk_bytes:
+            start = offset
+            ends.append(start)
+        step = max(chunk_bytes // unit, 1) * unit if unit else size
+        while offset + size - start > max(chunk_bytes, step):
+            start += step
+            ends.append(start)
+    return (*ends, nbytes)
+
+
+def check_is_whole(place: Place, inside: Sequence[int], row_bytes: int | None, chunk_bytes: int) -> None:
+    """Refuse a tensor if the copy of a single row could touch two chunks.
+
+    Raises:
+        ValueError: it could.
+    """
+    has_rows = row_bytes and place.has_rows_of(row_bytes)
+    if inside and not (has_rows and all((border - place.offset) % row_bytes == 0 for border in inside)):  # type: ignore[operator]
+        raise ValueError(
+            f"a tensor of shape {list(place.shape)} and {place.dtype} at byte {place.offset} crosses the border of two "
+            f"chunks at byte {inside[0]}, and CUDA refuses a copy across it: row_bytes={row_bytes}, chunks of "
+            f"{format_bytes(chunk_bytes)}. Make the region with row_bytes= the bytes by which the tensor's first "
+            "dimension advances, and use offsets that are multiples of it; or with larger chunk_bytes"
+        )

@@ -1,0 +1,344 @@
+"""`HostRegion`, as users see it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, SupportsIndex
+
+import numpy as np
+import torch
+
+from .._batch import contiguous_stride
+from .._memory import HostRange
+from .._pool import Claim, Fence, HostBudget, check_timeout
+from .._reaper import reaper
+from .._sizes import Size, format_bytes, parse_bytes
+from ..errors import PinningError
+from ._chunks import Chunks
+from ._handle import Plan, RegionHandle
+from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
+
+
+class HostRegion:
+    """A large range of page-locked host memory, of an exact size, for caches, weights and optimizer states.
+
+    The constructor maps all of it, page-locks the first chunk, and returns; threads touch and page-lock the rest in the
+    background. Until `query` is true the memory is for the CPU. A `Stager` waits for the bytes that it copies. Call
+    `synchronize` before torch copies any itself.
+
+    **Borders.** Each chunk is a registration of its own, and CUDA refuses a copy that touches two (``invalid
+    argument``). So `tensor` gives no view across the end of a chunk, unless `row_bytes` says where chunks may end: then
+    you may copy single rows of it, and a stager copies any part, while torch's own copy of several rows can fail.
+
+    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views are gone, and the
+    events of `guard` are done: a thread unregisters a chunk at a time, with pauses. Each may wait for the device, and
+    stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is unregistered, and a
+    process that is killed leaves nothing.
+
+    **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of one with
+    ``shared=True`` stay valid there, `tensor` and `tree` too; its other methods raise `PinningError`.
+
+    Args:
+        nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
+        budget: the `HostBudget` that it is counted in; None for none.
+        shared: whether other processes can map the same bytes, by `handle`. Such memory has pages of 4 KiB, unless
+            ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or you ask for explicit huge pages.
+        numa_node: the NUMA node that pages are taken from; "auto" for the device's, None for the kernel's choice.
+        huge_pages: "auto": the kernel joins pages where it can; if that crawls, it is stopped, with a warning. "2MiB"
+            or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
+        chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
+        row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
+        device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
+            copy from it.
+        progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
+
+    Raises:
+        MemoryError: the machine or the control group has less memory left, or too few huge pages are reserved.
+        BudgetExceededError: the budget is smaller than the region.
+        AcquireTimeoutError: the rest of the budget is in use.
+        ValueError: a size is 0 or can't be read, or another argument has no such value.
+
+    Where CUDA refuses to register memory (confidential computing, some containers), a region that isn't shared takes
+    its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Where there is no CUDA, or that is
+    refused too, the region is pageable. `kind` and `reason` say which and why. If a later chunk is refused, all are
+    unregistered, a `StagingWarning` says so, and `synchronize` raises.
+
+    All methods may be called from any thread.
+    """
+
+    __slots__ = ("__weakref__", "_chunks", "_exporter", "_plan")
+
+    def __init__(
+        self,
+        nbytes: Size,
+        *,
+        budget: HostBudget | None = None,
+        shared: bool = False,
+        numa_node: int | Literal["auto"] | None = "auto",
+        huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
+        chunk_bytes: Size = "128MiB",
+        row_bytes: Size | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        if huge_pages not in ("auto", "2MiB", "1GiB"):
+            raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
+        given: Any = nbytes  # a size, or what `empty_like` has arranged
+        nest = given if isinstance(given, Nest) else None
+        size = _positive("nbytes", given if nest is None else nest.nbytes)
+        row = None if row_bytes is None else _positive("row_bytes", row_bytes)
+        page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
+        plan = Plan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
+        pieces = [(0, plan.nbytes, row or 1)]
+        if nest is not None:
+            places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
+            pieces = [(place.offset, place.nbytes, row if row and place.has_rows_of(row) else 0) for place in places]
+        memory = HostRange(plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=plan.huge_page_bytes)
+        self._begin(plan, memory, ends_of_chunks(pieces, memory.nbytes, plan.chunk_bytes), progress)
+
+    @classmethod
+    def empty_like(
+        cls,
+        tree: Any,
+        *,
+        budget: HostBudget | None = None,
+        shared: bool = False,
+        numa_node: int | Literal["auto"] | None = "auto",
+        huge_pages: Literal["auto", "2MiB", "1GiB"] = "auto",
+        chunk_bytes: Size = "128MiB",
+        row_bytes: Size | None = None,
+        device: torch.device | str | int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> HostRegion:
+        """Make a region with a place for each tensor of a tree, whose views `tree` returns.
+
+        Chunks end where tensors end. A tensor of more than `chunk_bytes` is one chunk, unless its first dimension
+        advances by a multiple of `row_bytes`: then chunks end at multiples of it from the tensor's beginning.
+
+        Args:
+            tree: containers as in a batch. Only shapes, dtypes and strides are read, so tensors may be on any device,
+                meta included. Dense strides are kept; other tensors become contiguous.
+            budget: see the class, as for all that follow.
+            shared: see the class.
+            numa_node: see the class.
+            huge_pages: see the class.
+            chunk_bytes: see the class.
+            row_bytes: see above.
+            device: see the class.
+            progress: see the class.
+
+        Raises:
+            LayoutError: a tensor is sparse, quantised, nested or of a subclass.
+            ValueError: the tree has no tensor with elements; and as the class, which raises other errors, too.
+        """
+        nest: Any = arrange(tree)
+        return cls(
+            nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages, chunk_bytes=chunk_bytes,
+            row_bytes=row_bytes, device=device, progress=progress,
+        )  # fmt: skip
+
+    @classmethod
+    def from_handle(cls, handle: RegionHandle, *, device: torch.device | str | int | None = None) -> HostRegion:
+        """Map the region of another process, with the same chunks, and page-lock it in this one.
+
+        Blocks until the first chunk is page-locked. The memory is counted once in the region's budget, and lives until
+        all processes have closed it or ended.
+
+        Args:
+            handle: what `handle` returned there.
+            device: whose context page-locks; see the class.
+
+        Raises:
+            OSError: this process may open or map no more files.
+        """
+        region = cls.__new__(cls)
+        plan, fd = handle._plan, os.dup(handle._fd)
+        memory = HostRange(plan.nbytes, device, None, shared=True, huge_page_bytes=plan.huge_page_bytes, fd=fd)
+        region._begin(plan, memory, handle._ends, None)
+        return region
+
+    def _begin(
+        self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+    ) -> None:
+        """Count the memory, begin to page-lock it, and see that it is freed."""
+        self._plan = plan
+        self._exporter: Any = None
+        try:
+            inode = os.fstat(memory.fd).st_ino if memory.is_shared and memory.fd is not None else None
+            on_end = int if plan.budget is None else Claim(plan.budget, memory.nbytes, inode).release
+        except BaseException:
+            memory.free()
+            raise
+        self._chunks = Chunks(memory, ends, progress, on_end)
+        self._chunks.start()
+        bytes_type: Any = type("RegionBytes", (ctypes.c_ubyte * plan.nbytes,), {"__slots__": ("chunks", "life")})
+        exporter = bytes_type.from_address(memory.address)
+        exporter.chunks, exporter.life = self._chunks, np.empty(0)  # not the exporter: see `Lease._export`
+        reaper.watch(exporter.life, self._chunks.reap)
+        self._exporter = exporter
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for, or up to the end of the tree's last tensor; without what rounds it up to whole pages."""
+        return self._plan.nbytes
+
+    @property
+    def kind(self) -> Literal["registered", "allocated", "pageable"]:
+        """How the memory is page-locked: by ``cudaHostRegister``, by ``cudaHostAlloc``, or not at all."""
+        return self._chunks.kind  # type: ignore[return-value]
+
+    @property
+    def reason(self) -> str:
+        """Why it isn't registered; empty if it is."""
+        return self._chunks.reason
+
+    def tensor(
+        self, shape: tuple[int, ...] | int | None = None, dtype: torch.dtype = torch.uint8, *, offset: int = 0
+    ) -> torch.Tensor:
+        """Return a part of the region as a contiguous tensor, which keeps the memory alive. It is zero at first.
+
+        Args:
+            shape: of the tensor; None for all elements from `offset` on, in one dimension.
+            dtype: torch's.
+            offset: of the first byte, a multiple of the dtype's size.
+
+        Raises:
+            ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
+            PinningError: the region is closed, or this is a forked child that hasn't the memory.
+        """
+        self._check(inherits=True)
+        size = dtype.itemsize
+        if shape is None:
+            shape = max(self._plan.nbytes - offset, 0) // size
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(sizes) * size
+        if min(sizes, default=0) < 0 or offset < 0 or offset % size or offset + nbytes > self._plan.nbytes:
+            raise ValueError(
+                f"a tensor of shape {list(sizes)} and {dtype} at byte {offset} doesn't fit the region: it needs "
+                f"{nbytes} bytes from a multiple of {size}, and the region has {self._plan.nbytes}"
+            )
+        place = Place(offset, nbytes, dtype, sizes, contiguous_stride(sizes))
+        check_is_whole(
+            place, self._chunks.inside(offset, offset + nbytes), self._plan.row_bytes, self._plan.chunk_bytes
+        )
+        return self._view(place)
+
+    def tree(self) -> Any:
+        """Return the tree that `empty_like` was given, with views of the region in the places of its tensors.
+
+        Leaves that aren't tensors are those of that tree. Views keep the memory alive.
+
+        Raises:
+            ValueError: the region was made without a tree.
+            PinningError: as `tensor`.
+        """
+        if self._plan.nest is None:
+            raise ValueError(
+                "the region has no tree: it was made of a size; use HostRegion.empty_like(tree), or tensor()"
+            )
+        structure, leaves, _ = self._plan.nest
+        views = {id(place): self._view(place) for place in leaves if isinstance(place, Place)}  # one for a tied tensor
+        return structure.rebuild([views.get(id(leaf), leaf) for leaf in leaves])
+
+    def _view(self, place: Place) -> torch.Tensor:
+        exporter = self._check(inherits=True)
+        if place.nbytes == 0:
+            return torch.empty(place.shape, dtype=place.dtype, device="cpu")
+        count = place.nbytes // place.dtype.itemsize
+        flat = torch.frombuffer(exporter, dtype=place.dtype, count=count, offset=place.offset)
+        return flat.as_strided(place.shape, place.stride, 0)
+
+    def query(self) -> bool:
+        """Say whether all of the region is ready, so that `synchronize` returns, or raises, at once. Doesn't block."""
+        self._check()
+        return self._chunks.is_ready(self._plan.nbytes)
+
+    def synchronize(self, nbytes: Size | None = None, *, timeout: float | None = None) -> None:
+        """Wait until the region is ready, page-locked if its kind is.
+
+        Args:
+            nbytes: waits for that many bytes from its beginning; None for all.
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            PinningError: a later chunk was refused, so the region is pageable; or it is closed.
+            TimeoutError: it isn't ready in time.
+            ValueError: the region has fewer bytes, or `timeout` is negative.
+        """
+        self._check()
+        if timeout is not None:
+            check_timeout(timeout)
+        size = self._plan.nbytes if nbytes is None else parse_bytes(nbytes)
+        if size > self._plan.nbytes:
+            raise ValueError(
+                f"the region has {self._plan.nbytes} bytes, and {size} can't be waited for; pass at most these"
+            )
+        self._chunks.wait(size, timeout)
+
+    def guard(self, event: Fence) -> None:
+        """Keep the memory until an event is done, even if the region and all views are dropped. Doesn't block.
+
+        For copies that torch makes without waiting (``non_blocking=True``), or your own kernels. A stager's copies need
+        none. Events that are done are dropped when another is added.
+
+        Args:
+            event: recorded behind the work; a stream will do, too.
+        """
+        self._check()
+        self._chunks.guard(event)
+
+    def handle(self) -> RegionHandle:
+        """Return what another process needs for `from_handle`.
+
+        Raises:
+            ValueError: the region wasn't made with ``shared=True``.
+            PinningError: the region is closed, or this is a forked child.
+        """
+        self._check()
+        memory = self._chunks.memory
+        if not memory.is_shared or memory.fd is None:
+            raise ValueError("the region isn't shared: only a region made with shared=True has a handle")
+        return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
+
+    def close(self) -> None:
+        """Refuse new views, and free the memory when the last view is gone. May be called again.
+
+        Doesn't block: a thread unregisters the chunks. Each may wait for the device (64 chunks 13 s behind kernels of
+        0.2 s), so call this in idle moments.
+        """
+        self._exporter = None
+
+    def _check(self, *, inherits: bool = False) -> Any:
+        if self._exporter is None:
+            raise PinningError("the region is closed; make another one")
+        if os.getpid() != self._chunks.pid and not (inherits and self._chunks.memory.is_shared):
+            raise PinningError(
+                "the region belongs to the parent of this forked process; make it with shared=True and use its views, "
+                "or pass its handle() to a process that is spawned"
+            )
+        return self._exporter
+
+    def __enter__(self) -> HostRegion:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a region can't be copied or pickled: {self!r}; pass its handle() to other processes")
+
+    def __repr__(self) -> str:
+        state = (
+            "closed" if self._exporter is None else f"{format_bytes(min(self._chunks.ready, self._plan.nbytes))} ready"
+        )
+        return f"<HostRegion {format_bytes(self._plan.nbytes)} {self.kind}, {state}>"
+
+
+def _positive(name: str, size: Size) -> int:
+    nbytes = parse_bytes(size)
+    if nbytes == 0:
+        raise ValueError(f"{name} must be more than 0 bytes: {size!r}")
+    return nbytes

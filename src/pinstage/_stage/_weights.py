@@ -1,0 +1,242 @@
+"""`Stager.load_weights`: a checkpoint's tensors are copied into the tensors of a module or dict, in waves.
+
+::
+
+    tensors       mapping, pairs, or safetensors' safe_open; read in its order, one wave at a time
+    known names   all names, shapes and devices are checked before the first byte is written
+    each wave     {name: host tensor} --to_device(out=)--> {name: destination}; meta tensors are made just before
+
+The packing threads take the page faults of mapped files, each wave while the one before is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from .._compat.calls import changes_its_loading
+
+WAVE_BYTES = 256 << 20
+"""Bytes of host tensors that are handed to the stager at once, and that a generator's tensors can hold meanwhile."""
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that a module and a checkpoint don't share; ``torch.nn.Module.load_state_dict`` returns the same pair."""
+
+    missing_keys: list[str]
+    """Names of tensors that weren't loaded, under this name or another."""
+    unexpected_keys: list[str]
+    """Names that the module or dict doesn't have."""
+
+
+class Checkpoint(NamedTuple):
+    """Host tensors by name."""
+
+    shapes: dict[str, tuple[int, ...] | None] | None
+    """None where names aren't known beforehand, and for values that aren't tensors."""
+    read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
+    """Reads the tensors of names, or all where names aren't known."""
+
+    @classmethod
+    def of(cls, tensors: Any) -> Checkpoint:
+        if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
+            shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            return cls(shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names))
+        if isinstance(tensors, Mapping):
+            shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
+            return cls(shapes, lambda names: ((name, tensors[name]) for name in names))
+        if isinstance(tensors, Iterable):
+            return cls(None, lambda _: iter(tensors))
+        raise TypeError(
+            f"tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: a "
+            f"{type(tensors).__name__}. Pass for example torch.load(path, mmap=True)"
+        )
+
+
+class Destination:
+    """The tensors of a module or dict.
+
+    Attributes:
+        tensors: by name, those that a checkpoint has.
+        keys: by name, equal for names that share a tensor or its memory.
+    """
+
+    def __init__(self, target: Any, device: torch.device, *, strict: bool) -> None:
+        self._target, self._device, self._strict = target, device, strict
+        if isinstance(target, torch.nn.Module):
+            for path, module in target.named_modules():
+                if changes_its_loading(module):
+                    raise TypeError(
+                        f"load_weights can't load {path or 'the module'}: {type(module).__name__} has a "
+                        "_load_from_state_dict of its own, a load hook or extra state. Use load_state_dict, or pass a "
+                        "dict of its tensors"
+                    )
+            self.tensors: dict[str, torch.Tensor] = target.state_dict(keep_vars=True)
+            buffers = target.named_buffers(remove_duplicate=False)
+            self._all = {**dict(target.named_parameters(remove_duplicate=False)), **dict(buffers)}
+        elif isinstance(target, dict):
+            for name, tensor in target.items():
+                if not isinstance(tensor, torch.Tensor):
+                    raise TypeError(f"{name} must be a tensor to load into: {type(tensor).__name__}. Leave it out")
+            self.tensors = self._all = target
+        else:
+            raise TypeError(f"load_weights loads a torch.nn.Module or a dict of tensors: {type(target).__name__}")
+        self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
+
+    def problem_of(self, name: str, shape: tuple[int, ...] | None) -> str | None:
+        """Return why a tensor of this shape can't be loaded; None if it can."""
+        tensor = self._all[name]
+        if shape is None:
+            return f"{name} in state_dict isn't a tensor."
+        if tuple(tensor.shape) != shape:
+            return (
+                f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from checkpoint, the shape "
+                f"in current model is {tensor.shape}."
+            )
+        if _is_dtensor(tensor):
+            dtensor: Any = tensor
+            if not {type(placement).__name__ for placement in dtensor.placements} <= {"Shard", "Replicate"}:
+                return f"{name} has placements {dtensor.placements}; load_weights knows plain Shard and Replicate."
+        elif tensor.is_meta and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"{name} is a {type(tensor).__name__} on meta; make it before."
+        device = _local(tensor).device
+        if device.type != "meta" and device != self._device:
+            return f"{name} is on {device}, the stager is for {self._device}; move it, or make a stager for its device."
+        return None
+
+    def check(self, loaded: set[Any], unexpected: list[str], problems: list[str]) -> None:
+        """Raise the error of `load_state_dict`, if anything is wrong.
+
+        Args:
+            loaded: keys of the tensors that are loaded, or will be.
+            unexpected: names that aren't here.
+            problems: found by `problem_of`.
+        """
+        missing = self.missing(loaded)
+        meta = [name for name, tensor in self._all.items() if tensor.is_meta and self.keys[name] not in loaded]
+        listed = {
+            "Missing key(s) in state_dict: ": missing if self._strict else [],
+            "Unexpected key(s) in state_dict: ": unexpected if self._strict else [],
+            "Still on meta after loading: ": [name for name in meta if not self._strict or name not in missing],
+        }
+        lines = [what + ", ".join(f'"{name}"' for name in names) + ". " for what, names in listed.items() if names]
+        if lines or problems:
+            self.refuse([*lines, *problems])
+
+    def missing(self, loaded: set[Any]) -> list[str]:
+        return [name for name in self.tensors if self.keys[name] not in loaded]
+
+    def refuse(self, problems: list[str]) -> NoReturn:
+        lines = "\n\t".join(problems)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(self._target).__name__}:\n\t{lines}")
+
+    def part_of(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of global shape."""
+        tensor: Any = self._all[name]
+        if _is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            if mesh.get_coordinate() is None:  # this rank has no part
+                return source.new_empty(0)
+            for placement, index, count in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True):
+                if placement.is_shard():  # as torch.chunk splits; a second shard splits the part of the first
+                    size = source.shape[placement.dim]
+                    begin = min(index * -(-size // count), size)
+                    source = source.narrow(placement.dim, begin, min(-(-size // count), size - begin))
+        return source
+
+    def local(self, name: str) -> torch.Tensor:
+        """Return the plain tensor to write to; one on meta is made first, for all names that share it."""
+        tensor = self._all[name]
+        if not tensor.is_meta:
+            return _local(tensor)
+        meta = _local(tensor)
+        made = part = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self._device)
+        if _is_dtensor(tensor):
+            dtensor: Any = tensor
+            made = type(dtensor).from_local(
+                part, dtensor.device_mesh, dtensor.placements, shape=tensor.shape, stride=tensor.stride()
+            )
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        for other in [other for other, shared in self._all.items() if shared is tensor]:
+            self._all[other] = made
+            if isinstance(self._target, torch.nn.Module):
+                path, _, key = other.rpartition(".")
+                setattr(self._target.get_submodule(path), key, made)
+            else:
+                self._target[other] = made
+        return part
+
+
+@torch.no_grad()
+def load_weights(
+    to_device: Callable[..., Any], device: torch.device, target: Any, tensors: Any, *, strict: bool
+) -> IncompatibleKeys:
+    """See `Stager.load_weights`."""
+    checkpoint, destination = Checkpoint.of(tensors), Destination(target, device, strict=strict)
+    shapes = checkpoint.shapes or {}
+    unexpected = [name for name in shapes if name not in destination.tensors]
+    known = {name: shape for name, shape in shapes.items() if name in destination.tensors}
+    problems = [problem for name, shape in known.items() if (problem := destination.problem_of(name, shape))]
+    hoped = destination.tensors if checkpoint.shapes is None else known
+    destination.check({destination.keys[name] for name in hoped}, unexpected, problems)
+    loaded: set[Any] = set()
+    # Of names that share a tensor the module's last, as in `load_state_dict`; read in the checkpoint's order.
+    last = {destination.keys[name]: name for name in destination.tensors if name in known}
+    names = [name for name in known if last[destination.keys[name]] == name]
+    for wave in _waves(checkpoint.read(names), destination, unexpected, strict=strict):
+        to_device(wave, out={name: destination.local(name) for name in wave})
+        loaded.update(destination.keys[name] for name in wave)
+    destination.check(loaded, unexpected, [])
+    return IncompatibleKeys(destination.missing(loaded), unexpected)
+
+
+def _waves(
+    pairs: Iterator[tuple[str, torch.Tensor]], destination: Destination, unexpected: list[str], *, strict: bool
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's parts of tensors that have a place, by name; note other names."""
+    wave: dict[Any, tuple[str, torch.Tensor]] = {}
+    nbytes = 0
+    for name, tensor in pairs:
+        if name in destination.tensors:
+            if problem := destination.problem_of(name, _shape_of(tensor)):
+                destination.refuse([problem])
+            part = destination.part_of(name, tensor)
+            wave[destination.keys[name]] = name, part
+            nbytes += part.nbytes
+        elif strict:
+            destination.refuse([f'Unexpected key(s) in state_dict: "{name}". '])
+        else:
+            unexpected.append(name)
+        if nbytes >= WAVE_BYTES:
+            yield dict(wave.values())
+            wave, nbytes = {}, 0
+    if wave:
+        yield dict(wave.values())
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # else there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or this rank's part of a DTensor."""
+    dtensor: Any = tensor
+    return dtensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def _key_of(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors of the same memory."""
+    local = _local(tensor)
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
+
+
+def _shape_of(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,318 @@
+"""`frozen_module`: a module that isn't trained is kept on the host, and is on the device inside a block.
+
+::
+
+    module's tensors --once--> slabs of the pool          outside the block, the module's tensors are views of them
+    onload            one copy per block, side stream --> device blocks
+    with handle:      the module's tensors are views of the blocks
+    end of the block  changed buffers are copied back;    the blocks are freed
+
+Memory is copied by storage, not by tensor, so that tied weights, views and strides stay as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from .._compat.storages import version_of
+from .._pool import SlabPool, check_pool
+from .._sizes import format_bytes
+from .._stage import Arrival, Shuttle, shuttle_for, target_for
+from ..errors import BudgetExceededError
+from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of, view_of
+from ._offloaded import Offloaded, OffloadedStats
+
+SLAB_BYTES = 256 << 20
+"""Tensors are gathered in slabs of at most this size; a larger one has a slab of its own. From about 16 MiB on, one
+copy has the bandwidth of the bus."""
+
+ACQUIRE_SECONDS = 60.0
+"""Timeout for a slab, as a `Stager` has it."""
+
+_holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDictionary()
+"""Owners of tensors: by the tensor's id, and by its storage's address on the host."""
+
+
+class Held(NamedTuple):
+    """A parameter or buffer, and its place."""
+
+    owner: str
+    """Path of the submodule."""
+    path: str
+    tensor: torch.Tensor
+    """The module's own object."""
+    block: int
+    begin: int
+    """Byte offset in the block."""
+    host: torch.Tensor
+    """View of the slab: the tensor's content outside the ``with`` block."""
+
+    def is_at(self, memory: torch.Tensor) -> bool:
+        """Say whether the tensor is this part of a slab or block."""
+        return not self.tensor.numel() or self.tensor.data_ptr() == memory.data_ptr() + self.begin
+
+
+class FrozenModule(Offloaded):
+    """A module on the host, unless its block is entered."""
+
+    def __init__(self, module: torch.nn.Module, pool: SlabPool, shuttle: Shuttle) -> None:
+        self._module = module
+        self._shuttle = shuttle
+        self._arrivals: list[Arrival] = []
+        self._versions: list[int] = []
+        self._inside = False
+        tensors = _tensors_of(module)
+        for path, tensor in tensors.items():
+            _check(path, tensor)
+        with torch.inference_mode(False):
+            self._blocks, self._held = _move_to_slabs(tensors, pool)
+        self._keys = {id(held.tensor) for held in self._held}
+        self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
+        _holders.update(dict.fromkeys(self._keys, self))
+
+    def stats(self) -> OffloadedStats:
+        """Return how many bytes are where. Doesn't block."""
+        device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
+        return OffloadedStats(host_bytes=sum(block.numel() for block in self._blocks), device_bytes=device_bytes)
+
+    def onload(self) -> None:
+        """Start copying to the device, behind earlier work of the current stream. Doesn't block.
+
+        The module's tensors stay on the host until the block is entered. To overlap the copy with other work, call this
+        before you enqueue that work.
+
+        Raises:
+            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or the handle was closed.
+            torch.OutOfMemoryError: the device has too little memory; everything is as before.
+        """
+        if self._arrivals:
+            return
+        now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
+        moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
+        moved.update(held.path for held in self._held if not held.is_at(self._blocks[held.block]))
+        if moved:
+            raise RuntimeError(
+                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, added or removed outside the block, or "
+                "the handle was closed. Change tensors in place, or make a new handle"
+            )
+        self._versions = [version_of(held.tensor) for held in self._held]
+        try:
+            for block in self._blocks:
+                arrival = self._shuttle.fetch(block, None)
+                self._arrivals.append(arrival)
+                keep_until(arrival.event, block)
+        except BaseException:
+            self._drop()
+            raise
+
+    def __enter__(self) -> Self:
+        if self._inside:
+            raise RuntimeError(f"{self!r} is on the device already; leave its other block first")
+        if self._arrivals and self._versions != [version_of(held.tensor) for held in self._held]:
+            self._drop()  # changed on the host since `onload`
+        self.onload()
+        for arrival in self._arrivals:
+            self._shuttle.hand_over(arrival)
+        self._inside = True
+        with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
+            for held in self._held:
+                storage = self._arrivals[held.block].there.untyped_storage()
+                held.tensor.data = view_of(storage, held.begin, held.host.dtype, held.host.shape, held.host.stride())
+        return self
+
+    def offload(self) -> None:
+        """Return the module's tensors to the host, and free the device memory behind the current stream's work.
+
+        Blocks only if buffers have changed: until they are copied back. All buffers of a submodule are copied if the
+        version of one has changed, since kernels of batch norm count batches, but no changes of the statistics.
+
+        Raises:
+            RuntimeError: a parameter was changed, or a tensor was moved, inside the block; the change is dropped.
+        """
+        if not self._inside:
+            self._drop()
+            return
+        lost, changed = [], set()
+        for held, version in zip(self._held, self._versions, strict=True):
+            is_there = held.is_at(self._arrivals[held.block].there)
+            if (is_there and version_of(held.tensor) == version) or held.is_at(self._blocks[held.block]):
+                continue  # as before, or back already by a call that an interrupt ended
+            if is_there and not _is_parameter(held.tensor):
+                changed.add(held.owner)
+            else:
+                lost.append(held.path)
+        for event in [
+            self._copy_back(held) for held in self._held if held.owner in changed and not _is_parameter(held.tensor)
+        ]:
+            if event is not None:
+                event.synchronize()
+        for held in self._held:
+            held.tensor.data = held.host
+        self._inside = False
+        self._arrivals.clear()
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)} of {self!r} changed inside the block; the change is dropped. Change parameters in "
+                "place outside the block, where they are on the host; train a module without frozen_module"
+            )
+
+    def close(self) -> None:
+        """Return the module to the host for good. May be called again.
+
+        The slabs return to the pool when the module's tensors die or are moved, for example by ``module.to("cuda")``.
+        """
+        self.offload()
+        for key in self._keys:
+            _holders.pop(key, None)
+        self._held, self._blocks = [], []
+
+    def _copy_back(self, held: Held) -> Any:
+        """Copy a buffer to its slab; return the event, None if it is done."""
+        first, last = range_of(held.host) if held.host.numel() else (0, 0)
+        part = slice(held.begin, held.begin + last - first)
+        return self._shuttle.leave(self._arrivals[held.block].there[part], self._blocks[held.block][part], None)
+
+    def _drop(self) -> None:
+        """Free the device memory of copies that no block has used."""
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            drop_arrival(self._shuttle, arrival)
+
+    def __del__(self) -> None:
+        for arrival in self._arrivals:
+            keep_until(arrival.event, arrival.there)
+
+    def __repr__(self) -> str:
+        return f"<{type(self._module).__name__} in frozen_module, to {self._shuttle.device}>"
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers by path, each object once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _check(path: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that can't be held: it is trained, has no plain memory or no content, or is held already."""
+    if tensor.requires_grad:
+        why = "requires grad; call module.requires_grad_(False), or leave the module on the device"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not has_plain_memory(tensor):
+        why = f"has no plain memory: {type(tensor).__name__}, {tensor.layout}; leave the module on the device"
+    elif tensor.is_meta or tensor.is_inference():
+        why = "is on meta, or was made in inference mode; load the module's weights first, outside inference mode"
+    elif (key := id(tensor)) in _holders or (key := tensor.untyped_storage().data_ptr()) in _holders:
+        why = f"is held already: {_holders[key]!r}; close that handle first"
+    else:
+        return
+    raise ValueError(f"frozen_module can't hold {path}: it {why}")
+
+
+def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
+    """Move the memory of tensors to slabs, by storage; return the parts of slabs to copy, uint8 ``[n]``, and places.
+
+    Parameters share blocks, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
+    storage with tensors of other dtypes.
+    """
+    ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
+    kinds: dict[int, str] = {}  # by the same: empty for parameters
+    for tensor in tensors.values():
+        begin, end = range_of(tensor) if tensor.numel() else (0, 0)
+        address = tensor.untyped_storage().data_ptr()
+        least, most = ranges.get(address, (begin, end))
+        ranges[address] = min(least, begin // ALIGNMENT * ALIGNMENT), max(most, end)
+        kinds[address] = max(kinds.get(address, ""), "" if _is_parameter(tensor) else str(tensor.dtype))
+    sizes: list[int] = []  # of slabs
+    blocks: list[list[int]] = []  # slab, first byte, bytes
+    places: dict[int, tuple[int, int]] = {}  # by the storage's address: block, and offset there
+    last = ""
+    for address in sorted(ranges, key=kinds.__getitem__):
+        begin, end = ranges[address]
+        nbytes = max(ALIGNMENT, -((begin - end) // ALIGNMENT) * ALIGNMENT)
+        if not sizes or sizes[-1] + nbytes > SLAB_BYTES:
+            sizes.append(0)
+        if not sizes[-1] or kinds[address] != last:
+            blocks.append([len(sizes) - 1, sizes[-1], 0])
+            last = kinds[address]
+        places[address] = len(blocks) - 1, blocks[-1][2]
+        blocks[-1][2] += nbytes
+        sizes[-1] += nbytes
+    if sum(sizes) > pool.max_bytes:
+        raise BudgetExceededError(
+            f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes {format_bytes(pool.max_bytes)}; "
+            "pass a larger max_bytes to SlabPool",
+            requested_bytes=sum(sizes),
+            max_bytes=pool.max_bytes,
+        )
+    slabs = []
+    for nbytes in sizes:
+        lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
+        slabs.append(lease.numpy())
+        lease.release()  # the view keeps the slab
+    parts = [torch.from_numpy(slabs[slab][begin : begin + nbytes]) for slab, begin, nbytes in blocks]
+    storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, else torch.save refuses unlike dtypes
+    held = []
+    for path, tensor in tensors.items():
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        (begin, end), (block, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
+        if storage.data_ptr() not in storages:
+            own = parts[block][start : start + end - begin]
+            own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if end > begin else torch.empty_like(own)
+            own.copy_(bytes_of(storage, begin, end))
+            storages[storage.data_ptr()] = own.untyped_storage()
+        host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
+        tensor.data = host  # at once, so that its old memory can be freed
+        held.append(Held(path.rpartition(".")[0], path, tensor, block, start + offset - begin, host))
+    return parts, held
+
+
+def frozen_module(
+    module: torch.nn.Module, pool: SlabPool, *, device: torch.device | str | int | None = None
+) -> Offloaded:
+    """Keep a module that isn't trained on the host, and bring it to the device for the duration of a block.
+
+    ::
+
+        encoder = ps.offload.frozen_module(pipeline.text_encoder, pool)
+        transformer = ps.offload.frozen_module(pipeline.transformer, pool)
+
+        encoder.onload()
+        with encoder:
+            transformer.onload()  # copied while the encoder computes
+            embeddings = pipeline.text_encoder(tokens)
+        with transformer:
+            ...
+
+    Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of the slabs, in the
+    same `Parameter` objects, so ``state_dict()`` works and in-place changes count. The block makes them views of device
+    memory, a few large copies, ordered behind the current stream. Its end frees that memory behind the current stream's
+    work; the next block copies from the slabs again. Views that you keep of either stay valid, and keep their memory.
+
+    The end of the block copies changed buffers back. A parameter that was changed in the block is an error. Hooks, tied
+    weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as with
+    ``module.to``. Backward through the module, for inputs that require grad, belongs in the block.
+
+    Args:
+        module: no parameter requires grad, and no other handle holds any. May be on any device.
+        pool: source of the slabs: of at most 256 MiB each, larger for a larger tensor. They are in use as long as the
+            tensors live. Copies from a pool over page-locked memory have the bandwidth of the bus.
+        device: the block's device; None: the current CUDA device, or the CPU where CUDA isn't available.
+
+    Returns:
+        The handle: ``with handle:``, ``onload()`` to start the copy early, ``stats()``, ``close()``. Not for use by
+        several threads at the same time.
+
+    Raises:
+        TypeError: `module` isn't a module, or `pool` not a `SlabPool`.
+        ValueError: a parameter or buffer requires grad, has no plain memory, or is held already; the error names it.
+        BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as after every error.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module: {module!r}")
+    check_pool(pool)
+    return FrozenModule(module, pool, shuttle_for(target_for(device).device))

@@ -1,0 +1,193 @@
+"""Frozen modules on the device: bit-equal, overlapped, and with no more device memory than the modules need."""
+
+import pytest
+import torch
+from latch import Latch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import pinstage as ps
+from pinstage._stage import shuttle_for
+from pinstage.offload import frozen_module
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool(cuda_device):
+    with ps.SlabPool("2GiB", memory=ps.memory.default_memory(cuda_device)) as pool:
+        yield pool
+        torch.cuda.synchronize(cuda_device)
+
+
+def make(seed, width=2048, layers=4):
+    """Return a module of 16 MiB per layer, on the host."""
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(width, width) for _ in range(layers)]
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(width)).requires_grad_(False)
+
+
+def content_of(module):
+    return [tensor.clone() for tensor in module.state_dict().values()]
+
+
+def assert_equal(some, others):
+    assert all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("start", ["cpu", "cuda"])
+def test_outputs_and_statistics_are_those_of_a_module_on_the_device(cuda_device, pool, start):
+    plain, module = make(0).to(cuda_device), make(0).to(start)
+    x = torch.randn(64, 2048, device=cuda_device)
+    handle = frozen_module(module, pool, device=cuda_device)
+    for _ in range(3):
+        expected = plain(x)
+        with handle:
+            assert {tensor.device for tensor in module.state_dict().values()} == {cuda_device}
+            found = module(x)
+        assert torch.equal(found, expected)
+        assert all(tensor.device.type == "cpu" for tensor in module.state_dict().values())
+        assert all(tensor.is_pinned() for tensor in module.parameters())
+    assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])
+
+
+def test_the_next_module_is_copied_while_this_one_computes(cuda_device, pool, latch: Latch):
+    first, second = (frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(2))
+    for handle in (first, second):
+        with handle:  # allocations and kernels before the latch
+            pass
+    torch.cuda.synchronize(cuda_device)
+    with first, latch:
+        second.onload()
+        latch.hold(torch.cuda.current_stream(cuda_device))  # the computation
+        copied = torch.cuda.Event()
+        copied.record(shuttle_for(cuda_device)._back)
+        copied.synchronize()  # though the current stream is held
+        assert second.stats().device_bytes > 0
+    second.offload()
+
+
+def test_device_memory_is_free_after_the_block(cuda_device, pool):
+    torch.cuda.synchronize(cuda_device)
+    before = torch.cuda.memory_allocated(cuda_device)
+    handle = frozen_module(make(0), pool, device=cuda_device)
+    for _ in range(2):
+        with handle:
+            assert torch.cuda.memory_allocated(cuda_device) - before >= 64 * MIB
+        assert torch.cuda.memory_allocated(cuda_device) == before
+    handle.onload()
+    handle.offload()
+    torch.cuda.synchronize(cuda_device)
+    assert torch.cuda.memory_allocated(cuda_device) == before
+
+
+def test_modules_in_turn_need_the_memory_of_two(cuda_device, pool):
+    """The host runs ahead of all copies and kernels."""
+    handles = [frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(3)]
+    x = torch.randn(64, 2048, device=cuda_device)
+    expected = x
+    for handle in handles:
+        with handle:
+            expected = handle._module(expected)
+    torch.cuda.synchronize(cuda_device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(cuda_device)
+    before = torch.cuda.memory_reserved(cuda_device)
+    for _ in range(3):
+        y = x
+        handles[0].onload()
+        for number, handle in enumerate(handles):
+            with handle:
+                if number + 1 < len(handles):
+                    handles[number + 1].onload()
+                y = handle._module(y)
+        assert torch.equal(y, expected)
+    module_bytes = max(handle.stats().host_bytes for handle in handles)
+    assert torch.cuda.max_memory_reserved(cuda_device) - before <= 2 * module_bytes + 16 * MIB
+
+
+def test_too_little_device_memory_leaves_everything_as_before(cuda_device, pool):
+    handle = frozen_module(make(0, layers=20), pool, device=cuda_device)
+    expected = content_of(handle._module)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(cuda_device).total_memory
+    before = torch.cuda.memory_allocated(cuda_device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(cuda_device) + 280 * MIB) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.onload()  # 320 MiB in two slabs: the first has room
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.synchronize(cuda_device)
+    assert torch.cuda.memory_allocated(cuda_device) == before
+    assert_equal(content_of(handle._module), expected)
+    with handle:
+        assert_equal([tensor.cpu() for tensor in content_of(handle._module)], expected)
+
+
+def test_memory_onloaded_on_another_stream_is_not_used_too_early(cuda_device, pool, latch: Latch):
+    handle = frozen_module(make(0).eval(), pool, device=cuda_device)
+    x = torch.randn(64, 2048, device=cuda_device)
+    side = torch.cuda.Stream(cuda_device)
+    side.wait_stream(torch.cuda.current_stream(cuda_device))
+    with torch.cuda.stream(side), handle:  # kernels and workspaces before the latch
+        expected = handle._module(x)
+    noise = [torch.full((16 * MIB,), 255, dtype=torch.uint8, device=cuda_device) for _ in range(4)]
+    del noise
+    torch.cuda.synchronize(cuda_device)
+    with latch:
+        latch.hold(shuttle_for(cuda_device)._back)
+        handle.onload()
+        side.wait_stream(torch.cuda.current_stream(cuda_device))
+        with torch.cuda.stream(side), handle:
+            found = handle._module(x)
+        noise = [torch.full((16 * MIB,), 255, dtype=torch.uint8, device=cuda_device) for _ in range(4)]
+    torch.cuda.synchronize(cuda_device)
+    del noise
+    assert torch.equal(found, expected)
+
+
+def test_a_compiled_module_is_compiled_once(cuda_device, pool):
+    module = make(0, width=256).eval()
+    x = torch.randn(64, 256, device=cuda_device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter)
+    handle = frozen_module(compiled, pool, device=cuda_device)
+    with torch.inference_mode():
+        for _ in range(3):
+            with handle:
+                expected = module(x)
+                torch.testing.assert_close(compiled(x), expected, rtol=1e-3, atol=1e-3)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
+def test_a_recurrent_layer_finds_its_weights_in_one_piece(cuda_device, pool, kind):
+    """cuDNN wants one chunk of memory, and torch warns where it isn't; warnings are errors."""
+    module = kind(64, 64, num_layers=2).to(cuda_device).requires_grad_(False).eval()
+    x = torch.randn(5, 3, 64, device=cuda_device)
+    expected = module(x)[0]
+    with frozen_module(module, pool, device=cuda_device):
+        assert torch.equal(module(x)[0], expected)
+
+
+def test_a_module_goes_to_the_device_that_is_named(two_devices):
+    module, x = make(0, width=256), torch.randn(4, 256, device=two_devices[1])
+    with ps.SlabPool("64MiB", memory=ps.memory.default_memory(two_devices[1])) as pool:
+        handle = frozen_module(module, pool, device=two_devices[1])
+        with torch.cuda.device(two_devices[0]), handle:
+            assert module(x).device == two_devices[1]
+        handle.close()
+        torch.cuda.synchronize(two_devices[1])
+
+
+def test_compiled_modules_change_their_buffers(cuda_device, pool):
+    plain, module = make(0, width=256).to(cuda_device), make(0, width=256)
+    x = torch.randn(64, 256, device=cuda_device)
+    compiled = torch.compile(module, backend="aot_eager")
+    handle = frozen_module(module, pool, device=cuda_device)
+    for _ in range(3):
+        with torch.no_grad(), handle:
+            assert torch.equal(compiled(x), plain(x))
+    assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])

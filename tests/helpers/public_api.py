@@ -1,0 +1,159 @@
+"""The public surface as text, read from the source: names, arguments, types.
+
+As a program it writes ``tests/public_api.txt``: ``python tests/helpers/public_api.py``.
+"""
+
+import ast
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pinstage
+
+PACKAGE = Path(pinstage.__file__).parent
+PAGE = Path(__file__).parents[1] / "public_api.txt"
+SUBMODULES = ["checkpoint", "errors", "inspect", "memory", "metrics", "offload"]
+FRAMEWORKS = ["accelerate", "lightning", "ray", "torchdata", "transformers"]
+"""Of `pinstage.integrations`, read without being imported: the frameworks need not be installed."""
+MADE_BY_CALLS = {"HostTransfer", "Layout", "Lease", "Prefetcher", "RegionHandle", "StepTimes", "Transfer"}
+"""Classes that users don't make themselves: how they are made isn't public."""
+
+
+def surface() -> Iterator[str]:
+    """Yield the lines of `PAGE`."""
+    for module, name, thing in public_things():
+        nodes = definitions_of(thing)
+        yield ""
+        if nodes:
+            yield from described(f"{module}.{name}", nodes, vars(sys.modules[thing.__module__]))
+        else:
+            yield f"{module}.{name} = {thing}"
+    for framework in FRAMEWORKS:
+        for node in parsed(PACKAGE / "integrations" / f"{framework}.py").body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                yield ""
+                yield from described(f"pinstage.integrations.{framework}.{node.name}", [node], {})
+
+
+@functools.cache
+def public_things() -> list[tuple[str, str, Any]]:
+    """Return module, name and object of all that is public, except integrations."""
+    found = []
+    for path in ("pinstage", *(f"pinstage.{name}" for name in SUBMODULES)):
+        module = importlib.import_module(path)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == path]
+        names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        found += [(path, name, getattr(module, name)) for name in sorted(names)]
+    return found
+
+
+def is_hidden(thing: object) -> bool:
+    """Say whether something is pinstage's and can't be imported by a public name."""
+    is_ours = getattr(thing, "__module__", "").startswith("pinstage.")
+    return is_ours and all(thing is not public for _, _, public in public_things())
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def definitions_of(thing: Any) -> list[Any]:
+    """Return the nodes that define a function and its overloads, or a class and its hidden bases."""
+    kinds = [kind for kind in getattr(thing, "__mro__", [thing]) if kind is thing or is_hidden(kind)]
+    found = []
+    for kind in kinds if hasattr(thing, "__qualname__") else []:
+        file = sys.modules[kind.__module__].__file__
+        assert file is not None
+        nodes = parsed(Path(file)).body
+        found += [node for node in nodes if getattr(node, "name", None) == kind.__qualname__]
+    return found
+
+
+def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[str]:
+    """Yield the signature of a function, or a class with those of its public members; `names` are of its module."""
+    if isinstance(nodes[0], ast.FunctionDef):
+        yield from (signature(node, name, names) for node in seen_by_type_checkers(nodes))
+        return
+    bases = [ast.unparse(base) for node in nodes for base in node.bases]
+    bases = [base for base in bases if not is_hidden(names.get(base.partition("[")[0]))]
+    yield f"class {name}({', '.join(bases)})" if bases else f"class {name}"
+    seen = {"__init__"} if name.rpartition(".")[2] in MADE_BY_CALLS else set()
+    for node in nodes:
+        members = list(members_of(node, names))
+        yield from (f"    {text}" for member, text in members if member not in seen)
+        seen |= {member for member, _ in members}
+    inits = [part for node in nodes for part in node.body if getattr(part, "name", "") == "__init__"][:1]
+    yield from (f"    {attribute}" for init in inits for attribute in attributes_of(init) if attribute not in seen)
+
+
+def seen_by_type_checkers(nodes: list[Any]) -> list[Any]:
+    """Return the overloads of functions, and the functions without any."""
+    overloads = [node for node in nodes if "overload" in map(ast.unparse, node.decorator_list)]
+    names = {node.name for node in overloads}
+    return [node for node in nodes if node in overloads or node.name not in names]
+
+
+def members_of(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and signature of the public members of a class, as a type checker sees them."""
+    functions = seen_by_type_checkers([part for part in node.body if isinstance(part, ast.FunctionDef)])
+    for part in node.body:
+        match part:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from members_of(part, names)
+            case ast.FunctionDef(name=name) if part in functions and (name == "__init__" or name[0] != "_"):
+                marks = [f"@{ast.unparse(mark)} " for mark in part.decorator_list]
+                yield name, "".join(mark for mark in marks if mark != "@overload ") + signature(part, name, names)
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if name[0] != "_":
+                default = "" if part.value is None else f" = {ast.unparse(resolved(part.value, names))}"
+                yield name, f"{name}: {ast.unparse(kind)}{default}"
+
+
+def attributes_of(init: ast.FunctionDef) -> list[str]:
+    """Return the public attributes that ``__init__`` sets."""
+    stored = (word for word in ast.walk(init) if isinstance(word, ast.Attribute) and isinstance(word.ctx, ast.Store))
+    names = (word.attr for word in stored if isinstance(word.value, ast.Name) and word.value.id == "self")
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+
+
+def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:
+    arguments = node.args
+    arguments.defaults = [resolved(default, names) for default in arguments.defaults]
+    arguments.kw_defaults = [default and resolved(default, names) for default in arguments.kw_defaults]
+    returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
+    return f"{name}({ast.unparse(arguments)}){returns}"
+
+
+def resolved(value: ast.expr, names: dict[str, Any]) -> ast.expr:
+    """Return a default as what it is, not as the name of a constant."""
+    return ast.Constant(names[value.id]) if isinstance(value, ast.Name) and value.id in names else value
+
+
+def hidden_types() -> list[str]:
+    """List the classes of pinstage that stand in a public signature and can't be imported by a public name."""
+    found = set()
+    for module, name, thing in public_things():
+        names = vars(sys.modules[thing.__module__])
+        for node in definitions_of(thing):
+            words = (word.id for kind in annotations_of(node) for word in ast.walk(kind) if isinstance(word, ast.Name))
+            kinds = (names.get(word) for word in words)
+            found |= {f"{module}.{name}: {kind}" for kind in kinds if isinstance(kind, type) and is_hidden(kind)}
+    return sorted(found)
+
+
+def annotations_of(node: Any) -> Iterator[ast.expr]:
+    """Yield the annotations of what is public in a class or function."""
+    is_made = node.name not in MADE_BY_CALLS
+    for part in [node] if isinstance(node, ast.FunctionDef) else node.body:
+        if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
+            yield part.annotation
+        if isinstance(part, ast.FunctionDef) and (is_made if part.name == "__init__" else part.name[0] != "_"):
+            kinds = [word.annotation for word in ast.walk(part.args) if isinstance(word, ast.arg)]
+            yield from (kind for kind in (*kinds, part.returns) if kind is not None)
+
+
+if __name__ == "__main__":
+    PAGE.write_text("".join(f"{line}\n" for line in surface()))

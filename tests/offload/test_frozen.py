@@ -1,0 +1,531 @@
+"""Frozen modules: on the host outside their block, on the device inside, with the same content and the same objects."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from doubles import Interrupts, QueuedShuttle, assert_idle, wait_until
+from torch._dynamo.testing import CompileCounter
+
+import pinstage as ps
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+from pinstage.offload import _frozen, frozen_module
+
+KIB = 1 << 10
+
+
+@pytest.fixture(params=["at once", "late"])
+def shuttle(request, monkeypatch):
+    """Run a test twice: with copies that are done at once, and with copies that are done when they are waited for."""
+    if request.param == "at once":
+        yield None
+        return
+    late = QueuedShuttle(100, 100)
+    monkeypatch.setattr(_frozen, "shuttle_for", lambda _: late)
+    yield late
+    late.run_all()
+    assert late.lost == 0, "memory was freed before a copy was done"
+
+
+@pytest.fixture
+def pool(make_pool, shuttle):
+    pool = make_pool(4 << 20)
+    yield pool
+    if shuttle is not None:
+        shuttle.run_all()
+    gc.collect()
+    wait_until(lambda: not pool.stats().in_flight_slabs)
+    assert_idle(pool)
+
+
+class Tied(torch.nn.Module):
+    """A tied head, views of one storage, odd strides and sizes, and buffers that forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(50, 16)
+        self.head = torch.nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.BatchNorm1d(16)
+        both = torch.randn(2, 16, 16)
+        self.left, self.right = (torch.nn.Parameter(part) for part in both)
+        self.whole = torch.nn.Parameter(both[:, :8])
+        self.turned = torch.nn.Parameter(torch.randn(16, 16).t())
+        self.conv = torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("cache", torch.zeros(8, 16))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scale", torch.randn(5).to(torch.bfloat16), persistent=False)
+        self.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.norm(self.embedding(tokens)) @ self.left @ self.right @ self.turned
+        self.cache[2] = x[0]
+        self.count.add_(1)
+        return self.head(x) * self.scale[0] + self.cache.sum() + self.whole.sum()
+
+
+TOKENS = torch.arange(12)
+
+
+def tensors_of(module):
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def content_of(module):
+    return {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+        for name, tensor in tensors_of(module).items()
+    }
+
+
+def assert_same(module, expected):
+    assert content_of(module).keys() == expected.keys()
+    for name, tensor in tensors_of(module).items():
+        assert torch.equal(tensor, expected[name]), name
+        assert (tensor.stride(), tensor.dtype) == (expected[name].stride(), expected[name].dtype), name
+
+
+def slabs_of(handle):
+    return [range(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in handle._blocks]
+
+
+def is_on_host(module, handle):
+    """Say whether all tensors are in the handle's slabs; fail if only some are."""
+    slabs = slabs_of(handle)
+    found = {
+        any(tensor.data_ptr() in slab for slab in slabs) for tensor in tensors_of(module).values() if tensor.numel()
+    }
+    assert len(found) == 1
+    return found.pop()
+
+
+# -- inside and outside ------------------------------------------------------------------------------------------------
+
+
+def test_outputs_and_statistics_are_those_of_a_run_without(pool):
+    plain, module = Tied(), Tied()
+    expected = [plain(TOKENS) for _ in range(3)]
+    handle = frozen_module(module, pool)
+    for number in range(3):
+        with handle:
+            assert torch.equal(module(TOKENS), expected[number])
+    assert_same(module, content_of(plain))
+    assert int(module.count) == int(module.norm.num_batches_tracked) == 3
+
+
+def test_tensors_are_the_same_objects_in_other_memory(pool):
+    module = Tied()
+    before, objects = content_of(module), tensors_of(module)
+    handle = frozen_module(module, pool)
+    for _ in range(2):
+        assert is_on_host(module, handle)
+        assert_same(module, before)
+        with handle:
+            assert not is_on_host(module, handle)
+            assert_same(module, before)
+            assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+
+
+def test_memory_is_held_once_for_all_views(pool):
+    handle = frozen_module(Tied(), pool)
+    module = handle._module
+    assert len(handle._blocks) == 4  # parameters, and buffers of three dtypes; empty ones are float32
+    assert module.left.data_ptr() + 16 * 16 * 4 == module.right.data_ptr()
+    assert module.whole.data_ptr() == module.left.data_ptr()
+    assert handle.stats().host_bytes < 20 * KIB
+    module.left.fill_(3)
+    with handle:
+        assert module.whole[0].eq(3).all()
+        assert not module.whole[1].eq(3).any()
+
+
+def test_stats_say_how_many_bytes_are_where(pool, shuttle):
+    module = torch.nn.Linear(64, 64).requires_grad_(False)
+    handle = frozen_module(module, pool)
+    nbytes = 64 * 64 * 4 + 512
+    assert (handle.stats().host_bytes, handle.stats().device_bytes) == (nbytes, 0)
+    handle.onload()
+    assert is_on_host(module, handle)
+    assert (handle.stats().host_bytes, handle.stats().device_bytes) == (nbytes, nbytes)
+    with handle:
+        assert handle.stats().device_bytes == nbytes
+    assert handle.stats().device_bytes == 0
+    handle.onload()
+    handle.offload()
+    assert handle.stats().device_bytes == 0
+
+
+def test_changes_on_the_host_reach_the_device(pool):
+    module = Tied()
+    handle = frozen_module(module, pool)
+    module.load_state_dict({name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()})
+    with handle:
+        assert module.head.weight.eq(1).all()
+    handle.onload()
+    module.head.weight.fill_(2)  # after the copy began
+    with handle:
+        assert module.embedding.weight.eq(2).all()
+
+
+def test_state_dicts_can_be_taken_and_saved_outside(pool, tmp_path):
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    torch.save(module.state_dict(), tmp_path / "weights")
+    with handle:
+        pass
+    other = Tied()
+    other.load_state_dict(torch.load(tmp_path / "weights"))
+    assert_same(other, expected)
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("made", [torch.inference_mode, contextlib.nullcontext])
+def test_inference_mode_leaves_ordinary_tensors(pool, inside, made):
+    plain, module = Tied(), Tied()
+    expected = plain(TOKENS)
+    with made():
+        handle = frozen_module(module, pool)
+    with inside(), handle:
+        found = module(TOKENS)
+    assert torch.equal(found, expected)
+    assert_same(module, content_of(plain))
+    assert not any(tensor.is_inference() for tensor in tensors_of(module).values())
+
+
+def test_gradients_pass_through_to_inputs_inside_the_block(pool):
+    plain = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)).requires_grad_(False)
+    expected, x = torch.randn(4, 16).requires_grad_(), None
+    x = expected.detach().clone().requires_grad_()
+    plain(expected).sum().backward()
+    with frozen_module(plain, pool):
+        plain(x).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_hooks_stay(pool):
+    module, seen = Tied(), []
+    module.norm.register_forward_hook(lambda _, __, output: seen.append(output))
+    handle = frozen_module(module, pool)
+    with handle:
+        module(TOKENS)
+    assert len(seen) == 1
+
+
+def test_a_compiled_module_is_compiled_once(pool):
+    plain = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()).requires_grad_(False)
+    x = torch.randn(4, 16)
+    expected, counter = plain(x), CompileCounter()
+    compiled = torch.compile(plain, backend=counter)
+    handle = frozen_module(compiled, pool)
+    for _ in range(3):
+        with handle:
+            assert torch.equal(compiled(x), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_modules_change_their_buffers(pool):
+    plain, module = Tied(), Tied()
+    expected = [plain(TOKENS) for _ in range(3)]
+    compiled = torch.compile(module, backend="aot_eager")
+    handle = frozen_module(module, pool)
+    for number in range(3):
+        with torch.no_grad(), handle:
+            assert torch.equal(compiled(TOKENS), expected[number])
+    assert_same(module, content_of(plain))
+
+
+# -- changes inside the block ------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_changed_inside_is_an_error_that_names_it(pool):
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    handle.__enter__()
+    module.head.weight.add_(1)
+    module.cache.fill_(7)
+    with pytest.raises(RuntimeError, match=r"embedding\.weight of <Tied .*> changed inside .*dropped\. Change param"):
+        handle.offload()
+    expected["cache"].fill_(7)
+    assert_same(module, expected)
+    with handle:
+        assert_same(module, expected)
+
+
+def test_memory_exchanged_inside_is_an_error_that_names_it(pool):
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    handle.__enter__()
+    module.cache.data = torch.ones(8, 16)
+    with pytest.raises(RuntimeError, match="cache of <Tied"):
+        handle.offload()
+    assert_same(module, expected)
+
+
+@pytest.mark.parametrize("step", ["to", "replace a parameter", "replace a buffer", "add", "remove"])
+def test_a_module_moved_or_replaced_outside_is_an_error(pool, step):
+    module = Tied()
+    handle = frozen_module(module, pool)
+    if step == "to":
+        module.turned.data = module.turned.data.clone()
+    elif step == "replace a parameter":
+        module.turned = torch.nn.Parameter(torch.ones(16, 16), requires_grad=False)
+    elif step == "replace a buffer":
+        module.cache = torch.ones(8, 16)
+    elif step == "add":
+        module.lora = torch.nn.Linear(16, 16)
+    else:
+        del module.turned
+    name = {"replace a buffer": "cache", "add": r"lora\.bias"}.get(step, "turned")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"{name} of <Tied .*> isn't held: it was moved"):
+            handle.onload()
+    assert handle.stats().device_bytes == 0
+    handle.close()
+
+
+def test_views_that_are_kept_stay_valid(pool, shuttle):
+    module = Tied()
+    expected = module.turned.clone()
+    handle = frozen_module(module, pool)
+    outside = module.turned[1]
+    with handle:
+        inside = module.turned[1]
+        state = module.state_dict()
+    with handle:
+        pass
+    assert inside.data_ptr() != outside.data_ptr()
+    assert torch.equal(inside, expected[1])
+    assert torch.equal(state["turned"], expected)
+    del module, state
+    handle.close()
+    del handle
+    gc.collect()
+    assert torch.equal(outside, expected[1])
+    assert pool.stats().in_flight_slabs == 1
+    del outside
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+def test_exceptions_inside_bring_the_module_back(pool):
+    module = Tied()
+    handle = frozen_module(module, pool)
+    expected = content_of(module)
+    with contextlib.suppress(ZeroDivisionError), handle:
+        raise ZeroDivisionError
+    assert is_on_host(module, handle)
+    assert_same(module, expected)
+
+
+def test_too_little_device_memory_leaves_everything_as_before(pool, monkeypatch):
+    monkeypatch.setattr(_frozen, "SLAB_BYTES", 2 * KIB)
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    fetch, calls = handle._shuttle.fetch, []
+
+    def full(here, after):
+        calls.append(None)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return fetch(here, after)
+
+    monkeypatch.setattr(handle._shuttle, "fetch", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        handle.__enter__()
+    assert handle.stats().device_bytes == 0
+    assert_same(module, expected)
+    assert is_on_host(module, handle)
+    with handle:
+        assert_same(module, expected)
+
+
+def test_an_interrupt_at_any_point_leaves_a_module_that_works(make_pool):
+    module, pool = Tied(), make_pool(4 << 20)
+    handle = frozen_module(module, pool)
+    expected = content_of(module)
+
+    def work(module=module, handle=handle):
+        handle.onload()
+        with handle:
+            module.cache.fill_(7)
+
+    countdown, interrupted = 0, True
+    while interrupted:
+        countdown += 1
+        assert countdown < 2000
+        module.cache.zero_()
+        interrupted = Interrupts(countdown, "offload/_frozen.py").during(work)
+        handle.offload()
+        assert is_on_host(module, handle)
+        assert int(module.cache[0, 0]) in (0, 7)
+        module.cache.zero_()
+        assert_same(module, expected)
+        assert handle.stats().device_bytes == 0
+    assert countdown > 50
+    del module, handle, expected, work
+    gc.collect()
+    assert_idle(pool)
+
+
+def test_nested_blocks_are_refused(pool):
+    module = Tied()
+    handle = frozen_module(module, pool)
+    with handle:
+        with pytest.raises(RuntimeError, match=r"<Tied .*is on the device already; leave its other block first"):
+            handle.__enter__()
+        assert not is_on_host(module, handle)
+
+
+def sparse():
+    module = torch.nn.Linear(2, 2).requires_grad_(False)
+    module.register_buffer("mask", torch.eye(2).to_sparse())
+    return module
+
+
+class Masked(torch.Tensor):
+    pass
+
+
+def subclass():
+    module = torch.nn.Linear(2, 2).requires_grad_(False)
+    module.register_buffer("mask", torch.eye(2).as_subclass(Masked))
+    return module
+
+
+def inference():
+    with torch.inference_mode():
+        return torch.nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), r"weight: it requires grad; call module\.requires_grad_\(False\)"),
+        (subclass, "mask: it has no plain memory: Masked"),
+        (sparse, r"mask: it has no plain memory: Tensor, torch\.sparse_coo"),
+        (lambda: torch.nn.Linear(2, 2, device="meta").requires_grad_(False), "weight: it is on meta"),
+        (inference, "weight: it .* was made in inference mode"),
+    ],
+    ids=["trained", "subclass", "sparse", "meta", "inference"],
+)
+def test_modules_that_cannot_be_held_are_refused_by_path(pool, make, message):
+    module = make()
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False), module)
+    before = whole[0].weight.data_ptr()
+    with pytest.raises(ValueError, match=rf"frozen_module can't hold 1\.{message}"):
+        frozen_module(whole, pool)
+    assert whole[0].weight.data_ptr() == before
+    assert pool.stats().held_slabs == 0
+
+
+@pytest.mark.parametrize("second", ["the same", "a part", "a whole", "a tied parameter", "a view"])
+def test_memory_held_already_is_refused(pool, second):
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2).requires_grad_(False) for _ in range(2)))
+    handle = frozen_module(module[1], pool)
+    other = torch.nn.Linear(2, 2).requires_grad_(False)
+    if second == "a tied parameter":
+        other.bias = module[1].bias
+    elif second == "a view":
+        other.bias = torch.nn.Parameter(module[1].bias.data, requires_grad=False)
+    wanted = {"the same": module[1], "a part": module[1], "a whole": module}.get(second, other)
+    with pytest.raises(
+        ValueError, match=r"(weight|bias): it is held already: <Linear in frozen_module, to cpu>; close"
+    ):
+        frozen_module(wanted, pool)
+    handle.close()
+    with frozen_module(wanted, pool):
+        pass
+
+
+def test_anything_but_a_module_is_refused(pool):
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module: \{\}"):
+        frozen_module({}, pool)
+
+
+def test_a_pool_that_is_too_small_leaves_the_module_alone(make_pool, monkeypatch):
+    pool = make_pool(16 * KIB)
+    module = torch.nn.Linear(64, 64).requires_grad_(False)
+    before = module.weight.data_ptr()
+    with pytest.raises(BudgetExceededError, match=r"the module doesn't fit the pool: 16\.50 KiB of max_bytes 16"):
+        frozen_module(module, pool)
+    monkeypatch.setattr(_frozen, "ACQUIRE_SECONDS", 0.0)
+    pool = make_pool(32 * KIB)
+    with pool.acquire(24 * KIB), pytest.raises(AcquireTimeoutError):
+        frozen_module(module, pool)
+    assert module.weight.data_ptr() == before
+
+
+# -- slabs -------------------------------------------------------------------------------------------------------------
+
+
+def test_slabs_have_a_limit_and_larger_tensors_their_own(pool, monkeypatch):
+    monkeypatch.setattr(_frozen, "SLAB_BYTES", 8 * KIB)
+    module = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for size in (32, 32, 32, 128, 32))
+    expected = content_of(module.requires_grad_(False))
+    handle = frozen_module(module, pool)
+    assert [slab.numel() // KIB for slab in handle._blocks] == [8, 4, 64, 4]
+    with handle:
+        assert_same(module, expected)
+
+
+def test_slabs_return_when_the_module_dies_or_moves(pool, shuttle):
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    with handle:
+        pass
+    handle.close()
+    handle.close()
+    with pytest.raises(RuntimeError, match=r"of <Tied .*> isn't held: .* or the handle was closed"):
+        handle.onload()
+    assert pool.stats().in_flight_slabs == 1
+    assert_same(module, expected)
+    for tensor in tensors_of(module).values():
+        tensor.data = tensor.data.clone()
+    wait_until(lambda: not pool.stats().in_flight_slabs)
+
+
+def test_a_dropped_handle_leaves_the_module_on_the_host(pool):
+    module = Tied()
+    expected = content_of(module)
+    handle = frozen_module(module, pool)
+    handle.onload()
+    died = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert died() is None
+    assert_same(module, expected)
+    with frozen_module(module, pool):
+        assert_same(module, expected)
+
+
+def test_a_module_without_tensors_is_fine(pool):
+    handle = frozen_module(torch.nn.GELU(), pool)
+    with handle:
+        assert handle.stats() == ps.offload.OffloadedStats(host_bytes=0, device_bytes=0)
+    handle.close()
+
+
+def test_blocks_of_two_modules_overlap(pool):
+    first, second = Tied(), Tied()
+    expected = first(TOKENS)
+    first = Tied()
+    handles = [frozen_module(module, pool) for module in (first, second)]
+    handles[0].onload()
+    with handles[0]:
+        handles[1].onload()
+        assert torch.equal(first(TOKENS), expected)
+        with handles[1]:
+            assert torch.equal(second(TOKENS), expected)
+    assert is_on_host(first, handles[0])
+    assert is_on_host(second, handles[1])

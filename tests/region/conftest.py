@@ -1,0 +1,40 @@
+"""Regions that end with their test, memory and all."""
+
+import gc
+
+import pytest
+from doubles import is_mapped, wait_until
+
+import pinstage as ps
+from pinstage._region import _chunks
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def all_is_freed():
+    """Fail a test after which the memory of a region is still mapped."""
+    yield
+    gc.collect()
+    wait_until(lambda: not _chunks._living)
+
+
+@pytest.fixture
+def make(request):
+    """Make regions of 1 MiB chunks, by default on the CPU; they are closed at the end of the test."""
+    made = []
+    cuda = request.getfixturevalue("cuda") if "cuda" in request.fixturenames else None  # ends after this
+
+    def make(nbytes=4 * MIB, *, device="cpu", chunk_bytes=MIB, **options):
+        made.append(ps.HostRegion(nbytes, device=device, chunk_bytes=chunk_bytes, **options))
+        return made[-1]
+
+    yield make
+    addresses = [region._chunks.memory for region in made]
+    while made:
+        made.pop().close()
+    gc.collect()
+    if cuda is not None:
+        wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
+    for memory in addresses:
+        wait_until(lambda memory=memory: not is_mapped(memory.address))

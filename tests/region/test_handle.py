@@ -1,0 +1,162 @@
+"""Regions of several processes: the same bytes, counted once, whoever ends first."""
+
+import gc
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from doubles import shared_files, wait_until
+from region_processes import MIB, use, use_by_rank
+
+import pinstage as ps
+from pinstage.errors import PinningError
+
+
+@pytest.fixture(params=["fork", "spawn", "forkserver"])
+def context(request):
+    return multiprocessing.get_context(request.param)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "host"))
+    monkeypatch.setattr("pinstage._pool._host_budget.LOOK_SECONDS", 0.05)
+
+
+BUDGET = ps.HostBudget(6 * MIB, name="region")
+
+
+def make(**options):
+    tree = {"cache": torch.empty(2 * MIB, dtype=torch.uint8), "table": torch.empty(100, dtype=torch.int64), "name": "x"}
+    return ps.HostRegion.empty_like(tree, shared=True, chunk_bytes=MIB, device="cpu", **options)
+
+
+class Peer:
+    """Another process that has the region, until it is told to end."""
+
+    def __init__(self, context, region):
+        self._end, theirs = context.Pipe()
+        self.process = context.Process(target=use, args=(region.handle(), theirs))
+        self.process.start()
+        theirs.close()
+        assert self._end.poll(60), "the process said nothing"
+        self.said = self._end.recv()
+
+    def end(self):
+        self._end.send("end")
+        self.process.join(60)
+        assert self.process.exitcode == 0
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(60)
+
+
+def test_another_process_has_the_same_bytes(context):
+    with make(budget=BUDGET) as region:
+        region.tree()["cache"][5] = 77
+        peer = Peer(context, region)
+        assert peer.said == {"seen": 77, "ends": region._chunks.ends, "name": "x", "nbytes": region.nbytes}
+        assert region.tree()["table"][1] == 99
+        peer.end()
+
+
+def held(budget):
+    found = [usage for usage in budget.usage() if usage.held_bytes]
+    return len(found), sum(usage.held_bytes for usage in found), {inode for usage in found for inode in usage.shared}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_memory_of_two_processes_is_counted_once(is_killed):
+    region = make(budget=BUDGET)
+    size = region._chunks.memory.nbytes
+    peer = Peer(multiprocessing.get_context("spawn"), region)
+    processes, nbytes, inodes = held(BUDGET)
+    assert (processes, nbytes, len(inodes)) == (2, 2 * size, 1)
+    with ps.HostRegion(6 * MIB - size, budget=BUDGET, device="cpu"):
+        pass
+    (peer.kill if is_killed else peer.end)()
+    wait_until(lambda: held(BUDGET)[:2] == (1, size))
+    assert region.tree()["table"][1] == 99
+    region.close()
+    del region
+    gc.collect()
+    wait_until(lambda: held(BUDGET)[0] == 0)
+
+
+def test_the_memory_outlives_its_maker():
+    region = make(budget=BUDGET)
+    size = region._chunks.memory.nbytes
+    peer = Peer(multiprocessing.get_context("spawn"), region)
+    region.close()
+    del region
+    gc.collect()
+    wait_until(lambda: held(BUDGET)[:2] == (1, size))
+    with pytest.raises(ps.errors.AcquireTimeoutError, match="in process"):
+        ps.HostRegion(6 * MIB - size + 1, budget=BUDGET, device="cpu")
+    peer.end()
+    wait_until(lambda: held(BUDGET)[0] == 0)
+
+
+def test_torchs_spawn_takes_a_handle():
+    with make() as region:
+        torch.multiprocessing.spawn(use_by_rank, (region.handle(),), nprocs=2)
+        assert region.tree()["table"][:4].tolist() == [0, 1, 2, 0]
+
+
+def test_a_handle_keeps_the_memory():
+    region = make()
+    region.tree()["table"].fill_(5)
+    handle = region.handle()
+    region.close()
+    del region
+    gc.collect()
+    with ps.HostRegion.from_handle(handle, device="cpu") as again:
+        assert again.tree()["table"].eq(5).all()
+    del handle, again
+
+
+def test_both_mappings_are_registered_alike(cuda):
+    before = shared_files()
+    region = ps.HostRegion(3 * MIB + 1, shared=True, chunk_bytes=MIB, row_bytes=1000, device=0)
+    again = ps.HostRegion.from_handle(region.handle(), device=1)
+    for one in (region, again):
+        one.synchronize()
+        start = one.tensor(1).data_ptr()
+        sizes = [cuda.registered[start + offset] for offset in (0, *one._chunks.ends[:-1])]
+        assert sizes == [1_048_000, 1_048_000, 1_048_000, 3 * MIB + 4096 - 3_144_000]
+    assert again.tensor((3000, 1000)).shape == (3000, 1000)
+    region.close()
+    again.close()
+    del region, again, one
+    gc.collect()
+    wait_until(lambda: not cuda.registered and shared_files() <= before)
+
+
+def test_a_handle_of_a_size_has_no_tree():
+    with ps.HostRegion(100, shared=True, device="cpu") as region:
+        again = ps.HostRegion.from_handle(region.handle(), device="cpu")
+    with again, pytest.raises(ValueError, match="no tree"):
+        again.tree()
+
+
+def test_only_shared_regions_have_handles():
+    with ps.HostRegion(100, device="cpu") as region, pytest.raises(ValueError, match="made with shared=True"):
+        region.handle()
+
+
+def test_no_descriptor_is_left():
+    before = shared_files()
+    region = make()
+    handle = region.handle()
+    again = ps.HostRegion.from_handle(handle, device="cpu")
+    assert len(shared_files() - before) == 1
+    region.close()
+    again.close()
+    with pytest.raises(PinningError):
+        region.handle()
+    del region, again, handle
+    gc.collect()
+    wait_until(lambda: shared_files() <= before)

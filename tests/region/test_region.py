@@ -1,0 +1,519 @@
+"""`HostRegion`: what it is made of, when it is ready, and when its memory goes."""
+
+import gc
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from doubles import ManualEvent, claim_in_child, is_mapped, outcome, stays_blocked, wait_until
+
+import pinstage as ps
+from pinstage._memory import _limits, _pages, _ranges, _resource
+from pinstage._region import _chunks
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinningError, StagingWarning
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gate(cuda):
+    """Lets page-locking of the chunks behind the first begin when the test says so."""
+    opened, calls = threading.Event(), []
+
+    def wait():
+        calls.append(None)
+        assert len(calls) == 1 or opened.wait(20)
+
+    cuda.before["cudaHostRegister"] = wait
+    yield opened
+    opened.set()
+
+
+def registered(cuda):
+    return sorted(cuda.registered.values())
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_chunks_are_registered_one_by_one(make, cuda, shared):
+    region = make(3 * MIB + 5, device=0, shared=shared)
+    region.synchronize(timeout=20)
+    assert region.kind == "registered"
+    assert not region.reason
+    start = region.tensor(1).data_ptr()
+    assert cuda.registered == {start + i * MIB: MIB for i in range(3)} | {start + 3 * MIB: _pages.PAGE_BYTES}
+    assert region.nbytes == 3 * MIB + 5
+
+
+def test_the_first_chunk_is_registered_before_the_constructor_returns(make, cuda, gate):
+    region = make(device=0)
+    assert len(cuda.registered) == 1
+    assert not region.query()
+    region.synchronize(MIB)
+    with pytest.raises(TimeoutError, match=r"1\.00 MiB of 1\.00 MiB ready"):
+        region.synchronize(MIB + 1, timeout=0.01)
+    gate.set()
+    region.synchronize()
+    assert region.query()
+    assert len(cuda.registered) == 4
+
+
+def test_a_waiting_thread_sees_its_prefix_become_ready(make, cuda, gate, background):
+    region = make(device=0)
+    waiting = background(region.synchronize, 2 * MIB)
+    assert stays_blocked(waiting)
+    gate.set()
+    outcome(waiting)
+
+
+def test_page_locking_disregards_captures(make, cuda):
+    make(device=0).synchronize()
+    mode = ("cuThreadExchangeStreamCaptureMode", 2)
+    assert cuda.calls.index(mode) < [call[0] for call in cuda.calls].index("cudaHostRegister")
+
+
+def test_progress_is_told_of_each_chunk(make):
+    told = []
+    region = make(2 * MIB + 1, progress=lambda *figures: told.append(figures))
+    region.synchronize()
+    whole = 2 * MIB + _pages.PAGE_BYTES
+    wait_until(lambda: len(told) == 3)
+    assert told == [(MIB, whole), (2 * MIB, whole), (whole, whole)]
+
+
+def test_an_error_of_progress_is_a_warning(make):
+    with pytest.warns(StagingWarning, match=r"isn't called again, since it raised ZeroDivisionError"):
+        make(progress=lambda *_: 1 / 0).synchronize()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, MIB - 1, MIB, 3 * MIB + 1])
+def test_content_is_zero_and_of_the_exact_size(make, nbytes):
+    region = make(nbytes, chunk_bytes=4 * MIB)
+    region.synchronize()
+    whole = region.tensor()
+    assert whole.shape == (nbytes,)
+    assert not whole.any()
+    whole.fill_(7)
+    assert region.tensor(1, offset=nbytes - 1).item() == 7
+
+
+def test_bytes_written_before_it_is_ready_stay(make, monkeypatch):
+    # As on a kernel before 5.14, where touching pages would overwrite them.
+    advise = _pages.advise
+    refused = _pages.MADV_POPULATE_WRITE
+    monkeypatch.setattr(_pages.ctypes, "get_errno", lambda: 22)
+    monkeypatch.setattr(_pages, "advise", lambda a, n, advice: advice != refused and advise(a, n, advice))
+    release = threading.Event()
+    touch = _ranges.HostRange.touch
+
+    def slow(self, start, end):
+        assert start == 0 or release.wait(20)
+        touch(self, start, end)
+
+    monkeypatch.setattr(_ranges.HostRange, "touch", slow)
+    region = make()
+    region.tensor(MIB, offset=2 * MIB).fill_(9)
+    release.set()
+    region.synchronize()
+    assert region.tensor(MIB, offset=2 * MIB).eq(9).all()
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_cuda_it_is_pageable_and_says_why(make):
+    region = make(device=None)
+    region.synchronize()
+    assert (region.kind, region.reason) == ("pageable", "this build of PyTorch has no CUDA")
+    assert make().reason == "the device is cpu"
+
+
+def test_where_registering_is_refused_memory_is_allocated(make, cuda):
+    cuda.most_registered = 0
+    region = make(device=0)
+    assert region.kind == "allocated"
+    assert "cudaErrorNotSupported" in region.reason
+    assert region.query()
+    assert not cuda.registered
+    (nbytes,) = cuda.allocated.values()
+    assert 4 * MIB <= nbytes <= 4 * MIB + _pages.PAGE_BYTES
+    region.tensor(MIB, offset=3 * MIB).fill_(1)
+    region.close()
+    wait_until(lambda: not cuda.allocated)
+
+
+def test_where_the_host_uses_its_page_tables_memory_is_allocated(make, cuda):
+    cuda.attributes["PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"] = 1
+    region = make(device=0)
+    assert (region.kind, region.reason) == (
+        "allocated",
+        "registering doesn't page-lock memory for cuda:0 on this system",
+    )
+    region.close()
+    wait_until(lambda: not cuda.allocated)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_where_both_are_refused_it_is_pageable(make, cuda, shared):
+    cuda.most_registered = 0
+    cuda.refuse("cudaHostAlloc", 2, 1)
+    with pytest.warns(StagingWarning, match="a region is pageable.*cudaErrorNotSupported"):
+        region = make(device=0, shared=shared)
+    region.synchronize()
+    assert region.kind == "pageable"
+    assert ("cudaHostAlloc" in cuda.names()) is not shared
+    assert not cuda.allocated
+    cuda.last_error = 0
+
+
+def test_chunks_are_the_remedy_where_large_calls_are_refused(make, cuda):
+    cuda.most_registered = MIB
+    region = make(device=0)
+    region.synchronize()
+    assert region.kind == "registered"
+    cuda.most_registered = MIB - 1
+    other = make(device=0)
+    assert other.kind == "allocated"
+    other.close()
+    wait_until(lambda: not cuda.allocated)
+
+
+def test_a_refused_later_chunk_makes_all_pageable(make, cuda):
+    cuda.fail("cudaHostRegister", 2, nth=3)
+
+    def wait():
+        region = make(device=0)
+        with pytest.raises(PinningError, match=r"refused after 2\.00 MiB of 4\.00 MiB"):
+            region.synchronize()
+        return region
+
+    with pytest.warns(StagingWarning, match=r"refused after 2\.00 MiB of 4\.00 MiB: cudaHostRegister") as warnings:
+        region = wait()
+    assert len(warnings) == 1
+    assert region.query()
+    assert region.kind == "pageable"
+    assert not cuda.registered
+    region.tensor(MIB, offset=3 * MIB).fill_(1)  # its memory is as good as before
+
+
+def test_a_stager_packs_a_region_that_became_pageable(make, cuda):
+    cuda.fail("cudaHostRegister", 2, nth=3)
+    with pytest.warns(StagingWarning, match="a region is pageable"):
+        assert _chunks.pieces_of(make(device=0).tensor(MIB, offset=3 * MIB)) == []
+
+
+def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(_pages, "populate", fail)
+    with pytest.raises(MemoryError, match="none left"):
+        make(device=0)
+    assert not cuda.registered
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_more_than_is_left_is_refused_with_the_numbers(make, tree, monkeypatch):
+    root = tree({"proc/meminfo": "MemAvailable:    2048 kB\n", "proc/self/cgroup": ""})
+    left = _limits._left
+    monkeypatch.setattr(_limits, "_left", lambda _: left(root))
+    with pytest.raises(MemoryError, match=r"4\.00 MiB asked, 2\.00 MiB left \(memory available on this machine\)"):
+        make()
+    make(MIB)
+
+
+def test_a_groups_headroom_is_asked_before(make, tree, monkeypatch):
+    group = {"memory.max": "4194304", "memory.current": "1048576", "memory.stat": "inactive_file 0\n"}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in group.items()}
+    root = tree(files | {"proc/self/cgroup": "0::/", "proc/meminfo": "MemAvailable: 9999999 kB\n"})
+    left = _limits._left
+    monkeypatch.setattr(_limits, "_left", lambda _: left(root))
+    with pytest.raises(MemoryError, match=r"4\.00 MiB asked, 3\.00 MiB left \(cgroup headroom\)"):
+        make()
+
+
+def test_missing_huge_pages_are_an_error_that_names_them(make):
+    with pytest.raises((MemoryError, OSError)) as caught:
+        make(1 << 50, huge_pages="1GiB")
+    assert (
+        "1048576 pages have to be free: see /sys/kernel/mm/hugepages/hugepages-1048576kB" in caught.value.__notes__[0]
+    )
+
+
+@pytest.mark.parametrize(("size", "page"), [("2MiB", 2 * MIB), ("1GiB", 1 << 30)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_explicit_huge_pages_are_asked_of_the_kernel(make, monkeypatch, size, page, shared):
+    asked = []
+    create = os.memfd_create
+
+    def ordinary(name, flags):
+        asked.append(flags)
+        return create(name, flags & (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+    monkeypatch.setattr(os, "memfd_create", ordinary)
+    region = make(5 * MIB, huge_pages=size, shared=shared)
+    assert asked[0] & os.MFD_HUGETLB
+    assert 1 << (asked[0] >> os.MFD_HUGE_SHIFT & 63) == page
+    assert region._chunks.memory.nbytes == -(-5 * MIB // page) * page
+    region.tensor(1).fill_(1)
+
+
+def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
+    advices = []
+    advise = _pages.advise
+    monkeypatch.setattr(_ranges, "_CRAWL_BYTES_PER_SECOND", 1 << 60)
+    monkeypatch.setattr(_ranges, "_TIMED_BYTES", MIB)
+    monkeypatch.setattr(_pages, "advise", lambda *args: advices.append(args[2]) or advise(*args))
+    with pytest.warns(StagingWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
+        make().synchronize()
+    assert advices.index(_pages.MADV_NOHUGEPAGE) > advices.index(_pages.MADV_HUGEPAGE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nbytes": 0}, "nbytes must be more than 0 bytes: 0"),
+        ({"nbytes": "much"}, "not a size: 'much'"),
+        ({"chunk_bytes": "0B"}, "chunk_bytes must be more than 0"),
+        ({"row_bytes": 0}, "row_bytes must be more than 0"),
+        ({"huge_pages": "4KiB"}, "huge_pages must be 'auto', '2MiB' or '1GiB': '4KiB'"),
+        ({"numa_node": -1}, "numa_node must be a node's number"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+
+
+# -- views and their borders -------------------------------------------------------------------------------------------
+
+
+def test_a_view_across_a_border_is_refused(make):
+    region = make()
+    region.tensor((256, 1024), torch.float32)
+    with pytest.raises(ValueError, match=r"crosses the border of two chunks at byte 1048576.*row_bytes=None"):
+        region.tensor((257, 1024), torch.float32)
+    with pytest.raises(ValueError, match="at byte 2097152"):
+        region.tensor(2, torch.float32, offset=2 * MIB - 4)
+    region.tensor(MIB, offset=MIB)
+
+
+def test_views_of_whole_rows_may_cross_borders(make):
+    region = make(row_bytes=12 * 1024)
+    ends = region._chunks.ends
+    assert {end % (12 * 1024) for end in ends[:-1]} == {0}
+    assert max(b - a for a, b in zip((0, *ends), ends, strict=False)) <= MIB
+    rows = region.tensor((300, 3, 1024), torch.float32)
+    rows.copy_(torch.arange(300).view(-1, 1, 1).expand(300, 3, 1024))
+    assert region.tensor((1, 3, 1024), torch.float32, offset=299 * 12 * 1024).eq(299).all()
+    region.tensor((100, 6, 1024), torch.float32, offset=12 * 1024)
+    with pytest.raises(ValueError, match="row_bytes=12288"):
+        region.tensor((900, 1024), torch.float32)
+    with pytest.raises(ValueError, match="row_bytes=12288"):
+        region.tensor((200, 3, 1024), torch.float32, offset=4096)
+
+
+def test_a_row_above_a_chunk_is_a_chunk(make):
+    region = make(7 * MIB, row_bytes=3 * MIB)
+    assert region._chunks.ends == (3 * MIB, 6 * MIB, 7 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "offset"),
+    [
+        ((1025,), torch.float32, 0),
+        ((-1,), torch.uint8, 0),
+        (1, torch.float32, 2),
+        (1, torch.uint8, -1),
+        (1, torch.uint8, 4096),
+    ],
+)
+def test_a_view_that_does_not_fit_is_refused(make, shape, dtype, offset):
+    with pytest.raises(ValueError, match=r"doesn't fit the region.*and the region has 4096"):
+        make(4096).tensor(shape, dtype, offset=offset)
+
+
+def test_empty_views_and_every_dtype_are_served(make):
+    region = make(4096)
+    assert region.tensor((0, 5)).shape == (0, 5)
+    assert region.tensor((), torch.float64).shape == ()
+    for dtype in (torch.bool, torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.int16):
+        assert region.tensor(4, dtype, offset=64).dtype is dtype
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_views_keep_the_memory(make, cuda):
+    region = make(device=0)
+    region.synchronize()
+    view = region.tensor(MIB).view(torch.float32)[5:]
+    address = view.data_ptr()
+    region.close()
+    del region
+    gc.collect()
+    view.fill_(1)
+    assert len(cuda.registered) == 4
+    del view
+    wait_until(lambda: not cuda.registered)
+    wait_until(lambda: not is_mapped(address))
+
+
+def test_guards_keep_the_memory_until_they_are_done(make, cuda):
+    region, event, done = make(device=0), ManualEvent(), ManualEvent()
+    region.synchronize()
+    done.finish()
+    region.guard(done)
+    region.guard(event)
+    assert region._chunks.guards == (event,)
+    region.close()
+    wait_until(lambda: event.queries > 2)
+    assert len(cuda.registered) == 4
+    event.finish()
+    wait_until(lambda: not cuda.registered)
+
+
+def test_a_region_that_is_closed_early_stops(make, cuda, gate, background):
+    region = make(device=0)
+    waiting = background(region.synchronize)
+    assert stays_blocked(waiting)
+    region.close()
+    wait_until(lambda: region._chunks._stops)
+    gate.set()
+    with pytest.raises(PinningError, match="closed before it was ready"):
+        outcome(waiting)
+    wait_until(lambda: not cuda.registered)
+    assert cuda.names().count("cudaHostRegister") < 4
+
+
+def test_a_chunk_that_cuda_keeps_keeps_the_mapping(make, cuda):
+    region = make(device=0)
+    region.synchronize()
+    memory = region._chunks.memory
+    cuda.fail("cudaHostUnregister", 1, nth=2)
+    with pytest.warns(StagingWarning, match="page-locked memory is leaked"):  # noqa: PT031 - another thread warns
+        region.close()
+        wait_until(lambda: len(cuda.registered) == 1)
+    assert [block.nbytes for block in _resource.LEAKED] == [MIB]
+    assert is_mapped(memory.address)
+    cuda.registered.clear()
+    _resource.LEAKED.clear()
+    memory.free()
+
+
+@pytest.mark.parametrize("use", ["tensor", "query", "synchronize", "handle", "tree"])
+def test_a_closed_region_refuses(make, use):
+    with make(shared=True) as region:
+        pass
+    region.close()
+    error = ValueError if use == "tree" else PinningError
+    with pytest.raises(error):
+        getattr(region, use)()
+    with pytest.raises(PinningError, match="the region is closed"):
+        region.guard(ManualEvent())
+    assert "closed" in repr(region)
+
+
+def test_the_end_of_the_program_unregisters_nothing():
+    code = """
+import sys
+sys.path.insert(0, {helpers!r})
+from fake_cuda import FakeCuda
+from pinstage._memory import _cuda
+import pinstage as ps
+fake = FakeCuda()
+_cuda._bindings = _cuda.Bindings(fake, fake)
+region = ps.HostRegion(64 << 20, chunk_bytes="1MiB", device=0)
+view = region.tensor(4)
+import atexit
+atexit.register(lambda: print("end", "cudaHostUnregister" in fake.names()))
+"""
+    helpers = sys.modules["fake_cuda"].__file__.rpartition("/")[0]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code.format(helpers=helpers)], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "end False\n"
+
+
+def test_a_forked_child_is_refused(make):
+    region = make()
+
+    def claim():
+        for use in (region.tensor, region.query, region.synchronize):
+            with pytest.raises(PinningError, match="belongs to the parent"):
+                use()
+
+    claim_in_child(claim)
+
+
+def test_a_forked_child_uses_shared_views(make):
+    region = make(shared=True)
+    view = region.tensor(10)
+    claim_in_child(lambda: (view.fill_(3), region.tensor(1, offset=10).fill_(4)))
+    assert region.tensor(11).tolist() == [3] * 10 + [4]
+
+
+def test_a_region_is_collected_with_its_views(make):
+    region = ps.HostRegion(MIB, device="cpu")
+    end, memory = weakref.ref(region), region._chunks.memory
+    del region
+    gc.collect()
+    assert end() is None
+    wait_until(lambda: not is_mapped(memory.address))
+
+
+def test_a_region_is_not_pickled(make):
+    with pytest.raises(TypeError, match=r"pass its handle\(\)"):
+        pickle.dumps(make())
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "host"))
+    monkeypatch.setattr("pinstage._pool._host_budget.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pinstage._pool._host_budget.LEND_SECONDS", 0.3)
+    return ps.HostBudget("6MiB", name="job")
+
+
+def held(budget):
+    return sum(usage.held_bytes for usage in budget.usage())
+
+
+def test_a_region_is_counted_until_it_is_freed(make, budget):
+    region = make(budget=budget)
+    assert held(budget) == 4 * MIB
+    view = region.tensor(1)
+    region.close()
+    assert held(budget) == 4 * MIB
+    del view
+    wait_until(lambda: held(budget) == 0)
+
+
+def test_what_the_budget_has_not_is_refused(make, budget):
+    with pytest.raises(BudgetExceededError, match=r"7\.00 MiB asked of HostBudget\('6\.00 MiB'"):
+        make(7 * MIB, budget=budget)
+    make(budget=budget)
+    with pytest.raises(AcquireTimeoutError, match=r"4\.00 MiB in process"):
+        make(3 * MIB, budget=budget)
+    make(2 * MIB, budget=budget)
+
+
+def test_idle_slabs_make_room_for_a_region(make, budget):
+    with ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget) as pool:
+        pool.acquire(5 * MIB).release()
+        make(budget=budget)
+        assert pool.stats().held_bytes == 0

@@ -1,0 +1,543 @@
+"""Staging into tensors that exist (`out=`), on the CPU: as a loop of ``dst.copy_(src)`` writes them."""
+
+import itertools
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from doubles import CountingMemory, HeldTarget, Interrupts, ManualEvent, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import bits
+
+import pinstage as ps
+from pinstage._stage import _out, _to_host
+from pinstage._stage._device import CpuSource, CpuTarget
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
+
+MIB = 1 << 20
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.fixture(scope="module")
+def shared_stager():
+    with ps.Stager("cpu", max_bytes="64MiB", pack_threads=2) as stager:
+        yield stager
+
+
+def numbers(dtype, shape, seed=0):
+    drawn = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(dtype)
+
+
+# -- as a loop of copy_ ------------------------------------------------------------------------------------------------
+
+SOURCES = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim else x,
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "array": lambda x: x.numpy() if x.dtype is not torch.bfloat16 else x,
+    "requires grad": lambda x: x.clone().requires_grad_() if x.is_floating_point() else x,
+    "conjugate": lambda x: torch.complex(x, x).conj() if x.dtype is torch.float32 else x,
+}
+
+
+class Places:
+    """Destinations with memory of their own, or neighbours in one buffer, and all that memory."""
+
+    def __init__(self):
+        self.memory = [torch.full((4096,), 0xEE, dtype=torch.uint8)]
+        self._end = 0
+
+    def take(self, kind, dtype, shape):
+        count = int(np.prod(shape, dtype=int))
+        if kind == "neighbour" and self._end + count * dtype.itemsize <= 4096:
+            place = self.memory[0][self._end : self._end + count * dtype.itemsize].view(dtype).view(shape)
+            self._end += -(-count * dtype.itemsize // 16) * 16
+            return place
+        if kind == "strided":
+            base = torch.zeros((*shape, 2), dtype=dtype)
+            self.memory.append(base)
+            return base[..., 1]
+        if kind == "transposed" and len(shape) > 1:
+            base = torch.zeros((shape[-1], *shape[1:-1], shape[0]), dtype=dtype)
+            self.memory.append(base)
+            return base.transpose(0, -1)
+        self.memory.append(torch.zeros(shape, dtype=dtype))
+        return self.memory[-1]
+
+
+@st.composite
+def writes(draw):
+    """Draw sources and their destinations, twice, over memory of their own."""
+    one, other = Places(), Places()
+    sources, places = [], ([], [])
+    for seed in range(draw(st.integers(1, 14))):
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+        dtype = draw(st.sampled_from(DTYPES))
+        source = SOURCES[draw(st.sampled_from(sorted(SOURCES)))](numbers(dtype, shape, seed))
+        its = source.dtype if isinstance(source, torch.Tensor) else dtype
+        kind = draw(st.sampled_from(["own", "neighbour", "strided", "transposed"]))
+        target = its if its.is_complex else draw(st.sampled_from([its, its, *DTYPES]))
+        sources.append(source)
+        for made, found in zip((one, other), places, strict=True):
+            found.append(made.take(kind, target, shape))
+    return sources, places, (one.memory, other.memory)
+
+
+def nested(leaves):
+    return {"a": leaves[::3], "b": {"c": tuple(leaves[1::3]), "text": "x"}, "d": [None, leaves[2::3]]}
+
+
+def to_device(stager, batch, out):
+    return stager.to_device(batch, out=out)
+
+
+def to_host(stager, batch, out):
+    return stager.to_host(batch, out=out)
+
+
+def page_locked(stager, batch, out):
+    """Fetch as if all destinations were page-locked, in two ranges each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_to_host, "pieces_of", lambda x: [(0, x.nbytes // 2), (x.nbytes // 2, x.nbytes)])
+        patched.setattr(_to_host, "DIRECT_FROM_BYTES", 4)
+        return stager.fetch(batch, out=out).wait()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@given(
+    drawn=writes(),
+    way=st.sampled_from([to_device, to_host, page_locked]),
+    few=st.sampled_from([0, 8]),
+    direct=st.sampled_from([16, 64 * 1024]),
+)
+def test_destinations_are_as_a_loop_of_copies_writes_them(shared_stager, drawn, way, few, direct):
+    sources, (expected, places), (wanted, memory) = drawn
+    if way is not to_device:  # arrays are on the host already
+        sources = [torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_out, "_FEW_COPIES", few)
+        patched.setattr(_out, "DIRECT_FROM_BYTES", direct)
+        returned = way(shared_stager, nested(sources), nested(places))
+    for place, source in zip(expected, sources, strict=True):
+        place.copy_(source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source))
+    for base, changed in zip(wanted, memory, strict=True):
+        assert torch.equal(bits(base), bits(changed))  # what is between destinations, too
+    assert all(map(lambda one, two: one is two, returned["a"], places[::3]))
+    assert returned["b"]["text"] == "x"
+
+
+@pytest.mark.parametrize("method", ["to_device", "stage"])
+@pytest.mark.parametrize("nbytes", [16, 100_000, 3 * MIB])
+def test_versions_count_up(stager, method, nbytes):
+    places = [torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)[::2]]
+    before = [place._version for place in places]
+    written = getattr(stager, method)([torch.ones(nbytes, dtype=torch.uint8), torch.ones(20)], out=places)
+    if method == "stage":
+        assert written.wait() is written.wait()
+    assert all(place._version > version for place, version in zip(places, before, strict=True))
+    assert all(bool((place == 1).all()) for place in places)
+
+
+def test_autograd_sees_that_a_saved_tensor_was_written(stager):
+    weight, place = torch.ones(3, requires_grad=True), torch.ones(3)
+    loss = (weight * place).sum()
+    stager.to_device(torch.zeros(3), out=place)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_batch_larger_than_the_cap_goes_in_parts(make_stager):
+    stager = make_stager("1MiB")
+    sources = [numbers(torch.uint8, (5 * MIB + 3,)), numbers(torch.float32, (MIB, 2)).t(), torch.arange(5)]
+    places = [torch.empty_like(source) for source in sources[:1]] + [torch.empty(2, MIB), torch.empty(5)]
+    stager.to_device(sources, out=places)
+    assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
+    assert stager.stats().pool.peak_held_bytes <= MIB
+    with pytest.raises(BudgetExceededError):
+        stager.to_device(sources)
+
+
+def test_scratch_is_bounded(make_stager, monkeypatch):
+    monkeypatch.setattr(_out, "SCRATCH_BYTES", 1000)
+    sizes = []
+    blocks = CpuTarget.blocks
+    monkeypatch.setattr(
+        CpuTarget, "blocks", lambda self, table, *more: sizes.append(table.nbytes) or blocks(self, table, *more)
+    )
+    sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(3)] + [torch.ones(3)]
+    places = [torch.empty(source.shape, dtype=torch.float64) for source in sources]
+    make_stager("1MiB").to_device(sources, out=places)
+    assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
+    assert max(sizes) <= 1024
+
+
+def test_a_batch_into_what_to_device_returned_takes_as_many_copies(make_stager):
+    stager = make_stager("8MiB")
+    batch = [numbers(torch.float32, (64,), seed) for seed in range(1000)] + [torch.arange(3)]
+    static = stager.to_device(batch)
+    before = stager.stats()
+    stager.to_device(batch, out=static)
+    after = stager.stats()
+    assert after.copies - before.copies == before.copies
+    assert after.blocks == before.blocks
+    assert after.pool.misses == before.pool.misses
+
+
+def test_bytes_between_destinations_are_left_alone(stager):
+    buffer = torch.full((64,), 7, dtype=torch.uint8)
+    stager.to_device([torch.zeros(10, dtype=torch.uint8)] * 2, out=[buffer[:10], buffer[16:26]])
+    assert buffer.tolist() == [0] * 10 + [7] * 6 + [0] * 10 + [7] * 38
+
+
+# -- what is returned --------------------------------------------------------------------------------------------------
+
+
+def test_other_leaves_are_the_batchs_and_out_keeps_its_own(stager):
+    out = {"x": torch.zeros(3), "id": "old", "note": [1, 3.5]}
+    batch = {"x": torch.ones(3), "id": "new", "note": [2, b"raw"]}
+    staged = stager.to_device(batch, out=out)
+    assert staged["x"] is out["x"]
+    assert (staged["id"], staged["note"], out["id"], out["note"]) == ("new", [2, b"raw"], "old", [1, 3.5])
+
+
+def test_keys_in_another_order_find_their_tensors(stager):
+    out = {"b": torch.zeros(2), "a": torch.zeros(2)}
+    staged = stager.to_device({"a": torch.ones(2), "b": torch.full((2,), 2.0)}, out=out)
+    assert (out["a"].tolist(), out["b"].tolist(), list(staged)) == ([1, 1], [2, 2], ["a", "b"])
+
+
+def test_what_stays_on_the_host_is_not_written(make_stager):
+    stager = make_stager(keep_on_host=["['lengths']"])
+    lengths, place = torch.ones(2), torch.zeros(2)
+    staged = stager.to_device({"x": torch.ones(2), "lengths": lengths}, out={"x": torch.zeros(2), "lengths": place})
+    assert staged["lengths"] is lengths
+    assert place.tolist() == [0, 0]
+
+
+def test_tensors_that_cannot_be_packed_are_copied_by_torch(stager):
+    sparse, place = torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()
+    transfer = stager.stage([sparse, torch.ones(2)], out=[place, torch.zeros(2)])
+    assert transfer.passthrough_leaves == stager.stats().passthrough_leaves == 1
+    assert torch.equal(transfer.wait()[0].to_dense(), torch.eye(3))
+
+
+def test_an_empty_batch_writes_nothing(stager):
+    assert stager.to_device({"x": torch.zeros(0), "y": "text"}, out={"x": torch.zeros(0), "y": 3})["y"] == "text"
+
+
+def test_a_source_that_comes_twice_is_written_to_both_places(stager):
+    source, places = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
+    stager.to_device([source, source], out=places)
+    assert [place.tolist() for place in places] == [[1, 1, 1]] * 2
+    array = np.ones(3)
+    stager.to_device([array, array], out=[torch.zeros(3, dtype=torch.float64) for _ in range(2)])
+
+
+@pytest.mark.parametrize("same", [lambda x: x, lambda x: x.view(3)], ids=["object", "view"])
+def test_tied_weights_are_written_once(stager, same):
+    source, place = torch.ones(3), torch.zeros(3)
+    stager.to_device([source, source], out=[place, same(place)])
+    assert place.tolist() == [1, 1, 1]
+    assert stager.stats().packed_leaves == 1
+
+
+def test_parameters_are_written_without_grad_mode(stager):
+    linear = torch.nn.Linear(4, 3)
+    weights = {name: torch.full_like(value, 2.0) for name, value in linear.state_dict().items()}
+    with torch.no_grad():
+        stager.to_device(weights, out=dict(linear.named_parameters()))
+    assert bool((linear.weight == 2).all())
+    assert linear.weight.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inference_tensors_can_be_written_outside_of_inference_mode(stager, dtype):
+    with torch.inference_mode():
+        static = [torch.zeros(3), torch.zeros(3)]
+    stager.to_device([torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)], out=static)
+    assert [place.tolist() for place in static] == [[1, 1, 1]] * 2
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+BUFFER = torch.zeros(12)
+LEAF = torch.zeros(3, requires_grad=True)
+REFUSED = {
+    "a missing key": ({"y": 0}, r"another structure .* batch\['x'\] is not in out"),
+    "another container": ([0], "another structure"),
+    "no tensor": ({"x": "text"}, r"out\['x'\] is a str, and batch\['x'\] a tensor; pass a tensor there"),
+    "an array": ({"x": np.zeros(3)}, r"out\['x'\] is a ndarray"),
+    "another shape": ({"x": torch.zeros(4)}, r"out\['x'\] has shape \[4\], and batch\['x'\] \[3\]"),
+    "more dimensions": ({"x": torch.zeros(3, 1)}, r"out\['x'\] has shape \[3, 1\], and batch\['x'\] \[3\]"),
+    "another device": ({"x": torch.zeros(3, device="meta")}, r"out\['x'\] is on meta, and the call writes to cpu"),
+    "an expanded one": ({"x": torch.zeros(1).expand(3)}, r"out\['x'\] is expanded: shape \[3\], stride \[0\]"),
+    "one that requires grad": ({"x": LEAF}, r"out\['x'\] requires grad, and grad mode is on; call under torch.no_grad"),
+    "a non-leaf": ({"x": LEAF * 2}, r"out\['x'\] requires grad"),
+}
+
+
+@pytest.mark.parametrize(("out", "says"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
+def test_a_destination_that_cannot_be_written_is_refused_by_path(stager, method, out, says):
+    with pytest.raises(LayoutError, match=says) as caught:
+        getattr(stager, method)({"x": torch.ones(3)}, out=out)
+    assert caught.value.path in ("", "['x']")
+    assert stager.stats().batches == stager.stats().fetches == 0
+
+
+OVERLAPS = {
+    "shifted": ([BUFFER[:3], BUFFER[2:5]], r"out\[1\] overlaps out\[0\], and their sources differ"),
+    "one inside": ([BUFFER[:6], BUFFER[2:4]], r"out\[1\] overlaps out\[0\]"),
+    "the same object": ([LEAF.detach()] * 2, r"out\[1\] is the same tensor as out\[0\]"),
+    "the same view": ([BUFFER[:3], BUFFER[:3]], r"out\[1\] overlaps out\[0\]"),
+    "the same strided view": ([BUFFER[::4], BUFFER[::4]], r"out\[1\] is the same view as out\[0\]"),
+}
+
+
+@pytest.mark.parametrize(("places", "says"), OVERLAPS.values(), ids=OVERLAPS)
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, says, method):
+    with pytest.raises(LayoutError, match=says):
+        getattr(stager, method)([torch.ones(place.shape) for place in places], out=places)
+    assert not BUFFER.any()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_strided_views_of_one_storage_are_written_in_order(stager, order):
+    found, expected = torch.zeros(6), torch.zeros(6)
+    views = [lambda x: x[::2], lambda x: x, lambda x: x[1::2]]
+    sources = [torch.full((3,), 1.0), torch.full((6,), 2.0), torch.full((3,), 3.0)]
+    stager.to_device([sources[i] for i in order], out=[views[i](found) for i in order])
+    for i in order:
+        views[i](expected).copy_(sources[i])
+    assert torch.equal(found, expected)
+
+
+def test_a_call_that_is_refused_has_written_nothing(stager):
+    places = [torch.zeros(3), torch.zeros(4)]
+    with pytest.raises(LayoutError):
+        stager.to_device([torch.ones(3), torch.ones(3)], out=places)
+    assert not places[0].any()
+    assert [place._version for place in places] == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
+def test_an_object_that_moves_by_itself_has_no_destination(stager):
+    class Movable:
+        def __init__(self):
+            self.x = torch.ones(3)
+
+        def to(self, device):
+            return self
+
+    with pytest.raises(LayoutError, match=r"out\['x'\] cannot take batch\['x'\], a Movable"):
+        stager.to_device({"x": Movable()}, out={"x": torch.zeros(3)})
+
+
+def test_a_captured_stream_is_refused(stager):
+    stager._target = HeldTarget()
+    with pytest.raises(
+        PinstageError, match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
+    ):
+        stager.to_device(torch.ones(3), out=torch.zeros(3))
+
+
+def test_a_closed_pool_refuses_before_anything_is_written():
+    with ps.Stager("cpu", max_bytes="1MiB") as stager:
+        pass
+    place = torch.zeros(3)
+    with pytest.raises(ps.errors.PoolClosedError):
+        stager.to_device(torch.ones(3), out=place)
+    assert not place.any()
+
+
+# -- calls that fail later ---------------------------------------------------------------------------------------------
+
+
+def test_a_time_out_names_what_may_be_written_in_part(make_stager):
+    stager = make_stager("4MiB", timeout=0.01)
+    held = stager.pool.acquire("3MiB")
+    batch = {"small": torch.ones(3), "large": torch.ones(MIB // 2)}
+    out = {"small": torch.zeros(3, dtype=torch.float64), "large": torch.zeros(MIB // 2)}
+    with pytest.raises(AcquireTimeoutError) as caught:
+        stager.to_device(batch, out=out)
+    assert caught.value.__notes__[-1] == "may be written in part: out['small']"
+    held.release()
+    stager.to_device(batch, out=out)
+    assert bool((out["large"] == 1).all())
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+@pytest.mark.parametrize("size", [100, MIB])
+def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
+    stager = make_stager("16MiB")
+    for number in itertools.count(1):
+        places = [torch.zeros(size), torch.zeros(40)[::2]]
+
+        def work(places=places):
+            stager.to_device([torch.ones(size), torch.ones(20)], out=places)
+
+        interrupted = Interrupts(number, "_out.py", "_stager.py").during(work)
+        stats = stager.pool.stats()
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+        if not interrupted:
+            break
+    assert number > 20
+    assert all(bool((place == 1).all()) for place in places)
+
+
+# -- order and lifetime ------------------------------------------------------------------------------------------------
+
+
+class Queue(CpuTarget):
+    """Streams with names, whose order is written down."""
+
+    stream = "for copies"
+
+    def __init__(self):
+        self.log, self.events = [], []
+
+    def consumer(self, stream):
+        return stream or "current"
+
+    def record(self, stream):
+        self.log.append(("event", stream))
+        self.events.append(ManualEvent())
+        return self.events[-1]
+
+    def wait(self, event, stream):
+        self.log.append((stream, "waits for", self.events.index(event)))
+
+    def hand_over(self, event, tensors, consumer):
+        self.log.append((consumer, "waits for", self.events.index(event)))
+
+    def copy(self, *args, pinned):
+        self.log.append(("copy", args[-1]))
+        return super().copy(*args, pinned=pinned)
+
+    def fill(self, blocks, parts, stream):
+        self.log.append(("copy", stream))
+        return super().fill(blocks, parts, stream)
+
+
+@pytest.fixture
+def queue(make_stager):
+    stager = make_stager("16MiB")
+    stager._target = Queue()
+    yield stager
+    for event in stager._target.events:
+        event.finish()
+
+
+def test_small_batches_are_work_of_the_current_stream(queue):
+    queue.to_device([torch.ones(3), torch.ones(3)], out=[torch.zeros(3), torch.zeros(6)[::2]])
+    assert {entry for entry in queue._target.log if entry[0] == "copy"} == {("copy", "current")}
+    assert not any("waits for" in entry for entry in queue._target.log)
+
+
+def test_large_leaves_start_behind_the_current_stream_and_it_waits_for_them(queue):
+    queue.to_device(torch.ones(MIB), out=torch.zeros(MIB))
+    log = queue._target.log
+    assert log[:2] == [("event", "current"), ("for copies", "waits for", 0)]
+    assert log[-1] == ("current", "waits for", len(queue._target.events) - 1)
+    assert ("copy", "for copies") in log
+
+
+def test_the_consumer_of_a_transfer_waits_for_its_copies(queue):
+    transfer = queue.stage(torch.ones(MIB), out=torch.zeros(MIB))
+    assert ("current", "waits for") not in [entry[:2] for entry in queue._target.log]
+    transfer.wait("another")
+    assert queue._target.log[-1][:2] == ("another", "waits for")
+
+
+def test_nothing_is_counted_for_running_ahead(queue):
+    places = [torch.zeros(MIB // 4) for _ in range(10)]
+    transfers = [queue.stage(torch.ones(MIB // 4), out=place) for place in places]
+    assert not any(transfer.query() for transfer in transfers)
+
+
+def test_destinations_are_kept_until_the_copy_is_done(queue):
+    place = torch.zeros(MIB)
+    gone = weakref.ref(place)
+    queue.stage(torch.ones(MIB), out=place)
+    del place
+    assert gone() is not None
+    for event in queue._target.events:
+        event.finish()
+    wait_until(lambda: gone() is None)
+
+
+def test_no_live_bytes_are_left():
+    memory = CountingMemory()
+    with ps.SlabPool("1MiB", memory=memory) as pool, ps.Stager("cpu", pool=pool) as stager:
+        stager.to_device(torch.ones(100_000), out=torch.zeros(100_000))
+    wait_until(lambda: memory.live_bytes == 0)
+
+
+# -- to the host -------------------------------------------------------------------------------------------------------
+
+
+class HeldSource(CpuSource):
+    """A device whose copies are made when the test says so."""
+
+    def __init__(self):
+        self.stream = self.event = ManualEvent()
+        self.pieces = []
+
+    def fetch(self, pieces, *, hold=True):
+        self.pieces += pieces
+        return self.event
+
+    def finish(self):
+        super().fetch(self.pieces)
+        self.pieces.clear()
+        self.event.finish()
+
+
+@pytest.fixture
+def held(stager):
+    source = stager._sources._made[torch.device("cpu")] = HeldSource()
+    yield source
+    source.finish()
+
+
+def test_wait_fills_destinations_from_the_slab(stager, held):
+    place = torch.zeros(3)
+    transfer = stager.fetch([torch.ones(3)], out=[place])
+    assert not place.any()
+    assert not transfer.query()
+    held.finish()
+    assert transfer.wait() is transfer.wait()
+    assert transfer.wait()[0] is place
+    assert place.tolist() == [1, 1, 1]
+    assert stager.pool.stats().free_slabs == 1
+
+
+def test_page_locked_destinations_need_no_slab(stager, held, monkeypatch):
+    monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
+    place = torch.zeros(100_000)
+    gone = weakref.ref(place)
+    transfer = stager.fetch(torch.ones(100_000), out=place)
+    assert stager.pool.stats().held_slabs == 0
+    assert (transfer.copies, place._version) == (1, 1)
+    del place, transfer
+    held.pieces[:] = [piece._replace(here=piece.here.clone()) for piece in held.pieces]
+    assert gone() is not None
+    held.finish()
+    wait_until(lambda: gone() is None)
+
+
+def test_a_copy_and_destinations_exclude_each_other(stager):
+    with pytest.raises(ValueError, match="copy=False returns views of a slab, and out= names tensors that exist"):
+        stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
+
+
+def test_what_cannot_be_packed_is_copied_to_its_place(stager):
+    place = torch.zeros(2, 2).to_sparse()
+    fetched = stager.to_host([torch.eye(2).to_sparse(), "text"], out=[place, "other"])
+    assert fetched[0] is place
+    assert torch.equal(place.to_dense(), torch.eye(2))
+    assert fetched[1] == "text"
