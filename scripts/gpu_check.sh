@@ -166,6 +166,7 @@ refusals() { benchmark refusals 120; }
 loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
 loops() { benchmark loops 150; }
 to_host() { benchmark to_host 180; }
+out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
 frozen() { benchmark frozen 120; }
@@ -176,7 +177,7 @@ native_threads() { benchmark native_threads 120; }
 frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup page_locking pool_latency loader loops to_host checkpoint offload frozen
+  staging staging_busy memory_startup page_locking pool_latency loader loops to_host out checkpoint offload frozen
   weights rounding_waste native_threads refusals
 )
 

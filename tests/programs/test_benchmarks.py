@@ -44,6 +44,7 @@ def smoke(tmp_path_factory):
         "page_locking.py",
         "pool_latency.py",
         "to_host.py",
+        "out.py",
         "checkpoint.py",
         "offload.py",
         "frozen.py",

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from doubles import CountingMemory, Interrupts, ManualEvent, wait_until
+from doubles import CountingMemory, HeldTarget, Interrupts, ManualEvent, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import bits
@@ -338,11 +338,7 @@ def test_an_object_that_moves_by_itself_has_no_destination(stager):
 
 
 def test_a_captured_stream_is_refused(stager):
-    class Captured(CpuTarget):
-        def is_capturing(self):
-            return True
-
-    stager._target = Captured()
+    stager._target = HeldTarget()
     with pytest.raises(
         PinstageError, match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
     ):

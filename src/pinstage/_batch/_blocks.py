@@ -90,6 +90,20 @@ def into_tensors(table: Table, tensors: list[Any], is_cuda: bool) -> Blocks:
     return made
 
 
+def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> bool:
+    """Say whether existing tensors take the bytes of a batch as they are in the slab, and don't overlap.
+
+    Args:
+        table: the offset table.
+        tensors: by row; others than those of packed rows are not looked at.
+        device: where they have to be.
+
+    Returns:
+        False also where it can't be told so quickly.
+    """
+    return _core.fits(table.data, tensors, 2 if device.type == "cuda" else 1, device.index or 0)
+
+
 def make_publicly(table: Table, sharing: Sharing, device: torch.device, slab: torch.Tensor | None = None) -> Blocks:
     """Do what `make_blocks` does by torch's public functions: in a mode, say, or where there is no memory."""
     if slab is not None:

@@ -422,14 +422,16 @@ static bool use_existing(Block *block, PyObject *tensor) {
     int32_t scalar;
     void *data;
     Py_INCREF(tensor);
-    if (!use_tensor(block, tensor)) return false;
     block->is_leaf = true;
-    if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor)) return true;
+    if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor))
+        return use_tensor(block, tensor);
     void *handle = handle_of(tensor);
-    if (torch.get_data(handle, &data) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &scalar)) return true;
-    if (data == block->address && scalar >= 0 && scalar < 256 && torch.by_scalar[scalar] != 255) {
-        block->memory = block->address - offset * torch.itemsize[torch.by_scalar[scalar]];
-    }
+    if (torch.get_data(handle, &data) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &scalar) ||
+        scalar < 0 || scalar > 255 || torch.by_scalar[scalar] == 255)
+        return use_tensor(block, tensor);
+    block->tensor = tensor;
+    block->address = data;
+    block->memory = block->address - offset * torch.itemsize[torch.by_scalar[scalar]];
     return true;
 }
 
@@ -449,6 +451,74 @@ static PyObject *blocks_into(PyObject *type, PyObject *args) {
     if (is_good && find_runs(self, self->header, self->order, self->packed)) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
+}
+
+typedef struct {
+    const char *start, *end;
+} Span;
+
+static int by_start(const void *one, const void *other) {
+    const Span *a = one, *b = other;
+    return (a->start > b->start) - (a->start < b->start);
+}
+
+/* Whether spans of memory are disjoint; sorts them. */
+static bool are_disjoint(Span *spans, int64_t count) {
+    qsort(spans, (size_t)count, sizeof(Span), by_start);
+    for (int64_t i = 1; i < count; i++) {
+        if (spans[i].start < spans[i - 1].end) return false;
+    }
+    return true;
+}
+
+/* Whether a tensor has a dtype, shape and stride, and what it takes to be written as bytes. */
+static bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
+                           const int64_t *stride, Found *found) {
+    if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
+    if (found->kind != RAW || found->dtype != dtype || found->ndim != ndim) return false;
+    for (int i = 0; i < ndim; i++) {
+        if (found->shape[i] != shape[i] || (shape[i] > 1 && found->stride[i] != stride[i])) return false;
+    }
+    return true;
+}
+
+/* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
+ * plain tensor on a device (by DLPack's numbers) whose bytes are those in the slab, and no two overlap. False where that
+ * can't be said. */
+static PyObject *fits(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *table, *leaves;
+    int device_type, device_index;
+    const Header *header;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "OO!ii:fits", &table, &PyList_Type, &leaves, &device_type, &device_index)) return NULL;
+    if (!table_of(table, &buffer, &header)) return NULL;
+    Span *spans = malloc(sizeof(Span) * (size_t)(header->rows + 1));
+    bool all = spans != NULL && makes_views() && !may_be_dual() && PyList_Size(leaves) == header->rows;
+    int64_t count = 0;
+    Found found;
+    for (int64_t i = 0; all && i < header->rows; i++) {
+        const Row *row = row_at(header, i);
+        if (!is_packed(row)) continue;
+        PyObject *leaf = PyList_GetItem(leaves, (Py_ssize_t)i);
+        all = row->ndim <= MAX_DIMS && is_plain_place(leaf, device_type, device_index, row->dtype, row->ndim, row->sizes,
+                                                      row->sizes + header->width, &found);
+        if (all && row->nbytes > 0) spans[count++] = (Span){found.data, found.data + row->nbytes};
+    }
+    all = all && are_disjoint(spans, count);
+    free(spans);
+    PyBuffer_Release(&buffer);
+    if (PyErr_Occurred()) return NULL;
+    return PyBool_FromLong(all);
+}
+
+/* small_copies(nbytes): how many copies there are of less than `nbytes`. */
+static PyObject *blocks_small_copies(PyObject *object, PyObject *nbytes) {
+    Blocks *self = (Blocks *)object;
+    long long least = PyLong_AsLongLong(nbytes), count = 0;
+    if (least == -1 && PyErr_Occurred()) return NULL;
+    for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
+    return PyLong_FromLongLong(count);
 }
 
 /* run_bytes(): of each leaf, the bytes of the run that it is part of, in which it is copied; int64. */
@@ -703,23 +773,25 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
     return count;
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream): move leaves as `.to()` would, on torch's current
- * stream, which is not captured; all have been read when it returns, and it has not waited for earlier work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing]): move leaves as `.to()` would, on torch's
+ * current stream, which is not captured; all have been read when it returns, and it has not waited for earlier work.
  *
+ * existing: where to, tensors at the places of their leaves; else to new ones.
  * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, their
  * bytes, and how many copies that took; or None where these are not few, small and plain, would not be read at once, or
  * there is no memory; or CUDA's error as a negative number. */
 static PyObject *move_few(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *leaves, *atoms, *wrappers, *tensors[MOST_FEW];
+    PyObject *leaves, *existing = NULL, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiK:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
-                          &stream))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiK|O!:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
+                          &stream, &PyList_Type, &existing))
         return NULL;
     Found found[MOST_FEW];
     Py_ssize_t indexes[MOST_FEW];
     if (!makes_views() || (device_type == 1 && driver.copy == NULL)) Py_RETURN_NONE;
+    if (existing != NULL && PyList_Size(existing) != PyList_Size(leaves)) Py_RETURN_NONE;
     int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
     if (count == -1) return NULL;
     if (count <= 0) Py_RETURN_NONE;
@@ -729,12 +801,26 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
     }
     char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
     PyObject *result = NULL;
+    Span spans[MOST_FEW];
     for (; memory != NULL && made < count; made++) {
         const Found *leaf = &found[made];
-        tensors[made] =
-            new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
-        if (tensors[made] == NULL) break;
+        if (existing == NULL) {
+            tensors[made] =
+                new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
+            if (tensors[made] == NULL) break;
+            continue;
+        }
+        Found there;
+        PyObject *place = PyList_GetItem(existing, indexes[made]);
+        if (!is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
+                            leaf->stride, &there))
+            break;
+        places[made] = (char *)there.data;
+        spans[made] = (Span){there.data, there.data + leaf->nbytes};
+        tensors[made] = place;
+        Py_INCREF(place);
     }
+    if (existing != NULL && made == count && !are_disjoint(spans, count)) Py_DECREF(tensors[--made]);
     int64_t nbytes = 0;
     long copies = 0;
     if (made == count) {
@@ -744,7 +830,7 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
             if (device_type == 1) {
                 code = copy_at_once(places[i], found[i].data, found[i].nbytes, memory, on);
             } else {
-                memcpy(places[i], found[i].data, (size_t)found[i].nbytes);
+                memmove(places[i], found[i].data, (size_t)found[i].nbytes);
             }
             copies++;
             nbytes += found[i].nbytes;
@@ -767,6 +853,7 @@ static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
     {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into tensors that exist"},
     {"run_bytes", blocks_run_bytes, METH_NOARGS, "run_bytes(): of each leaf, the bytes of the copy that it is part of; int64"},
+    {"small_copies", blocks_small_copies, METH_O, "small_copies(nbytes): how many copies there are of less than that"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
@@ -802,6 +889,8 @@ int add_blocks_type(PyObject *module) {
 
 PyMethodDef blocks_methods[] = {
     {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream)"},
+    {"fits", fits, METH_VARARGS,
+     "fits(table, leaves, device_type, device_index): whether existing tensors take bytes as they are."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing])"},
     {NULL, NULL, 0, NULL},
 };

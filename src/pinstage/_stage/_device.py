@@ -221,8 +221,12 @@ class Target(Protocol):
         """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
         ...
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+
+        Args:
+            leaves: of a batch.
+            existing: the tensors that they go to, in their places; None for new ones.
 
         Returns:
             What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
@@ -358,7 +362,7 @@ class CudaTarget:
         copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
         return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index, stream = self.device.index, self.consumer(None)
         if self._cuda.device() != index:
@@ -367,9 +371,10 @@ class CudaTarget:
             return None
         if not self._at_once.has_room():  # asks events, which would spoil a capture
             return None
-        moved = _native.core.move_few(leaves, _TYPES, 1, index, stream.cuda_stream)
+        args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
+        moved = _native.core.move_few(*args)
         if isinstance(moved, int):
-            moved = self._again(moved, _native.core.move_few, leaves, _TYPES, 1, index, stream.cuda_stream)
+            moved = self._again(moved, _native.core.move_few, *args)
         if moved is not None:
             _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
             self._at_once.add(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
@@ -479,9 +484,10 @@ class CpuTarget:
         pack(parts, lease)
         return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
+        more = () if existing is None else (existing,)
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
 
     def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
         """See `Target`."""

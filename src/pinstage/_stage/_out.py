@@ -29,6 +29,7 @@ from .._batch import (
     Table,
     can_be_copied,
     describe,
+    fit_as_they_are,
     from_array,
     into_tensors,
     take_apart,
@@ -82,9 +83,13 @@ class Plan(NamedTuple):
     """Leaves that go by way of scratch."""
     direct: list[int]
     """Leaves that go straight to their places, if their copies are few or large."""
+    whole: Direct | None = None
+    """All of these, if they are all that is packed, and their copies are few or large."""
 
     def ways(self) -> tuple[list[int], Direct | None]:
         """Return the leaves that go by way of scratch, and the others."""
+        if self.whole is not None:
+            return [], self.whole
         found = self._direct(self.direct)
         small = [] if found is None else _in_many_small_copies(found)
         if small:
@@ -209,11 +214,22 @@ def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
         IsContainer: take the batch apart again.
     """
     places = in_order(parts.structure, out)
+    table = parts.table
+    if table.packed + table.others == len(places) and fit_as_they_are(table, places, device):
+        leaves = results(parts, places) if table.others else places
+        chosen = table.positions(*PACKED) if table.others else list(range(len(places)))
+        if not chosen:
+            return Plan(parts, leaves, [], [], [])
+        direct = Direct(Way(parts, leaves), into_tensors(table, leaves, leaves[chosen[0]].is_cuda), chosen)
+        small = direct.blocks.small_copies(DIRECT_FROM_BYTES)
+        if small <= _FEW_COPIES:
+            return Plan(parts, leaves, [], [], chosen, direct)
+        return Plan(parts, leaves, [], [], chosen)
     readable = make_readable(parts, places)
     if readable is not None:
         parts = describe(readable, parts.structure, _CPU)
-    plain, direct, scratch = check(parts, [parts.table], places, device)
-    return Plan(parts, results(parts, places), plain, scratch, direct)
+    plain, same, scratch = check(parts, [parts.table], places, device)
+    return Plan(parts, results(parts, places), plain, scratch, same)
 
 
 def check(parts: Parts, tables: list[Table], places: list[Any], device: torch.device) -> Checked:

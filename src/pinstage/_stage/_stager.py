@@ -57,7 +57,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
-from ._out import NOTHING, Plan, copy_through, plan_for, writing
+from ._out import NOTHING, Direct, Plan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, event_of, fetch, fetch_into
@@ -186,7 +186,8 @@ class Stager:
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
             the CPUs that the process may use, at most 12.
         borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease). They are copied from where they are, each by its own copy. They must not be changed until
+            views of a lease or a `HostRegion`). They are copied from where they are, each by its own copy, in a region
+            cut where its chunks end. They must not be changed until
             `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
             batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
@@ -448,7 +449,8 @@ class Stager:
         """
         target = self._target
         if out is not None:
-            return self.stage(batch, out=out).wait()
+            written = self._write_few(batch, out)
+            return self.stage(batch, out=out).wait() if written is None else written
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
@@ -565,11 +567,8 @@ class Stager:
 
     def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
         self._refuse_capture()
-        reaper.start()
         transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
-        event = event_of(transfer)
-        if event is not None and written:
-            reaper.tasks.put(Kept(event, written))
+        self._keep_until(event_of(transfer), written)
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
@@ -802,6 +801,32 @@ class Stager:
             except IsContainer:
                 continue  # see `take_apart`
 
+    def _write_few(self, batch: Any, out: Any) -> Any:
+        """Write a few small leaves, each by a copy on the current stream; None if they aren't few, small and plain."""
+        state, target = self._pool_state, self._target
+        if self._keeping is not None or state.closed or state.is_forked:
+            return None
+        with step("stage"):
+            with step("walk"):
+                leaves, structure = walk(batch)
+                if len(leaves) > _FEW_LEAVES:
+                    return None
+                places, found = walk(out)
+            moved = target.move_few(leaves, list(places)) if found == structure else None
+            if moved is None:
+                return None
+            made, count, nbytes, copies = moved
+            tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
+            torch.autograd.graph.increment_version(tensors)
+            self._keep_until(target.record(target.consumer(None)), tensors)
+            self._count(copies, 0, count, nbytes)
+            return structure.rebuild(made)
+
+    def _keep_until(self, event: Fence | None, things: list[Any]) -> None:
+        if event is not None and things:
+            reaper.start()
+            reaper.tasks.put(Kept(event, things))
+
     def _write(self, plan: Plan) -> Sent:
         """Write a batch into existing tensors, behind all that the current stream has been given.
 
@@ -837,18 +862,17 @@ class Stager:
                         target.wait(target.record(stream), target.stream)
                         stream = target.stream
 
-                    def begin(blocks: Blocks, leaves: list[int]) -> Blocks:
-                        begun.extend(leaves)
-                        torch.autograd.graph.increment_version([plan.leaves[index] for index in leaves])
-                        return blocks
+                    def begin(direct: Direct) -> Blocks:
+                        begun.extend(direct.leaves)
+                        torch.autograd.graph.increment_version(direct.blocks.tensors)
+                        return direct.blocks
 
-                    copies += self._send_into(parts, partial(begin, direct.blocks, direct.leaves), stream).copies
+                    copies += self._send_into(parts, partial(begin, direct), stream).copies
             except BaseException as error:
                 self._end_writing(plan, begun, error)
                 raise
             event = target.record(stream)
-            if event is not None:
-                reaper.tasks.put(Kept(event, plan.leaves))
+            self._keep_until(event, plan.leaves)
         table = plan.parts.table
         padding, passed = table.nbytes - table.payload_bytes, len(plan.plain)
         self._count(copies, scratches, table.packed, table.payload_bytes, padding, passed)
