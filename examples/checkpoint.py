@@ -3,7 +3,7 @@
     python examples/checkpoint.py --device cuda --saves 5
 
 A model with Adam takes a step, saves, and takes further steps at once. Each checkpoint holds the values of its call,
-bit for bit. What the saves need comes from one pool, which is frozen after the first: no other one page-locks memory.
+bit for bit. The saves use one pool, which is frozen after the first: later saves page-lock no memory.
 """
 
 from __future__ import annotations

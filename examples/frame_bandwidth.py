@@ -36,12 +36,12 @@ FEWEST_REPEATS, WARM_UPS = 5, 2
 
 Frames = list[torch.Tensor]
 Timed = tuple[Callable[[], Any], Callable[[], Any]]
-"""What is done before the timer starts, and what is timed: it returns the frames on the device."""
+"""The work before the timer starts, and the timed work: it returns the frames on the device."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """So many frames of one shape."""
+    """Several frames of one shape."""
 
     id: str
     frames: int
@@ -84,7 +84,7 @@ def pinned_each(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
 
 def pin_each(device: torch.device, frames: Frames) -> Frames:
-    """What both do."""
+    """Pin and send each frame, as both do."""
     return [frame.pin_memory().to(device, non_blocking=True) for frame in frames]
 
 
@@ -123,7 +123,7 @@ def reused_in_turn(device: torch.device, frames: Frames) -> Iterator[Timed]:
         there = []
         for number, frame in enumerate(frames):
             turn = number % 2
-            arrived[turn].synchronize()  # the frame before last; the last one is still travelling
+            arrived[turn].synchronize()  # the frame before last; the last one is still being copied
             buffers[turn].copy_(frame)
             there.append(buffers[turn].to(device, non_blocking=True, copy=True))
             arrived[turn].record()
@@ -160,7 +160,7 @@ def staged(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
 @contextmanager
 def written_in_place(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """The frames are made in page-locked memory, so nobody copies them into it."""
+    """The frames are made in page-locked memory, so they needn't be copied into it."""
     with ps.SlabPool("4GiB", memory=ps.memory.default_memory(device)) as pool:
         leases: list[ps.Lease] = []
 
@@ -186,7 +186,7 @@ VARIANTS = (
     Variant(
         "pinned_anew",
         pinned_anew,
-        "`pin_memory()` for each, page-locked anew, then `.to(device, non_blocking=True)`",
+        "`pin_memory()` for each, page-locked each time, then `.to(device, non_blocking=True)`",
         needs_cuda=True,
     ),
     Variant("pinned_each", pinned_each, "the same, in memory that torch kept from last time", needs_cuda=True),

@@ -101,7 +101,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rows_of(way: str, steps: list[float], report: dict[str, Any] | None) -> list[Row]:
-    """Return what was found of one way, as rows of a result file."""
+    """Return the results of one way, as rows of a result file."""
     rows = [Row("weather_batch", case, way, "needs CUDA", ours=way == "after") for case in FIGURES]
     if report is not None:
         uploads = [group for group in report["trace"]["copies"] if group["direction"] == "HtoD"]

@@ -15,8 +15,8 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODULES = sorted((ROOT / "src").rglob("*.py"))
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = sorted(path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
 MOST_WORDS = 42
 """Of a sentence of a page."""
 
@@ -115,7 +115,7 @@ def findings_in_docstrings(module: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            found += words(blanked(node.value, CODE, QUOTED, r"^ +\w+:"), node.lineno)
+            found += words(blanked(node.value, CODE, QUOTED, r"https?:\S+", r"^ +\w+:"), node.lineno)
     for number, line in enumerate(text.splitlines(), 1):
         _, mark, comment = line.partition("# ")
         found += words(blanked(comment, CODE), number) if mark and '"' not in comment else []

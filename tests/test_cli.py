@@ -65,6 +65,17 @@ def test_h_is_help(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str
     assert "usage: pinstage" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [(), ("audit",), ("doctor",), ("trace",), ("top",)])
+def test_sentences_of_the_help_fit_80_columns(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run_main(*arguments, "--help")
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if not line.startswith("    ")) <= 80
+    assert "\n    " in text  # examples keep their lines
+
+
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--version") == 0
     assert capsys.readouterr().out == f"pinstage {pinstage.__version__}\n"

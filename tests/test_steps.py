@@ -108,7 +108,7 @@ def test_a_profile_prints_as_a_table_and_gives_its_figures(stager):
     with ps.inspect.step_times() as steps:
         stager.to_device(batch())
     lines = str(steps).splitlines()
-    assert lines[0].split() == ["step", "calls", "ms", "us", "a", "call"]
+    assert lines[0].split() == ["step", "calls", "ms", "us", "per", "call"]
     assert {line.split()[0] for line in lines[1:]} == set(steps.times)
     assert steps.to_dict()["pack"] == {"calls": 1, "seconds": steps.times["pack"].seconds}
 

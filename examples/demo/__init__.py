@@ -1,6 +1,6 @@
 """The demo: one year of New York weather and flights, staged four ways, trained on, compared bit for bit.
 
 It is written as a user's program: a team's own batch classes (`batch`), their data (`data`), their model (`model`),
-four ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and what is shown
+four ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and the output
 (`report`); `run` puts them in order, behind the options of `command`. Of pinstage it uses the public names only.
 """

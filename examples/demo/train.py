@@ -29,7 +29,7 @@ PROFILED_BATCHES = 5
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way did.
+    """The results of one way.
 
     Attributes:
         way: The way.
@@ -39,10 +39,10 @@ class Outcome:
         batch_seconds: Staging alone: median over batches, from the call until the batch has arrived; of a way that
             works ahead, the mean.
         leaf_seconds: The same for each leaf: median over batches of time over leaves.
-        copies: Host-to-device copies a batch, median.
+        copies: Host-to-device copies per batch, median.
         copies_profiled: Whether `copies` was seen by a profiler, or is what the calls amount to.
-        nbytes: Bytes a batch carried to the device, median.
-        memory: What was held when the epoch had ended.
+        nbytes: Bytes per batch copied to the device, median.
+        memory: The memory held at the end of the epoch.
     """
 
     way: Way
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def warm_up(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> None:
-    """Stage and train a few batches with a model that is thrown away, so that the first way pays for nobody."""
+    """Stage and train a few batches with a throw-away model, so that the first way doesn't pay for the others."""
     _epoch(way, batches, device, seed=0, epochs=1, on_batch=lambda: None)
 
 

@@ -21,7 +21,7 @@ from demo.batch import Array, RaggedBatch
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a way holds of the host's memory.
+    """The host memory of a way.
 
     Attributes:
         held_bytes: Bytes held for staging; page-locked if `pinned`.
@@ -44,7 +44,7 @@ class Way(Protocol):
 
     @property
     def note(self) -> str:
-        """What a reader must know to compare it; may be empty."""
+        """A note for comparing it; may be empty."""
         ...
 
     @property
@@ -194,7 +194,7 @@ class Loaded:
         return staged
 
     def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
-        """Let workers pack the batches, which they inherit; the next ones travel while one is used."""
+        """Let workers pack the batches, which they inherit; the next ones are copied while one is used."""
         if self._loader is None or self._batches is not batches:
             self._batches = batches
             self._loader = ps.DataLoader(

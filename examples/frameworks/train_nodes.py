@@ -24,7 +24,7 @@ from pinstage.integrations.torchdata import Stage
 def main() -> None:
     """Run one rank."""
     parser = options("Trains on a pipeline of torchdata.nodes.", "pinstage")
-    parser.add_argument("--steps", type=int, help="stop after so many, of this run")
+    parser.add_argument("--steps", type=int, help="stop after that many steps of this run")
     parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, and to save to")
     arguments = parser.parse_args()
     with ranks() as (rank, count, device):

@@ -1,4 +1,4 @@
-"""What the programs beside this file have in common: small nested data, a model, their options and reports."""
+"""Shared parts of the programs beside this file: small nested data, a model, their options and reports."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ CODES = 6
 
 
 class Visits(Dataset[Batch]):
-    """So many samples, each a nested dictionary of tensors that its index decides."""
+    """A number of samples, each a nested dictionary of tensors that its index decides."""
 
     def __init__(self, length: int = 64) -> None:
         self.length = length

@@ -1,7 +1,6 @@
 """pinstage: a reusable pool of page-locked staging buffers for PyTorch.
 
-Whatever a batch looks like, one line moves it at the speed of the bus, never corrupts it and never pins more than
-allowed:
+One line moves any nested batch to the device at the speed of the bus, and page-locks at most `max_bytes`:
 
     import pinstage as ps
 

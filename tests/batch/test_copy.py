@@ -532,5 +532,5 @@ def test_less_than_one_thread_is_refused(threads):
 
 
 def test_by_default_all_usable_cpus_pack_but_not_too_many():
-    assert most_threads(None) == min(usable_cpus(), MOST_THREADS)
+    assert most_threads("auto") == min(usable_cpus(), MOST_THREADS)
     assert most_threads(40) == 40

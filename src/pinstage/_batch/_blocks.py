@@ -99,7 +99,7 @@ def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> b
         device: where they have to be.
 
     Returns:
-        False also where it can't be told so quickly.
+        False also if finding out would take longer.
     """
     return _core.fits(table.data, tensors, 2 if device.type == "cuda" else 1, device.index or 0)
 

@@ -20,19 +20,14 @@ _ROW_GROUP = 4
 """Leaves that share dtype and trailing shape before they are joined as they are: fewer are flattened and join those of
 their dtype, for a kernel costs more than a few views."""
 
-_CAN_BE_JOINED = frozenset(
+COPIED_AS_THEY_ARE = frozenset(
     {
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
-"""Dtypes that ``torch.cat`` moves bit for bit everywhere; others are joined as integers of their size, bools among
-them, whose bytes it would make 0 or 1."""
-
-
-def can_be_copied(dtype: torch.dtype) -> bool:
-    """Say whether torch copies tensors of a dtype bit for bit everywhere; others are copied as integers."""
-    return dtype in _CAN_BE_JOINED
+"""Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size, bools among them, whose
+bytes ``torch.cat`` would make 0 or 1."""
 
 
 class Group(NamedTuple):
@@ -127,7 +122,7 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
 
 
 def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
-    if rows.dtype not in _CAN_BE_JOINED:
+    if rows.dtype not in COPIED_AS_THEY_ARE:
         integer = INTEGERS[rows.dtype.itemsize]
         pieces, rows = [piece.view(integer) for piece in pieces], rows.view(integer)
     if len(pieces) == 1:
@@ -148,7 +143,7 @@ def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
     """Return a bit-exact copy of a dense tensor, with memory of its own."""
-    if tensor.dtype in _CAN_BE_JOINED:
+    if tensor.dtype in COPIED_AS_THEY_ARE:
         return tensor.clone()
     return tensor.view(INTEGERS[tensor.dtype.itemsize]).clone().view(tensor.dtype)
 

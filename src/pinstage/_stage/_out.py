@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .._batch import (
+    COPIED_AS_THEY_ARE,
     DTYPES,
     INTEGERS,
     PACKED,
@@ -27,7 +28,6 @@ from .._batch import (
     RowKind,
     Structure,
     Table,
-    can_be_copied,
     describe,
     fit_as_they_are,
     from_array,
@@ -169,7 +169,7 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors to others of their device, in order, bit for bit where the dtypes are the same."""
     with writing(places):
         for at, (place, source) in enumerate(zip(places, sources, strict=True)):
-            if place.dtype is source.dtype and not can_be_copied(place.dtype):
+            if (dtype := place.dtype) not in COPIED_AS_THEY_ARE and dtype is source.dtype:
                 integer = INTEGERS[place.itemsize]
                 places[at], sources[at] = place.view(integer), source.view(integer)
         copy_each(places, sources)
@@ -178,7 +178,7 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 @contextmanager
 def writing(places: list[torch.Tensor]) -> Iterator[None]:
     """Let tensors be written by torch's own functions, whatever mode they were made in."""
-    are_inference = not torch.is_inference_mode_enabled() and any(place.is_inference() for place in places)
+    are_inference = not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, places))
     places = list(places)
     with torch.inference_mode() if are_inference else torch.no_grad():
         yield

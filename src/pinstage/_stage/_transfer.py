@@ -204,8 +204,9 @@ def _move(thing: Any, device: torch.device) -> Any:
     cls = type(thing)
     if not moves_in_silence(cls):
         warn_once(
-            f"{cls.__module__}.{cls.__qualname__} holds tensors and isn't a known container: it moves by its .to(), "
-            f"which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with the rest"
+            f"{cls.__module__}.{cls.__qualname__} holds tensors and isn't a known container: it moves by its "
+            f"own .to(), which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with "
+            "the rest"
         )
     moved = thing.to(device)
     return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
