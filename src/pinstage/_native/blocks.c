@@ -311,26 +311,19 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
 
 /* The blocks of a table, without tensors yet; NULL with an error. */
 static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
-    allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-    Blocks *self = (Blocks *)alloc((PyTypeObject *)type, 0); /* all zeros */
+    Blocks *self = new_object(type);
     if (self == NULL) return NULL;
-    if (!table_of(table, &self->table, &self->header)) {
-        self->header = NULL;
-        goto failed;
-    }
+    if (!table_of(table, &self->table, &self->header)) goto failed; /* which leaves the header at NULL */
     self->is_cuda = is_cuda;
     self->order = rows_by_offset(self->header, &self->packed);
     if (self->order == NULL) goto failed;
     self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
     self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
-    if (self->blocks == NULL || self->block_of == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
+    if ((self->blocks == NULL || self->block_of == NULL) && !no_memory()) goto failed;
     for (int64_t i = 0; i < self->packed; i++) {
         const Row *row = row_at(self->header, self->order[i]);
         if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (by_shim && torch.scalar[row->dtype] < 0)) {
-            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+            fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
             goto failed;
         }
     }
@@ -359,36 +352,10 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
         if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
     }
     if (slab != NULL) sharing = ONE;
-<<<<<<< HEAD
-    Blocks *self = new_object(type);
-    if (self == NULL) return NULL;
-    self->is_cuda = device_type == 1;
-    self->make = held(make);
-    self->view = held(cut);
-    if (!table_of(table, &self->table, &self->header)) goto failed; /* which leaves the header at NULL */
-    self->order = rows_by_offset(self->header, &self->packed);
-    if (self->order == NULL) goto failed;
-    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
-    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
-    if ((self->blocks == NULL || self->block_of == NULL) && !no_memory()) goto failed;
-    for (int64_t i = 0; i < self->packed; i++) {
-        const Row *row = row_at(self->header, self->order[i]);
-        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (make == NULL && torch.scalar[row->dtype] < 0)) {
-            fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
-            goto failed;
-        }
-    }
-    cut_table(self, sharing);
-=======
     Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
     if (self == NULL) return NULL;
-    if (make != NULL && cut != NULL) {
-        Py_INCREF(make);
-        Py_INCREF(cut);
-        self->make = make;
-        self->view = cut;
-    }
->>>>>>> main
+    self->make = held(make);
+    self->view = held(cut);
     for (int64_t i = 0; i < self->count; i++) {
         Block *block = &self->blocks[i];
         bool is_made = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
@@ -412,8 +379,8 @@ static bool use_existing(Block *block, PyObject *tensor) {
     int64_t offset;
     int32_t scalar;
     void *data;
-    Py_INCREF(tensor);
     block->is_leaf = true;
+    held(tensor);
     if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor))
         return use_tensor(block, tensor);
     void *handle = handle_of(tensor);
@@ -434,8 +401,8 @@ static PyObject *blocks_into(PyObject *type, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!p:into", &table, &PyList_Type, &leaves, &is_cuda)) return NULL;
     Blocks *self = blocks_new(type, table, EACH, is_cuda, false);
     if (self == NULL) return NULL;
-    bool is_good = PyList_Size(leaves) == self->header->rows;
-    if (!is_good) PyErr_SetString(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
+    bool is_good = PyList_Size(leaves) == self->header->rows ||
+                   fail(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
     for (int64_t i = 0; is_good && i < self->packed; i++) {
         is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->order[i]));
     }
@@ -476,8 +443,7 @@ static bool is_plain_place(PyObject *object, int device_type, int device_index, 
 /* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
  * plain tensor on a device (by DLPack's numbers) whose bytes are those in the slab, and no two overlap. False where that
  * can't be said. */
-static PyObject *fits(PyObject *module, PyObject *args) {
-    (void)module;
+static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *leaves;
     int device_type, device_index;
     const Header *header;
@@ -513,8 +479,7 @@ static PyObject *blocks_small_copies(PyObject *object, PyObject *nbytes) {
 }
 
 /* run_bytes(): of each leaf, the bytes of the run that it is part of, in which it is copied; int64. */
-static PyObject *blocks_run_bytes(PyObject *object, PyObject *nothing) {
-    (void)nothing;
+static PyObject *blocks_run_bytes(PyObject *object, UNUSED PyObject *nothing) {
     Blocks *self = (Blocks *)object;
     int64_t *found = calloc((size_t)self->header->rows + 1, sizeof(int64_t));
     if (found == NULL) return PyErr_NoMemory();
@@ -613,16 +578,9 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
         is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
         if (!is_good) break;
         const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
-<<<<<<< HEAD
-        is_good = (row != NULL && is_packed(row)) || fail(PyExc_ValueError, "there is no such leaf");
+        bool is_there = row != NULL && is_packed(row) && start >= 0 && start <= end && end <= row->nbytes;
+        is_good = is_there || fail(PyExc_ValueError, "there are no such bytes of a leaf");
         if (!is_good) break;
-=======
-        if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes) {
-            PyErr_SetString(PyExc_ValueError, "there are no such bytes of a leaf");
-            is_good = false;
-            break;
-        }
->>>>>>> main
         const Block *block = &self->blocks[self->block_of[index]];
         if (start < end) {
             char *to = block->address + (row->offset - block->start) + start;
@@ -641,15 +599,8 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     PyObject *sources;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
-<<<<<<< HEAD
-    for (int64_t i = 0; i < self->count; i++) {
-        if (self->blocks[i].end - self->blocks[i].start > AT_ONCE_BYTES)
-            return PyErr_Format(PyExc_ValueError, "a block is too large to be sent from ordinary memory");
-=======
     if (self->header->nbytes > AT_ONCE_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
-        return NULL;
->>>>>>> main
+        return PyErr_Format(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
     }
     Work work;
     if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
@@ -759,14 +710,8 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
  * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, their
  * bytes, and how many copies that took; or None where these are not few, small and plain, would not be read at once, or
  * there is no memory; or CUDA's error as a negative number. */
-<<<<<<< HEAD
 static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
-    PyObject *leaves, *atoms, *wrappers, *tensors[MOST_FEW];
-=======
-static PyObject *move_few(PyObject *module, PyObject *args) {
-    (void)module;
     PyObject *leaves, *existing = NULL, *atoms, *wrappers, *tensors[MOST_FEW];
->>>>>>> main
     int device_type, device_index;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "O!(OO)iiK|O!:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
@@ -801,8 +746,7 @@ static PyObject *move_few(PyObject *module, PyObject *args) {
             break;
         places[made] = (char *)there.data;
         spans[made] = (Span){there.data, there.data + leaf->nbytes};
-        tensors[made] = place;
-        Py_INCREF(place);
+        tensors[made] = held(place);
     }
     if (existing != NULL && made == count && !are_disjoint(spans, count)) Py_DECREF(tensors[--made]);
     int64_t nbytes = 0;

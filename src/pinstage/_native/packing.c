@@ -208,9 +208,6 @@ static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
     Py_RETURN_NONE;
 }
 
-<<<<<<< HEAD
-static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
-=======
 /* Warn of slower staging, once. The class is Python's, so that it can be made an error. */
 static int warn_of_threads(int code) {
     PyObject *errors = PyImport_ImportModule("pinstage.errors");
@@ -227,9 +224,7 @@ static int warn_of_threads(int code) {
     return failed;
 }
 
-static PyObject *job_enter(PyObject *object, PyObject *nothing) {
-    (void)nothing;
->>>>>>> main
+static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
     static bool has_warned;
     Job *job = ((JobObject *)object)->job;
     int code = job == NULL ? 0 : job_begin(job);
