@@ -220,7 +220,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
         warnings.simplefilter("always")
         del pool
         wait_until(lambda: len(told) > 0)
-    assert re.search("a pool .* held could not be given back: .*device is gone", str(told[0].message))
+    assert re.search("memory of a dropped pool or loader could not be freed: .*device is gone", str(told[0].message))
     assert memory.live_blocks == [lost]
     memory.deallocate(lost)
 
