@@ -58,7 +58,7 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
 def test_default_collation_asks_the_map_for_tensors():
     map_of_ours = {**collate.default_collate_fn_map, torch.Tensor: lambda batch, **_: len(batch)}
     stacked = collate.collate([(torch.ones(2), 1), (torch.ones(2), 2)], collate_fn_map=map_of_ours)
-    assert stacked[0] == 2, "adapt collate_lazily in pinstage/_loader/_stacking.py"
+    assert stacked[0] == 2, "adapt collate_lazily in pinstage/_loader/_collate.py"
     assert stacked[1].tolist() == [1, 2]
 
 

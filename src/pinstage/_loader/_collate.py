@@ -135,8 +135,8 @@ class Stack(NamedTuple):
     stand_in: torch.Tensor
     """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory isn't read."""
     samples: Any
-    found: bytes
-    """Addresses and strides of the samples."""
+    found: object
+    """Where the samples are, for ``_native.core.stack``."""
 
 
 Stacks = dict[int, Stack]
