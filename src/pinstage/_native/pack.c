@@ -115,17 +115,23 @@ static void copy_bytes(char *to, const char *from, int64_t nbytes, Stores stores
     memcpy(to + done, from + done, (size_t)(nbytes - done));
 }
 
-/* Inlined, so that a size that is known is one instruction. */
-static inline void copy_each(char *to, const char *from, int64_t count, int64_t step, int64_t size) {
-    for (int64_t i = 0; i < count; i++) memcpy(to + size * i, from + size * i * step, (size_t)size);
-}
-
 static void copy_elements(char *to, const char *from, int64_t count, int64_t step, int32_t itemsize) {
-    itemsize == 4   ? copy_each(to, from, count, step, 4)
-    : itemsize == 2 ? copy_each(to, from, count, step, 2)
-    : itemsize == 8 ? copy_each(to, from, count, step, 8)
-    : itemsize == 1 ? copy_each(to, from, count, step, 1)
-                    : copy_each(to, from, count, step, itemsize);
+    switch (itemsize) {
+    case 1:
+        for (int64_t i = 0; i < count; i++) to[i] = from[i * step];
+        break;
+    case 2:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 2 * i, from + 2 * i * step, 2);
+        break;
+    case 4:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 4 * i, from + 4 * i * step, 4);
+        break;
+    case 8:
+        for (int64_t i = 0; i < count; i++) memcpy(to + 8 * i, from + 8 * i * step, 8);
+        break;
+    default:
+        for (int64_t i = 0; i < count; i++) memcpy(to + itemsize * i, from + itemsize * i * step, (size_t)itemsize);
+    }
 }
 
 /* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape, one behind the other. */
