@@ -226,7 +226,7 @@ def test_frames_make_the_round_trip_many_times_under_a_small_cap(cuda_device):
 
         source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
         for number, staged in enumerate(stager.prefetch(source, depth=1)):
-            waiting.append((float(number), stager.to_host([frame + 1 for frame in staged])))
+            waiting.append((float(number), stager.fetch([frame + 1 for frame in staged])))
             if len(waiting) > 1:
                 check()
         while waiting:

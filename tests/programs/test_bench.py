@@ -251,7 +251,7 @@ def test_the_table_has_the_best_rival_s_time_over_each(capsys):
         Row("staging", "b", "ghost", "not installed"),
         a_row("pinstage", "a", 1.0, ours=True),
         a_row("pinstage", "b", 4.0, ours=True),
-        a_row("pinstage_ring", "a", 0.5, ours=True),
+        a_row("pinstage_lease", "a", 0.5, ours=True),
     ]
     record.compare(rows)
 
@@ -262,7 +262,7 @@ def test_the_table_has_the_best_rival_s_time_over_each(capsys):
     assert ["to", "4", "0.50x", "1", "1.00x"] in lines
     assert ["pin_to", "2", "1.00x", "error"] in lines
     assert ["pinstage", "1", "2.00x", "4", "0.25x"] in lines
-    assert ["pinstage_ring", "0.5", "4.00x"] in lines
+    assert ["pinstage_lease", "0.5", "4.00x"] in lines
     assert lines[-2:] == [["not", "installed:", "ghost"], ["pin_to", "on", "b:", "error:", "out", "of", "luck"]]
 
 

@@ -390,7 +390,7 @@ class SlabPool:
         except HostIsFull:
             return None
         except REFUSALS:
-            if not growth.refusal or self._state.why_never(account, nbytes) is not None:
+            if not growth.refusal or self._state.why_never(account, nbytes, self._state.refusal) is not None:
                 raise
         if not self._has_told:
             self._has_told = True

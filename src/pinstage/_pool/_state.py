@@ -107,7 +107,9 @@ class PoolState(Holdings):
                     return Lease(self, slab, nbytes, account), event
         return None
 
-    def why_never(self, account: Account, nbytes: int) -> PoolError | MemoryError | None:
+    def why_never(
+        self, account: Account, nbytes: int, just_now: Refusal | None = None
+    ) -> PoolError | MemoryError | None:
         """Return the error of a request that will never be served; None if it may be.
 
         The cases, in this order:
@@ -115,13 +117,13 @@ class PoolState(Holdings):
         1. the pool is closed;
         2. the request is larger than what quotas leave to its owner of the cap;
         3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform lately refused to let the pool grow so far.
+        4. no slab is large enough, and the platform refused to let the pool grow so far, `just_now` or lately.
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
         if nbytes > account.largest:
             return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None)
-        refusal = self._standing_refusal()
+        refusal = just_now or self._standing_refusal()
         if not self.frozen and refusal is None:
             return None
         largest = self.accounts.largest(account, self._whole())
