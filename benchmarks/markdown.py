@@ -538,8 +538,8 @@ out = partial(
     ways_by_cases,
     name="out",
     rates=["4GiB-weights"],
-    said="Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned` is pinned. In a "
-    "process of its own, not behind 4 GiB of weights, 64 x 64KiB with `out=` took 0.23 ms (see the notes on speed).",
+    said="Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors. "
+    "In a process of its own, without the weights, 64 x 64KiB with `out=` took 0.23 ms (see the notes on speed).",
 )
 weights = partial(
     ways_by_cases,

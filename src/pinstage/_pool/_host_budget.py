@@ -298,9 +298,9 @@ class LimitedMemory:
         self._held = held
 
     def _close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1  # first: another thread must not close the number again
+        if file >= 0:
+            os.close(file)
 
 
 class Claim(LimitedMemory):
