@@ -131,6 +131,9 @@ def churn(truth, place, most, cap, seconds, seed):
     while leases:
         leases.pop().release()
     pool.close()
+    patience = time.monotonic() + 5
+    while pool.stats().held_bytes and time.monotonic() < patience:
+        time.sleep(0.01)  # the thread that lends may be freeing a slab
     return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
 
 
