@@ -534,13 +534,25 @@ frozen = partial(
     "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of two. "
     "The bus alone copies as many bytes and computes nothing.",
 )
-out = partial(
-    ways_by_cases,
-    name="out",
-    rates=["4GiB-weights"],
-    said="Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors. "
-    "In a process of its own, without the weights, 64 x 64KiB with `out=` took 0.23 ms (see the notes on speed).",
-)
+
+
+def out(result: dict[str, Any] | None = None) -> str:
+    """Batches into existing tensors, with their heading; nothing until they were measured."""
+    result = result or measured("out")
+    if result is None:
+        return ""
+    ways = {"pinstage_out": "`out=`", "pinstage": "new tensors", "copy": "`copy_`", "pin_copy": "pinned `copy_`"}
+    lines = head(["ms", *ways.values()])
+    for case, rows in by_case(result).items():
+        lines.append(f"| {case} | {' | '.join(shown(rows[way]) for way in ways)} |")
+    said = (
+        "Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors; "
+        "`copy_`: a loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before. In a process "
+        "without the weights, 64 x 64KiB with `out=` took 0.23 ms (see the notes on speed)."
+    )
+    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+
+
 weights = partial(
     ways_by_cases,
     name="weights",
@@ -557,23 +569,23 @@ def page_locking(result: dict[str, Any] | None = None) -> str:
         return ""
     cases = by_case(result)
     nbytes = next(row["nbytes"] for row in result["rows"] if row["case"] == "last byte, idle")
-    columns = {
+    figures = {
         "first byte, s": ("first byte, idle", 1e-3),
         "last byte, s": ("last byte, idle", 1e-3),
-        "resident": ("resident, idle", 1),
+        "resident, %": ("resident, idle", 1),
         "a neighbour's call, ms": ("neighbour's call, idle", 1),
         "own launch, ms": ("own launch, idle", 1),
         "beside a busy GPU, ms": ("own launch, busy", 1),
         "freed, s": ("given back, idle", 1e-3),
     }
-    lines = head([f"{nbytes / 2**30:g} GiB", *columns])
-    for variant, about in result["settings"]["variants"].items():
+    ways = result["settings"]["variants"]
+    lines = head([f"{nbytes / 2**30:g} GiB", *ways.values()])
+    for figure, (case, scale) in figures.items():
         cells = []
-        for case, scale in columns.values():
+        for variant in ways:
             row = cases.get(case, {}).get(variant, {"median": None, "ours": False})
-            scaled = row | {"median": row["median"] and row["median"] * scale}
-            cells.append(shown(scaled) + "%" * (case.startswith("resident") and row["median"] is not None))
-        lines.append(f"| {about} | {' | '.join(cells)} |")
+            cells.append(shown(row | {"median": row["median"] and row["median"] * scale}))
+        lines.append(f"| {figure} | {' | '.join(cells)} |")
     said = (
         "Of calls, the worst while the memory is made ready: `cudaMemGetInfo` in another process, and the launch of a "
         "kernel, with its end, in another thread; beside a busy GPU for a quarter of the memory."
