@@ -534,3 +534,8 @@ def test_less_than_one_thread_is_refused(threads):
 def test_by_default_all_usable_cpus_pack_but_not_too_many():
     assert most_threads("auto") == min(usable_cpus(), MOST_THREADS)
     assert most_threads(40) == 40
+
+
+def test_a_job_refuses_keywords():
+    with pytest.raises(TypeError, match="Job takes no keywords"):
+        _native.core.Job(None, None, 0, 0, None, 1, bogus=1)

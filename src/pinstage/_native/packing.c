@@ -115,11 +115,15 @@ static void job_close(JobObject *self, int milliseconds) {
     Py_CLEAR(self->owner);
 }
 
-static PyObject *job_make(PyTypeObject *type, PyObject *args, UNUSED PyObject *kwargs) {
+static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *table, *sources, *owner;
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
+        return NULL;
+    }
     if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
     JobObject *self = new_object((PyObject *)type);
     if (self == NULL) return NULL;
