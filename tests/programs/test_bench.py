@@ -211,6 +211,15 @@ def test_a_run_that_is_killed_leaves_what_it_had_measured_in_a_file_that_says_so
     assert result["rows"]
 
 
+def test_a_way_that_is_gone_is_not_shown(tmp_path, capsys):
+    rows = [a_row("to", "a", 4.0), a_row("pinstage_gone", "a", 1.0, ours=True)]
+    record.save(tmp_path / "older.json", record.result_of("staging", {}, rows))
+    assert run_bench(Settings(read=(tmp_path / "older.json",))) == 0
+    shown = capsys.readouterr().out
+    assert "pin" not in shown.lower()
+    assert "to" in shown.split()
+
+
 def test_a_file_that_is_incomplete_is_shown_with_a_word_about_it(tmp_path, capsys):
     part = record.result_of("staging", {}, [a_row("to", "a", 4.0)], "9 of 28 processes")
     record.save(tmp_path / "part.json", json.loads(json.dumps(part)))
