@@ -1,8 +1,8 @@
 """The chunks of a region: touched and page-locked by a thread, given back by another one.
 
 CUDA refuses a copy that touches two registrations, so the ends of chunks are part of what a region is. One registration
-for all would do without, but it holds the driver's locks for as long as it takes: 24 GiB at once stop a neighbour's
-calls for 300 ms, and launches of this process for 600; chunks of 128 MiB for 3 and 14.
+for all would do without, but it holds the driver's locks for as long as it takes: 48 GiB at once stop a neighbour's
+calls for 700 ms, and launches of this process for 1,300; chunks of 128 MiB for 3 to 18, and 16 to 30.
 
 The reaper calls `Chunks.reap` when the last view is gone.
 """
