@@ -1,10 +1,14 @@
 """Runs a script under torchrun, and leaves none of its processes behind.
 
-Each rank runs this file too, which runs the script and leaves without taking the interpreter down: gloo's threads
-outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
-interpreter ends aborts the process (pytorch/pytorch#179291; once in a hundred runs on busy cpus, after all was done).
+Each rank runs this file too, which works around two bugs that gloo's threads meet on busy CPUs, in one of some fifty runs:
+
+- A child that is forked while one of them enters the interpreter waits forever for a lock of CPython's
+  (python/cpython#112275, until 3.11.9). So workers are forked by a server without threads, as by default from 3.14 on.
+- They outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
+  interpreter ends aborts the process (pytorch/pytorch#179291). So the rank leaves without taking the interpreter down.
 """
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -41,6 +45,8 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["torch"])
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does with a script that it runs itself
     runpy.run_path(sys.argv[0], run_name="__main__")
