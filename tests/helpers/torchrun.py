@@ -2,17 +2,18 @@
 
 Each rank runs this file too, which works around two bugs that gloo's threads meet on busy CPUs, in one of some fifty runs:
 
-- A child that is forked while one of them enters the interpreter waits forever for a lock of CPython's
-  (python/cpython#112275, until 3.11.9). So workers are forked by a server without threads, as by default from 3.14 on.
+- A child that is forked while one of them enters the interpreter, to drop a tensor, waits forever for a lock of CPython's
+  (python/cpython#112275, until 3.11.9). So a rank pauses before it forks, until they have nothing left to do.
 - They outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
   interpreter ends aborts the process (pytorch/pytorch#179291). So the rank leaves without taking the interpreter down.
 """
 
-import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
@@ -45,8 +46,7 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["torch"])
+    os.register_at_fork(before=partial(time.sleep, 0.1))
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does with a script that it runs itself
     runpy.run_path(sys.argv[0], run_name="__main__")
