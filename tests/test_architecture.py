@@ -90,13 +90,13 @@ def test_the_arrows_have_no_cycle():
 
 
 @pytest.mark.parametrize("room", sorted(FACTS))
-def test_what_every_room_sees_needs_the_standard_library_alone(room):
+def test_shared_modules_need_only_the_standard_library(room):
     names = {name.partition(".")[0] for name in imported_names(SRC / f"{room}.py", "pinstage")}
     assert names <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("room", sorted(BATCHES))
-def test_what_knows_shapes_and_the_pool_do_not_know_each_other(room):
+def test_shapes_and_the_pool_are_independent(room):
     assert room not in MAY_SEE["_pool"]
     assert "_pool" not in MAY_SEE[room]
 
@@ -186,7 +186,7 @@ def test_examples_and_benchmarks_use_public_names(folder):
     assert private_names_of_ours(SRC.parents[1] / folder) == allowed
 
 
-def test_the_checker_finds_a_program_that_uses_a_private_name(tmp_path):
+def test_the_checker_finds_private_names_in_programs(tmp_path):
     wrong = "from pinstage._host import cpus\nimport pinstage.inspect._trace.a\nimport torch._C"
     right = "from pinstage import __version__\nfrom pinstage.inspect import audit\nfrom ._x import y"
     (tmp_path / "demo").mkdir()
@@ -268,7 +268,7 @@ def foreign_private_names(src: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_private_names_of_torch_and_cpython_stand_in_one_room():
+def test_private_names_are_confined_to_one_package():
     assert foreign_private_names(SRC) == BESIDE_TORCH
 
 
@@ -357,7 +357,7 @@ def run_python(code):
     return result.stdout
 
 
-def test_importing_pinstage_initialises_no_cuda_and_loads_what_is_asked_for_later():
+def test_importing_pinstage_initialises_nothing():
     run_python("""
 import os, sys, torch
 torchs_own = set(sys.modules)  # some versions of torch import cuda-python

@@ -69,13 +69,13 @@ def test_no_error_was_forgotten_here():
 @pytest.mark.parametrize(
     ("kind", "built_in"), [(UnreleasedLeaseWarning, ResourceWarning), (StagingWarning, RuntimeWarning)]
 )
-def test_a_warning_is_of_a_built_in_category_and_no_error(kind, built_in):
+def test_warnings_have_built_in_categories(kind, built_in):
     assert issubclass(kind, built_in)
     assert not issubclass(kind, PinstageError)
 
 
 @every_example
-def test_the_message_of_an_error_is_its_text_and_nothing_else(error):
+def test_an_error_s_message_is_its_text(error):
     assert str(error) == "what: 5 B; do this"
     assert error.args == ("what: 5 B; do this",)
 
@@ -86,7 +86,7 @@ def test_the_message_of_an_error_is_its_text_and_nothing_else(error):
     [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy],
     ids=["pickle", "copy", "deep"],
 )
-def test_an_error_arrives_in_another_process_with_all_that_it_carries(error, travel):
+def test_an_error_keeps_its_fields_in_other_processes(error, travel):
     arrived = travel(error)
     assert type(arrived) is type(error)
     assert (str(arrived), arrived.args, vars(arrived)) == (str(error), error.args, vars(error))
@@ -99,7 +99,7 @@ def test_a_note_travels_with_its_error(error):
     assert pickle.loads(pickle.dumps(noted)).__notes__ == ["in worker 3"]
 
 
-def test_a_layout_error_without_a_path_is_about_the_batch_itself():
+def test_a_layout_error_without_path_means_the_batch():
     assert LayoutError("what: 1; do this").path == ""
     assert LayoutError("what: 1; do this", ".a").path == ".a"
 
@@ -135,7 +135,7 @@ def check(error, **numbers):
     return remedy
 
 
-def test_a_request_that_can_never_fit_says_so_with_the_numbers(busy_pool):
+def test_an_oversized_request_names_the_numbers(busy_pool):
     with pytest.raises(MemoryError) as caught:
         busy_pool.acquire(1001)
     remedy = check(
@@ -145,7 +145,7 @@ def test_a_request_that_can_never_fit_says_so_with_the_numbers(busy_pool):
     assert remedy == 'pass max_bytes="2KiB" or more, or ask for less'
 
 
-def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
+def test_an_oversized_reservation_names_the_numbers(busy_pool):
     with pytest.raises(BudgetExceededError) as caught:
         busy_pool.reserve(200)
     remedy = check(
@@ -168,7 +168,7 @@ def test_a_reservation_that_does_not_fit_says_so_with_the_numbers(busy_pool):
     ],
     ids=["too large", "timeout", "reserve", "empty", "negative timeout", "no size", "negative count", "negative trim"],
 )
-def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
+def test_a_failed_call_leaves_the_pool_unchanged(busy_pool, memory, verb):
     before, allocations = busy_pool.stats(), memory.allocations
     with pytest.raises((PinstageError, ValueError)):
         verb(busy_pool)
@@ -195,12 +195,12 @@ def test_a_failed_call_leaves_the_pool_as_it_was(busy_pool, memory, verb):
     ],
     ids=["Stager", "DataLoader", "wrap_loader", "CheckpointStager", "save_on_cpu", "optimizer_state"],
 )
-def test_a_size_in_the_place_of_a_pool_is_refused_with_the_line_to_write(make):
+def test_a_size_instead_of_a_pool_is_refused(make):
     with pytest.raises(TypeError, match=r"pool must be a SlabPool: '1GiB'; pass SlabPool\('1GiB'\)"):
         make("1GiB")
 
 
 @pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.memory.PageableMemory])
-def test_a_size_or_a_class_in_the_place_of_memory_is_refused(memory):
+def test_sizes_or_classes_instead_of_memory_are_refused(memory):
     with pytest.raises(TypeError, match=r"memory must be a MemoryResource: .*; pass one such as PageableMemory"):
         pinstage.SlabPool(memory=memory)

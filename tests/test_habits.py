@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", 1.5, object()])
-def test_a_device_that_is_none_is_refused_in_our_words(device):
+def test_an_invalid_device_is_refused_in_our_words(device):
     with pytest.raises(ValueError, match=r"not a device: .*; write 'cuda', 'cuda:0' or 'cpu'"):
         ps.Stager(device)
 
@@ -53,7 +53,7 @@ def test_a_pool_and_a_budget_exclude_each_other(make):
         make(pool=pool, budget=budget)
 
 
-def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
+def test_the_budget_remedy_can_be_pasted(stager):
     batch = torch.zeros(9 * MIB, dtype=torch.uint8)
     with pytest.raises(ps.errors.BudgetExceededError) as caught:
         stager.to_device(batch)
@@ -63,7 +63,7 @@ def test_the_remedy_of_a_budget_that_is_too_small_can_be_pasted(stager):
 
 
 @pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)])
-def test_a_transfer_that_is_used_as_a_batch_says_wait(stager, make):
+def test_a_transfer_used_as_a_batch_says_wait(stager, make):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
@@ -145,14 +145,14 @@ def test_the_loader_s_typed_arguments_are_torch_s():
         ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass SlabPool"),
     ],
 )
-def test_an_argument_of_another_type_is_refused_in_our_words(options, error, text):
+def test_arguments_of_other_types_are_refused(options, error, text):
     for make in (ps.Stager, lambda device, **more: ps.DataLoader([1], device=device, **more)):
         if make is ps.Stager or options.keys() & {"owner", "pool"}:  # a loader's timeout is torch's
             with pytest.raises(error, match=text):
                 make("cpu", **options)
 
 
-def test_a_pool_refuses_a_timeout_that_is_no_number():
+def test_a_pool_refuses_a_nonnumeric_timeout():
     with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool:
         with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
             pool.acquire(1, timeout="1")
@@ -163,7 +163,7 @@ def test_a_pool_refuses_a_timeout_that_is_no_number():
     ("max_bytes", "reason"),
     [("AUTO", "25%"), (" Auto ", "25%"), (np.float32(4 * MIB), "given")],
 )
-def test_caps_are_read_in_any_case_and_from_numpy_s_floats(max_bytes, reason, monkeypatch):
+def test_caps_accept_any_case_and_numpy_floats(max_bytes, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with ps.SlabPool(max_bytes, memory=ps.memory.PageableMemory()) as pool:
         assert pool.stats().max_bytes_reason.startswith(reason)
@@ -198,3 +198,10 @@ def test_one_of_a_thing_is_no_plural(stager):
     text = repr(stager.stats())
     for part in ("1, in 1 copy\n", "1 leaf, 640.00 KiB", "0 calls, 0 copies", "in 1 slab\n"):
         assert part in text
+
+
+def test_names_of_tests_have_fewer_than_nine_words():
+    files = Path(__file__).parent.rglob("test_*.py")
+    functions = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    names = {node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert [name for name in sorted(names) if name.startswith("test_") and name.count("_") > 8] == []

@@ -50,7 +50,7 @@ def test_what_is_not_told_is_none_or_empty(tmp_path):
         (None, None),
     ],
 )
-def test_usable_cpus_are_those_of_the_affinity_and_the_quota_of_the_cgroup(tree, quota, cpus):
+def test_usable_cpus_respect_affinity_and_quota(tree, quota, cpus):
     root = tree({} if quota is None else {"sys/fs/cgroup/cpu.max": quota})
     affinity = len(os.sched_getaffinity(0))
     assert _host.usable_cpus(root) == (affinity if cpus is None else min(cpus, affinity))
@@ -59,7 +59,7 @@ def test_usable_cpus_are_those_of_the_affinity_and_the_quota_of_the_cgroup(tree,
 @pytest.mark.parametrize(
     ("quota", "threads"), [(None, 8), (100.0, 8), (8.0, 8), (2.5, 2), (2.0, 2), (1.9, 1), (0.5, 1)]
 )
-def test_no_thread_is_started_for_a_part_of_a_cpu_but_the_first(quota, threads):
+def test_fractional_cpus_start_no_thread_except_the_first(quota, threads):
     assert _host.threads_within(8, quota) == threads
 
 
@@ -81,7 +81,7 @@ V2_UNLIMITED = {"cpu.max": "max 100000\n"}
     ],
     ids=["v2 parent", "v2 own", "v2 container", "v1 parent", "v1 own, joint", "v1 container"],
 )
-def test_packer_and_doctor_see_the_quota_of_one_cpu_wherever_it_stands(tree, eight_cpus, line, groups):
+def test_a_quota_of_one_cpu_is_seen_anywhere(tree, eight_cpus, line, groups):
     files = {f"sys/fs/cgroup/{group}/{name}": text for group, files in groups.items() for name, text in files.items()}
     root = tree(files | {"proc/self/cgroup": f"{line}\n"})
     assert _packing.usable_cpus(root) == 1
@@ -109,7 +109,7 @@ def test_an_unlimited_lock_is_none(tree):
     assert _host.locked_limit(tree({"proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\n"})) is None
 
 
-def test_every_limited_group_above_this_process_is_told_its_own_first(tree):
+def test_every_limited_group_is_listed_own_first(tree):
     root = tree(
         {
             "proc/self/cgroup": "0::/pod/slice/container\n",
@@ -129,7 +129,7 @@ def test_every_limited_group_above_this_process_is_told_its_own_first(tree):
     assert _host.cpu_quota(root) == 2.5
 
 
-def test_memory_high_is_a_limit_too_and_may_be_exceeded(tree):
+def test_memory_high_is_a_soft_limit_too(tree):
     group = "sys/fs/cgroup/job"
     root = tree({"proc/self/cgroup": "0::/job\n", f"{group}/memory.max": "16\n", f"{group}/memory.high": "8\n"})
     tree({f"{group}/memory.current": "4\n"})
@@ -151,7 +151,7 @@ def test_cached_file_pages_count_as_left(tree):
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/../../elsewhere", "/"])
-def test_the_container_s_root_is_read_when_the_path_is_not_visible(tree, path):
+def test_an_invisible_path_reads_the_container_s_root(tree, path):
     root = tree(
         {
             "proc/self/cgroup": f"0::{path}\n",
@@ -179,7 +179,7 @@ def test_groups_of_version_1_are_read(tree):
     assert _host.cpu_quota(root) == 4
 
 
-def test_groups_of_both_versions_side_by_side_are_read(tree):
+def test_groups_of_both_versions_are_read_together(tree):
     job, top = "sys/fs/cgroup/memory/job", "sys/fs/cgroup/memory"
     root = tree(
         {
@@ -229,7 +229,7 @@ def test_nodes_and_their_cpus_are_read(tree):
 
 
 @pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", None), ("nonsense\n", None)])
-def test_the_node_of_a_device_is_found_by_its_address(tree, told, node):
+def test_a_device_s_node_is_found_by_address(tree, told, node):
     folder = f"sys/bus/pci/devices/{GPU}"
     root = tree({f"{folder}/numa_node": told, f"{folder}/local_cpulist": "8-9\n"})
     assert _host.pci_node(GPU.upper(), root) == node

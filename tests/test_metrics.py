@@ -71,7 +71,7 @@ def test_names_and_units_are_those_of_prometheus(pool, registry):
         assert all(s.name == family.name + ("_total" if family.type == "counter" else "") for s in family.samples)
 
 
-def test_two_pools_are_told_apart_by_name_and_each_metric_comes_once(make_pool, registry):
+def test_pools_are_told_apart_by_name(make_pool, registry):
     pools = [make_pool(), make_pool()]
     collector = PoolCollector(pools[0], name="training")
     registry.register(collector)
@@ -86,13 +86,13 @@ def test_two_pools_are_told_apart_by_name_and_each_metric_comes_once(make_pool, 
         collector.add(pools[1], name="training")
 
 
-def test_a_registry_refuses_a_second_collector_whose_metrics_would_come_twice(make_pool, registry):
+def test_a_registry_refuses_a_duplicate_collector(make_pool, registry):
     registry.register(PoolCollector(make_pool(), name="training"))
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(PoolCollector(make_pool(), name="evaluation"))
 
 
-def test_a_stager_in_the_place_of_its_pool_is_refused():
+def test_a_stager_instead_of_its_pool_is_refused():
     with (
         pinstage.Stager("cpu") as stager,
         pytest.raises(TypeError, match=r"needs a SlabPool: <Stager .*; the pool of a Stager is stager\.pool"),

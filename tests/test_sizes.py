@@ -38,7 +38,7 @@ def test_sizes_are_read_as_written(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"])
-def test_text_that_is_no_size_is_refused_with_an_example(text):
+def test_invalid_text_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="'512MiB'"):
         parse_bytes(text)
 
@@ -60,7 +60,7 @@ def test_a_float_that_is_no_integer_is_refused(size):
 
 
 @given(st.integers(0, 1 << 55))
-def test_a_size_to_paste_is_read_back_as_no_less_and_hardly_more(nbytes):
+def test_a_size_to_paste_is_hardly_more(nbytes):
     read = parse_bytes(size_to_paste(nbytes))
     assert nbytes <= read <= max(nbytes * 1.125, nbytes + 1024)
 
@@ -70,7 +70,7 @@ def test_a_table_has_a_row_for_each_name():
 
 
 @pytest.mark.parametrize("size", [True, False, None, b"1MiB", [1]])
-def test_what_is_neither_int_nor_text_is_a_type_error(size):
+def test_other_types_are_a_type_error(size):
     with pytest.raises(TypeError, match=type(size).__name__):
         parse_bytes(size)
 
@@ -90,12 +90,12 @@ def test_what_is_neither_int_nor_text_is_a_type_error(size):
         (192.0, "192 B"),
     ],
 )
-def test_sizes_are_printed_with_two_decimals_and_a_binary_unit(nbytes, text):
+def test_sizes_have_two_decimals_and_binary_units(nbytes, text):
     assert format_bytes(nbytes) == text
 
 
 @given(st.integers(0, 1 << 60))
-def test_what_is_printed_is_read_back_within_half_a_percent(nbytes):
+def test_printed_sizes_are_read_back_nearly_exactly(nbytes):
     assert abs(parse_bytes(_exact(format_bytes(nbytes))) - nbytes) <= max(1, nbytes * 0.005)
 
 

@@ -17,7 +17,7 @@ def batch():
     return {"a": torch.ones(400_000)[::2], "b": [torch.zeros(2)]}  # takes a slab
 
 
-def test_each_step_of_staging_is_timed_once_a_batch(stager):
+def test_each_step_is_timed_once_per_batch(stager):
     with ps.inspect.step_times() as steps:
         for _ in range(5):
             stager.to_device(batch())
@@ -36,7 +36,7 @@ def test_a_small_batch_takes_no_slab(stager):
     assert set(steps.times) == {*PARTS, "stage", "hand_over"} - {"acquire"}
 
 
-def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):
+def test_parts_take_no_longer_than_the_whole(stager):
     with ps.inspect.step_times() as steps:
         for _ in range(5):
             stager.to_device(batch())
@@ -44,7 +44,7 @@ def test_parts_take_no_longer_than_the_calls_they_are_parts_of(stager):
     assert sum(map(seconds.__getitem__, PARTS)) <= seconds["stage"] + seconds["hand_over"]
 
 
-def test_a_batch_in_chunks_is_packed_and_copied_in_so_many_steps():
+def test_a_chunked_batch_has_one_step_per_chunk():
     with ps.Stager("cpu", pack_threads=2) as stager:
         large = torch.zeros(40 << 20, dtype=torch.uint8)
         with ps.inspect.step_times() as steps:
@@ -64,7 +64,7 @@ def test_the_way_back_is_timed_too():
     assert {"fetch", "walk", "describe", "gather", "copy", "views", "unflatten"} <= set(steps.times)
 
 
-def test_steps_of_all_threads_are_timed_while_the_block_runs(stager):
+def test_steps_of_all_threads_are_timed(stager):
     def elsewhere():
         stager.to_device(batch())
 
@@ -98,13 +98,13 @@ def test_waiting_for_a_loaders_workers_is_timed():
     assert steps.times["loader.wait"].calls == 5  # the last one ends the pass
 
 
-def test_a_step_that_fails_is_timed_and_the_error_is_what_it_was(stager):
+def test_a_failing_step_is_timed_and_raises(stager):
     with ps.inspect.step_times() as steps, pytest.raises(ps.errors.BudgetExceededError):
         ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()).acquire("2MiB")
     assert steps.times["acquire"].calls == 1
 
 
-def test_a_profile_prints_as_a_table_and_gives_its_figures(stager):
+def test_a_profile_prints_a_table(stager):
     with ps.inspect.step_times() as steps:
         stager.to_device(batch())
     lines = str(steps).splitlines()

@@ -35,12 +35,12 @@ def found():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_without_a_private_name_batches_arrive_as_they_were_and_no_slab_is_lost(found, name):
+def test_without_a_private_name_batches_arrive_intact(found, name):
     assert (found(name)["wrong"], found(name)["in use"]) == ([], 0)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_without_a_private_name_all_else_works_or_is_refused_clearly(found, name):
+def test_without_a_private_name_the_rest_works_clearly(found, name):
     for what, expected in (WORKS | CASES[name].instead).items():
         assert re.fullmatch(expected, found(name)["outcomes"][what]), what
 
@@ -54,7 +54,7 @@ def test_a_slower_way_is_told_once(found, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_doctor_tells_of_each_name_that_is_gone(found, name):
+def test_the_doctor_names_each_missing_name(found, name):
     here, usually = found(name)["doctor"], found("nothing")["doctor"]
     assert ", ".join(sorted(set(here) - set(usually))) == (CASES[name].doctor or "")
 
@@ -99,7 +99,7 @@ def cuda(monkeypatch):
     calls.cuda_calls.cache_clear()
 
 
-def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
+def test_streams_are_set_by_private_functions_where_possible(cuda):
     assert calls.cuda_calls().set_stream is torch._C._cuda_setStream
     assert cuda[0].stream_id == 0
 
@@ -115,7 +115,7 @@ def test_streams_are_set_by_the_private_functions_where_these_do_it(cuda):
         ("_cuda_setStream", None),
     ],
 )
-def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda, monkeypatch, name, other):
+def test_without_them_public_functions_set_streams(cuda, monkeypatch, name, other):
     if other is None:
         monkeypatch.delattr(f"torch._C.{name}")
     else:
@@ -133,7 +133,7 @@ def test_without_them_streams_are_set_by_what_is_public_and_it_is_told_once(cuda
 # -- what no probe can try ---------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_a_mode_made_is_not_taken_for_memory():
+def test_mode_tensors_do_not_count_as_memory():
     class Ours(torch.Tensor):
         pass
 

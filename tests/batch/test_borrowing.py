@@ -40,7 +40,7 @@ def large(seed, dtype=torch.float32):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("which", [(), (0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
-def test_borrowed_leaves_and_packed_ones_arrive_in_their_places(page_locked, path, which):
+def test_borrowed_and_packed_leaves_arrive_in_place(page_locked, path, which):
     with on_path(path), Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
         batch = [
             large(1),
@@ -66,7 +66,7 @@ def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
         assert_same(batch, stager.to_device(batch), "cpu")
 
 
-def test_a_batch_that_is_page_locked_altogether_needs_no_slab(page_locked):
+def test_a_fully_page_locked_batch_needs_no_slab(page_locked):
     batch = {"x": large(1), "y": [large(2)]}
     page_locked.update((batch["x"].data_ptr(), batch["y"][0].data_ptr()))
     with Stager("cpu", pool=SlabPool(4096, memory=CountingMemory()), borrow_pinned=True) as stager:
@@ -77,7 +77,7 @@ def test_a_batch_that_is_page_locked_altogether_needs_no_slab(page_locked):
         stager.pool.close()
 
 
-def test_what_is_small_strided_or_not_asked_for_is_packed(page_locked):
+def test_small_strided_and_unwanted_leaves_are_packed(page_locked):
     small, strided = tensor_of(torch.uint8, (LARGE - 1,), 1), tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
     page_locked.update((small.data_ptr(), strided.data_ptr()))
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
@@ -106,7 +106,7 @@ def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
 # -- leases that are sent as they are ----------------------------------------------------------------------------------
 
 
-def test_a_lease_is_sent_as_it_is_and_released():
+def test_a_lease_is_sent_directly_and_released():
     batch = {"x": tensor_of(torch.float32, (4, 5), 1), "name": "a", "n": torch.nn.Parameter(torch.ones(2))}
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
@@ -120,7 +120,7 @@ def test_a_lease_is_sent_as_it_is_and_released():
         assert pool.stats().hits + pool.stats().misses == 1  # no other slab was asked for
 
 
-def test_a_sent_lease_keeps_its_guards_and_waits_for_the_copy():
+def test_a_sent_lease_keeps_guards_and_waits():
     batch = torch.zeros(100)
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
@@ -141,7 +141,7 @@ def test_a_layout_of_nothing_releases_the_lease_too():
         assert lease.released
 
 
-def test_a_lease_that_cannot_be_sent_stays_the_callers():
+def test_an_unsendable_lease_stays_the_caller_s():
     batch = [torch.zeros(100), "text"]
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
@@ -156,7 +156,7 @@ def test_a_lease_that_cannot_be_sent_stays_the_callers():
             stager.stage_lease(lease, layout, ["text"])
 
 
-def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):
+def test_lenders_are_kept_until_their_copy_is_done(page_locked):
     tensor = large(1)
     page_locked.add(tensor.data_ptr())
     died = weakref.ref(tensor)
@@ -170,7 +170,7 @@ def test_lenders_are_kept_until_the_copy_is_done_and_not_longer(page_locked):
         wait_until(lambda: died() is None)
 
 
-def test_a_forked_child_ends_nothing_that_waits_for_its_copy():
+def test_a_forked_child_ends_no_waiting_copy():
     """The end of page-locked memory may call CUDA, which aborts a forked child."""
 
     class Waiting:

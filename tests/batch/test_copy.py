@@ -153,12 +153,12 @@ def test_leaves_that_somebody_else_writes_are_left_out():
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_batch_is_not_worth_a_second_thread():
+def test_small_batches_use_no_second_thread():
     parts = take_apart(bytes_of(PARALLEL_FROM_BYTES - 216, 100))
     assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
 
 
-def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_one_before():
+def test_chunks_start_small_and_double():
     assert [end / MIB for end in ends_of([MIB] * 20)] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5, 20]
     assert [end / MIB for end in ends_of([16 * MIB])] == [0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 16]
     assert [end / MIB for end in ends_of([MIB])] == [0.5, 1]
@@ -180,7 +180,7 @@ def test_the_first_chunk_of_a_large_batch_is_there_soon_and_each_is_twice_the_on
     ],
     ids=lambda sizes: f"{len(sizes)} of {sizes[0]}",
 )
-def test_chunks_cover_all_and_none_is_too_small_or_too_large(sizes):
+def test_chunks_cover_everything_within_size_limits(sizes):
     ends = ends_of(sizes)
     assert ends[-1] == sum(-(-size // 16) * 16 for size in sizes)
     lengths = [high - low for low, high in itertools.pairwise([0, *ends])]
@@ -229,7 +229,7 @@ def through_places(leaves, threads, held):
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("held", [0, 2])
-def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batch, threads, held):
+def test_a_chunk_packed_over_another_is_intact(batch, threads, held):
     leaves, expected = batch
     parts = take_apart(leaves)
     if parts.has_lazy or expected.numel() < PARALLEL_FROM_BYTES:
@@ -242,13 +242,13 @@ def test_a_chunk_that_is_packed_where_an_earlier_one_lay_has_the_same_bytes(batc
         assert len(set(places)) < len(places), "no place was used twice"
 
 
-def test_one_thread_packs_a_large_batch_in_the_places_of_a_few_chunks():
+def test_one_thread_packs_large_batches_in_few_chunks():
     _, places, _ = through_places(bytes_of(*[5 * MIB + 1] * 20), 1, 1)
     assert len(places) > 20
     assert len(set(places)) < 12
 
 
-def test_places_are_reused_by_large_batches_on_cpus_that_can_demote_lines(monkeypatch):
+def test_large_batches_reuse_places_where_cpus_demote_lines(monkeypatch):
     large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
     for demotes in (True, False):
         monkeypatch.setattr(_native.core, "demotes", demotes)
@@ -271,7 +271,7 @@ def threads_that_pack():
     return tasks().count("pinstage-pack")
 
 
-def test_threads_are_kept_from_batch_to_batch_and_are_none_of_pythons():
+def test_threads_persist_and_aren_t_python_s():
     packed(bytes_of(8 * MIB), 3)
     before, ours, of_python = len(tasks()), threads_that_pack(), threading.active_count()
     assert ours >= 2  # the third is the calling one
@@ -303,7 +303,7 @@ def slow_leaves():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, background):
+def test_python_threads_run_during_packing(threads, background):
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     is_packed = threading.Event()
@@ -329,7 +329,7 @@ def test_other_threads_of_python_run_while_a_large_batch_is_packed(threads, back
 
 @pytest.mark.parametrize("wait_for", [None, 0])
 @pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
-def test_a_job_that_is_left_early_writes_no_more(wait_for, end):
+def test_an_abandoned_job_writes_no_more(wait_for, end):
     leaves = bytes_of(32 * MIB)
     parts = take_apart(leaves)
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -372,7 +372,7 @@ def test_a_job_that_has_ended_has_no_chunks():
     job.__exit__()  # once more
 
 
-def test_a_job_does_not_end_under_a_thread_that_waits_for_it(background):
+def test_a_job_survives_a_waiting_thread(background):
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     job = start_packing(parts, slab, 2)
@@ -395,7 +395,7 @@ class Pressed(Exception):  # noqa: N818 - stands for a key
     pass
 
 
-def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on():
+def test_a_signal_is_answered_midway_and_stops_writing():
     parts = take_apart(slow_leaves())
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
 
@@ -417,7 +417,7 @@ def test_a_signal_is_answered_in_the_middle_and_nothing_is_written_from_then_on(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_was_forked_in_the_middle_does_not_wait_for_its_parents_threads():
+def test_a_child_forked_midway_doesn_t_wait():
     leaves = slow_leaves()
     parts = take_apart(leaves)
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -478,7 +478,7 @@ print(slab.eq(1).all().item(), [str(one.message) for one in told])
 
 
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
-def test_a_thread_that_cannot_be_started_is_told_once():
+def test_a_thread_that_cannot_start_warns_once():
     done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
@@ -512,7 +512,7 @@ os._exit(0)
 """
 
 
-def test_the_end_of_a_job_does_not_wait_forever_for_a_thread():
+def test_ending_a_job_doesn_t_wait_forever():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=60)
     if "refused" in done.stderr:
         pytest.skip(done.stderr)
@@ -531,7 +531,7 @@ def test_less_than_one_thread_is_refused(threads):
         most_threads(threads)
 
 
-def test_by_default_all_usable_cpus_pack_but_not_too_many():
+def test_by_default_a_limited_number_of_cpus_packs():
     assert most_threads("auto") == min(usable_cpus(), MOST_THREADS)
     assert most_threads(40) == 40
 

@@ -27,7 +27,7 @@ def fresh():
 # -- unknown classes ---------------------------------------------------------------------------------------------------
 
 
-def test_all_unknown_classes_of_a_batch_are_named_at_once_each_with_the_line_to_paste():
+def test_all_unknown_classes_are_named_with_their_remedy():
     one, two, three, inner = (type(name, (fresh(),), {}) for name in ("One", "Two", "Three", "Inner"))
     window = type("Window", (collections.deque,), {})
     batch = {
@@ -54,7 +54,7 @@ def test_all_unknown_classes_of_a_batch_are_named_at_once_each_with_the_line_to_
     assert len(ps.Layout.of(batch).slots) == 4
 
 
-def test_an_unknown_class_that_refers_to_itself_is_named_once():
+def test_a_self_referring_unknown_class_is_named_once():
     cls = fresh()
     box = cls(torch.ones(1))
     box.note = {"back": box}
@@ -121,7 +121,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_flatten_is_an_error_with_class_and_path(kind):
+def test_a_wrong_flatten_names_class_and_path(kind):
     cls = fresh()
     flatten, text = WRONG[kind]
     ps.register_node(cls, flatten, lambda children, context: cls(*children))
@@ -142,7 +142,7 @@ def test_classes_behind_a_wrong_one_may_be_new():
     assert caught.value.path == "[1]"
 
 
-def test_the_path_is_that_of_the_object_that_is_taken_apart_wrongly():
+def test_the_path_leads_to_the_wrong_object():
     cls = fresh()
     ps.register_node(
         cls, lambda box: box.note or ((box.value,), None), lambda children, context: cls(next(iter(children)))
@@ -169,7 +169,7 @@ def stepped():
     return optimizer
 
 
-def test_the_state_of_an_optimizer_is_staged_under_its_own_parameters(stager):
+def test_optimizer_state_is_staged_under_its_parameters(stager):
     state = stepped().state
     for _ in range(2):
         for way in (stager.to_device, stager.to_host):
@@ -194,7 +194,7 @@ def test_dicts_with_tensors_as_keys_nest(stager):
         assert found[keys[1]][1] == "text"
 
 
-def test_an_object_below_a_tensor_key_that_nobody_knows_has_a_path():
+def test_unknown_objects_below_tensor_keys_have_paths():
     box = fresh()
     with pytest.raises(LayoutError) as caught:
         ps.Layout.of({"s": {torch.ones(2): {"x": box(torch.ones(1))}, torch.ones(3): 1}})
@@ -210,7 +210,7 @@ def whole(batch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_dicts_with_tensors_as_keys_come_out_of_a_loader(workers):
+def test_dicts_with_tensor_keys_leave_a_loader_intact(workers):
     options = {"collate_fn": whole, "num_workers": workers}
     loader = ps.DataLoader(Mapped(with_tensor_keys, 4), None, device="cpu", max_bytes="1MiB", **options)
     for index, batch in enumerate(loader):

@@ -38,7 +38,7 @@ def batch():
     }
 
 
-def test_slots_stand_in_the_order_of_the_batch_and_say_where_each_tensor_is(batch):
+def test_slots_follow_the_batch_s_order(batch):
     layout = Layout.of(batch)
     assert [slot.path for slot in layout.slots] == ["['image']", "['more'][0]", "['more'][1]"]
     assert [slot.dtype for slot in layout.slots] == [torch.uint8, torch.float64, torch.int64]
@@ -48,11 +48,11 @@ def test_slots_stand_in_the_order_of_the_batch_and_say_where_each_tensor_is(batc
     assert all(type(slot) is Slot for slot in layout.slots)
 
 
-def test_the_alignment_is_a_multiple_of_every_element_torch_stores():
+def test_the_alignment_fits_every_element_type():
     assert all(ALIGNMENT % dtype.itemsize == 0 for dtype in DTYPES)
 
 
-def test_a_layout_is_known_by_structure_and_shapes_not_by_values(batch):
+def test_layouts_are_equal_by_structure_and_shapes(batch):
     other = {**batch, "image": batch["image"] + 1, "weight": 2.5}
     assert Layout.of(batch) == Layout.of(other)
     assert hash(Layout.of(batch)) == hash(Layout.of(other))
@@ -82,7 +82,7 @@ def test_a_layout_cannot_be_mistaken_for_something_else():
     assert Layout.of([torch.zeros(2)]) != [torch.zeros(2)]
 
 
-def test_the_offset_table_is_printed_with_path_offset_bytes_dtype_and_shape(batch):
+def test_the_offset_table_is_printed(batch):
     lines = str(Layout.of(batch)).splitlines()
     assert lines[0].split() == ["path", "offset", "bytes", "dtype", "shape"]
     rows = [line.split(maxsplit=4) for line in lines[1:-1]]
@@ -94,7 +94,7 @@ def test_the_offset_table_is_printed_with_path_offset_bytes_dtype_and_shape(batc
     assert lines[-1] == "3 slots, 80 bytes, 24 of them padding"
 
 
-def test_a_batch_that_is_one_tensor_is_called_the_batch():
+def test_a_single_tensor_batch_is_named_the_batch():
     assert "(batch)" in str(Layout.of(torch.zeros(2)))
     assert Layout.of(torch.zeros(2)).slots[0].path == ""
 
@@ -126,7 +126,7 @@ def test_every_dtype_survives_in_every_form(dtype):
 
 @pytest.mark.skipif(EXPERIMENTAL is None, reason="this torch has no bcomplex32")
 @pytest.mark.filterwarnings("ignore:BComplex32")
-def test_a_dtype_without_a_code_goes_by_its_own_to():
+def test_a_dtype_without_a_code_moves_by_to():
     tensor = torch.arange(12, dtype=torch.int16).view(EXPERIMENTAL)
     assert Layout.of({"x": tensor}).nbytes == 0
     with Stager("cpu", max_bytes="1MiB") as stager:
@@ -190,18 +190,18 @@ def test_expanded_and_strided_tensors_are_made_contiguous(tensor):
     ],
     ids=["bytes", "steps of nothing"],
 )
-def test_a_batch_with_more_than_can_be_counted_is_an_error(tensors):
+def test_an_uncountable_batch_is_an_error(tensors):
     with pytest.raises(OverflowError):
         Layout.of(tensors)
 
 
 @pytest.mark.parametrize("size", [2**59, 2**60, 2**61, 2**62, 2**63 - 1])
-def test_a_tensor_that_repeats_too_often_is_an_error(size):
+def test_a_tensor_repeated_too_often_is_an_error(size):
     with pytest.raises(LayoutError, match=rf"batch\['a'\] is too large: {4 * size} bytes of"):
         Layout.of({"a": torch.ones(1).expand(size)})
 
 
-def test_a_layout_from_a_damaged_pickle_is_an_error():
+def test_a_layout_from_a_damaged_pickle_fails():
     batch = {"a": torch.ones(3), "b": torch.ones(2)}
     restore, (structure, table) = Layout.of(batch).__reduce__()
     for contents in ((table, structure), (structure, table.data), (structure, tuple(table))):
@@ -238,12 +238,12 @@ def test_lazy_conjugation_and_negation_are_carried_out(dtype):
     ],
     ids=str,
 )
-def test_signalling_nans_negative_zeros_and_odd_bools_keep_every_bit(integers, dtype, stride_form):
+def test_nans_zeros_and_bools_keep_every_bit(integers, dtype, stride_form):
     staged = through_slab(stride_form(integers.view(dtype)))
     assert torch.equal(bits(staged), stride_form(integers))
 
 
-def test_the_same_tensor_met_twice_is_packed_once_and_comes_back_as_one():
+def test_a_repeated_tensor_is_packed_once():
     shared, array = torch.randn(100), np.arange(50.0)
     batch = {"a": shared, "b": [shared, array, {"c": array, "d": shared}]}
     layout = Layout.of(batch)
@@ -262,7 +262,7 @@ def test_two_views_of_one_tensor_are_two_leaves():
     assert torch.equal(staged[1], base.view(2, 3))
 
 
-def test_changing_one_leaf_does_not_make_autograd_refuse_another():
+def test_changing_a_leaf_keeps_others_valid_for_autograd():
     saved, other = through_slab([torch.ones(2, 3), torch.ones(2, 3)])
     version = saved._version
     weight = torch.ones(4, 3, requires_grad=True)
@@ -310,7 +310,7 @@ unusual = pytest.mark.filterwarnings(
 
 @unusual
 @pytest.mark.parametrize("kind", NOT_PACKED)
-def test_a_tensor_that_cannot_be_packed_has_no_slot_and_comes_back_as_it_is(kind):
+def test_an_unpackable_tensor_has_no_slot(kind):
     tensor, plain = NOT_PACKED[kind](), torch.randn(3)
     for _ in range(3):  # also in the place of a plain one, after batches of that structure
         assert_same([plain, plain.clone()], through_slab([plain, plain.clone()]), "cpu")
@@ -336,7 +336,7 @@ def test_tensors_of_torchs_transforms_go_through_them(transform):
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_where_torch_makes_no_memory_nothing_is_read_or_written_in_silence(allow):
+def test_without_memory_from_torch_nothing_is_silently_read(allow):
     real = [torch.randn(4), torch.randn(3, 5)[:, ::2], torch.randn(3, dtype=torch.complex64).conj()]
     layout = Layout.of(real)
     slab = slab_for(layout)
@@ -385,7 +385,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("writeable", [True, False], ids=["writeable", "read-only"])
 @pytest.mark.parametrize("form", ARRAYS)
-def test_numeric_arrays_of_every_dtype_and_form_arrive_as_tensors_without_a_warning(form, writeable):
+def test_numeric_arrays_arrive_as_tensors_without_a_warning(form, writeable):
     values = np.random.default_rng(0).integers(0, 2, (4, 6))
     batch = {code: ARRAYS[form](values.astype(code)) for code in "?bBhHiIlLqQefdFD"}
     for array in batch.values():
@@ -397,7 +397,7 @@ def test_numeric_arrays_of_every_dtype_and_form_arrive_as_tensors_without_a_warn
     assert all(staged[code].numpy().tolist() == array.tolist() for code, array in batch.items())
 
 
-def test_a_file_mapped_read_only_is_read_in_place(tmp_path):
+def test_read_only_mapped_files_are_read_in_place(tmp_path):
     np.arange(1000.0).tofile(tmp_path / "values")
     mapped = np.memmap(tmp_path / "values", dtype=np.float64, mode="r")
     staged = through_slab([mapped, mapped[100:200:3]])
@@ -405,7 +405,7 @@ def test_a_file_mapped_read_only_is_read_in_place(tmp_path):
     assert torch.equal(staged[1], torch.arange(1000.0, dtype=torch.float64)[100:200:3])
 
 
-def test_a_read_only_array_lives_no_longer_than_needed():
+def test_a_read_only_array_is_freed_early():
     array = np.arange(1000.0)
     array.flags.writeable = False
     gone = weakref.ref(array)
@@ -428,7 +428,7 @@ def test_a_read_only_array_lives_no_longer_than_needed():
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_arrays_that_are_not_numeric_are_left_as_they_are(array):
+def test_non_numeric_arrays_are_returned_unchanged(array):
     batch = [torch.zeros(2), array]
     assert through_slab(batch)[1] is array
     assert len(Layout.of(batch).slots) == 1
@@ -443,7 +443,7 @@ def test_arrays_that_are_not_numeric_are_left_as_they_are(array):
     ],
     ids=["masked", "long double", "complex long double"],
 )
-def test_an_array_that_no_tensor_can_be_is_an_error_that_names_it(array, reason):
+def test_an_array_no_tensor_can_hold_is_named(array, reason):
     with pytest.raises(LayoutError, match=reason) as caught:
         Layout.of({"a": [1, array]})
     assert caught.value.path == "['a'][1]"
@@ -459,7 +459,7 @@ def test_numpy_scalars_are_left_as_they_are():
 # -- packing by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_packed_into_a_lease_and_read_back(batch):
+def test_a_batch_is_packed_into_a_lease(batch):
     layout = Layout.of(batch)
     with SlabPool("1MiB", memory=PageableMemory()) as pool, pool.acquire(layout.nbytes) as lease:
         layout.pack(batch, lease.tensor())
@@ -478,7 +478,7 @@ def test_unpack_copies_nothing_and_keeps_the_slab_alive(batch):
     assert not unpacked["image"].any()
 
 
-def test_a_part_of_a_slab_that_is_aligned_will_do(batch):
+def test_an_aligned_part_of_a_slab_works(batch):
     layout = Layout.of(batch)
     part = torch.zeros(layout.nbytes + 5 * ALIGNMENT, dtype=torch.uint8)[3 * ALIGNMENT :]
     layout.pack(batch, part)
@@ -510,7 +510,7 @@ WRONG_SLABS = {
 
 
 @pytest.mark.parametrize("kind", WRONG_SLABS)
-def test_a_slab_that_does_not_fit_is_refused_and_not_written(batch, kind):
+def test_an_unsuitable_slab_is_refused_and_not_written(batch, kind):
     layout = Layout.of(batch)
     make, reason = WRONG_SLABS[kind]
     slab = make(layout.nbytes).zero_()
@@ -522,7 +522,7 @@ def test_a_slab_that_does_not_fit_is_refused_and_not_written(batch, kind):
 
 
 @pytest.mark.parametrize("nbytes", [0, 12], ids=["freed", "shorter than the shape"])
-def test_a_slab_whose_storage_was_taken_away_is_refused(batch, nbytes):
+def test_a_slab_without_its_storage_is_refused(batch, nbytes):
     layout = Layout.of(batch)
     slab = slab_for(layout)
     slab.untyped_storage().resize_(nbytes)
@@ -555,7 +555,7 @@ def test_packing_into_a_device_is_refused(batch):
         (lambda t: {"a": t}, lambda t: {"b": t}, "", "another structure"),
     ],
 )  # fmt: skip
-def test_a_batch_that_does_not_match_is_refused_with_the_path(ours, theirs, path, reason):
+def test_a_mismatched_batch_is_refused_with_its_path(ours, theirs, path, reason):
     t = torch.zeros(2, 3)
     layout = Layout.of(ours(t))
     slab = slab_for(layout).fill_(1)
@@ -574,7 +574,7 @@ def test_a_batch_without_bytes_needs_no_slab(batch):
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_unpack_wants_each_leaf_that_does_not_live_in_the_slab():
+def test_unpack_requires_each_leaf_outside_the_slab():
     layout = Layout.of([torch.eye(2).to_sparse(), torch.ones(3)])
     slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for others in ([], [torch.ones(1), torch.ones(1)]):

@@ -30,7 +30,7 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
 
 
 @given(batches())
-def test_there_is_a_slot_for_each_distinct_tensor_that_can_be_packed_and_for_nothing_else(batch):
+def test_each_distinct_packable_tensor_has_one_slot(batch):
     leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
     packed = [
         known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
@@ -44,7 +44,7 @@ def test_there_is_a_slot_for_each_distinct_tensor_that_can_be_packed_and_for_not
 
 
 @given(batches())
-def test_a_path_leads_to_the_tensor_of_its_slot(batch):
+def test_a_path_leads_to_its_slot_s_tensor(batch):
     layout = Layout.of(batch)
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack(batch, slab)
@@ -72,7 +72,7 @@ def test_a_layout_travels_by_pickle(batch):
 
 
 @given(batches(passthrough=False))
-def test_a_layout_packs_every_batch_like_the_one_it_was_made_of(batch):
+def test_a_layout_packs_every_matching_batch(batch):
     layout = Layout.of(batch)
     slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(batch, slab)

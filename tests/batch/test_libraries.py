@@ -46,7 +46,7 @@ register_pytree_node(
 )
 
 
-def test_what_torchs_pytree_knows_is_staged_in_its_order(stager):
+def test_pytree_classes_are_staged_in_their_order(stager):
     for note in ("one", ["two"], {"three"}):
         staged = stager.to_device([Known({"x": torch.ones(3)}, note)])[0]
         assert (type(staged), staged.note, staged.value["x"].tolist()) == (Known, note, [1, 1, 1])
@@ -86,7 +86,7 @@ class Movable(Box):
         return type(self)(self.value.to(device), "moved")
 
 
-def test_a_class_with_a_to_of_its_own_moves_by_it_and_is_named_once(stager):
+def test_a_class_with_to_moves_by_it(stager):
     batch = [Movable(torch.ones(2)), torch.ones(1)]
     text = r"Movable holds tensors and isn't a known container: it moves by its own"
     with pytest.warns(StagingWarning, match=text) as told:
@@ -99,7 +99,7 @@ def test_a_class_with_a_to_of_its_own_moves_by_it_and_is_named_once(stager):
     assert stager.to_host([staged[0]])[0].note == "moved"
 
 
-def test_a_to_that_returns_nothing_has_changed_its_object(stager):
+def test_a_to_that_returns_nothing_changed_its_object(stager):
     class Changed(Box):
         def to(self, device):
             self.value = self.value.to(device)
@@ -113,7 +113,7 @@ def movable(index):
     return Movable(torch.full((2,), index))
 
 
-def test_a_class_with_a_to_of_its_own_moves_in_the_main_process_of_a_loader():
+def test_loaders_move_to_classes_in_the_main_process():
     loader = ps.DataLoader(Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB")
     with pytest.warns(StagingWarning, match="Movable") as told:
         found = list(loader)
@@ -127,7 +127,7 @@ def test_a_module_is_no_batch(stager):
         stager.to_device([torch.nn.Linear(1, 1)])
 
 
-def test_a_class_with_a_to_that_holds_no_tensor_stays_as_it_is(stager):
+def test_a_tensorless_class_with_to_stays_unchanged(stager):
     box = Movable("text")
     assert stager.to_device([box, torch.ones(1)])[0] is box
 
@@ -135,7 +135,7 @@ def test_a_class_with_a_to_that_holds_no_tensor_stays_as_it_is(stager):
 # -- pin_memory --------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_memory_that_is_not_called_is_told_once(stager):
+def test_an_uncalled_pin_memory_is_reported_once(stager):
     @dataclasses.dataclass
     class Pinned:
         value: torch.Tensor
@@ -206,7 +206,7 @@ def forget():
     _libraries._nodes_of.cache_clear()
 
 
-def test_an_entry_point_is_asked_when_a_class_of_its_library_is_met_and_not_before(library, stager):
+def test_an_entry_point_is_loaded_when_needed(library, stager):
     stager.to_device([Box("text"), torch.ones(1)])
     import somebatches
 
@@ -217,7 +217,7 @@ def test_an_entry_point_is_asked_when_a_class_of_its_library_is_met_and_not_befo
     assert sys.modules["somenodes"].met == [somebatches.Derived]
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_told_once_and_its_classes_are_unknown(library, stager):
+def test_a_broken_entry_point_warns_once(library, stager):
     lost = type("Lost", (Box,), {"__module__": "broken.inside"})
     text = r"classes of broken are not known as such: ModuleNotFoundError.*register_node"
     with pytest.warns(StagingWarning, match=text):
@@ -227,7 +227,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_told_once_and_its_classes_are_u
             stager.to_device([lost(torch.ones(1))])
 
 
-def test_importing_and_using_pinstage_imports_none_of_these_libraries():
+def test_using_pinstage_imports_none_of_these_libraries():
     code = """
 import sys, torch, pinstage as ps
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ def leaves_of(batch, is_again, meanwhile):
 
 
 @first_and_again
-def test_what_leaves_a_dict_while_it_is_walked_is_alive_in_the_leaves(is_again):
+def test_items_removed_during_the_walk_stay_alive(is_again):
     batch = {"a": Odd(), "b": {"list": [Leaf()]}, "c": Leaf()}
     alive = [weakref.ref(one) for one in (batch["a"], batch["b"]["list"][0], batch["c"])]
     leaves = leaves_of(batch, is_again, batch.clear)
@@ -67,7 +67,7 @@ def test_what_leaves_a_dict_while_it_is_walked_is_alive_in_the_leaves(is_again):
 
 
 @first_and_again
-def test_what_leaves_a_list_while_it_is_looked_at_is_alive_in_the_leaves(is_again):
+def test_items_removed_during_inspection_stay_alive(is_again):
     batch = [Odd(), Leaf()]
     alive = weakref.ref(batch[0])
     leaves = leaves_of(batch, is_again, lambda: batch.__setitem__(0, None))
@@ -76,7 +76,7 @@ def test_what_leaves_a_list_while_it_is_looked_at_is_alive_in_the_leaves(is_agai
     assert leaves == [alive(), batch[1]]
 
 
-def test_a_class_that_is_forgotten_while_its_object_is_walked_is_still_rebuilt():
+def test_a_class_forgotten_during_the_walk_is_rebuilt():
     handlers = {Record: partial(object.__new__, Record)}
     alive = weakref.ref(handlers[Record])
     record = Record()
@@ -109,7 +109,7 @@ def test_a_class_that_is_forgotten_while_its_object_is_walked_is_still_rebuilt()
     assert alive() is None
 
 
-def test_a_dict_that_shrinks_while_it_is_walked_is_what_is_left():
+def test_a_dict_that_shrinks_yields_the_rest():
     batch = {f"k{index}": index for index in range(50)}
     spare = []
 
@@ -131,7 +131,7 @@ def test_a_dict_that_shrinks_while_it_is_walked_is_what_is_left():
     assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
 
 
-def test_threads_that_walk_more_kinds_of_batches_than_are_remembered_do_not_disturb_one_another():
+def test_threads_with_many_structures_stay_independent():
     threads, sizes = 4, range(3 * _structure._MOST_REMEMBERED)
 
     def walk_all(start):

@@ -202,14 +202,14 @@ def test_containers_come_back_as_they_were(kind):
 @pytest.mark.parametrize(
     "kind", [dict, collections.OrderedDict, known.PlainDict, lambda i: collections.defaultdict(int, i)]
 )
-def test_key_order_comes_back_also_when_two_batches_differ_in_nothing_else(kind):
+def test_key_order_is_kept_between_similar_batches(kind):
     one = kind([("b", leaf(1)), ("a", leaf(2)), ("c", 3)])
     other = kind([("c", 3), ("a", leaf(2)), ("b", leaf(1))])
     for batch in (one, other, one):
         assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_a_dict_packs_by_a_layout_with_its_keys_in_another_order():
+def test_a_dict_packs_by_a_reordered_layout():
     one, other = {"b": leaf(1), "a": leaf(2)}, {"a": leaf(3), "b": leaf(4)}
     layout = Layout.of(one)
     assert layout == Layout.of(other)
@@ -218,7 +218,7 @@ def test_a_dict_packs_by_a_layout_with_its_keys_in_another_order():
     assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
 
 
-def test_an_ordered_dict_whose_keys_were_moved_keeps_their_order():
+def test_an_ordered_dict_keeps_moved_keys_in_order():
     batch = moved(collections.OrderedDict(b=leaf(1), a=leaf(2)))
     assert list(through_slab(batch)) == ["a", "b"]
 
@@ -233,7 +233,7 @@ def test_a_torch_size_is_a_leaf():
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
-def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu(enforce_sorted):
+def test_a_packed_sequence_keeps_cpu_batch_sizes(enforce_sorted):
     sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2), torch.randn(1, 2)], enforce_sorted=enforce_sorted)
     batch = [sequence, leaf()]
     staged = through_slab(batch)
@@ -244,7 +244,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu(enforce_sorted):
     assert torch.equal(unpacked, torch.nn.utils.rnn.pad_packed_sequence(sequence)[0])
 
 
-def test_batch_sizes_stay_on_the_cpu_whatever_the_default_device_is():
+def test_batch_sizes_stay_on_cpu_under_default_devices():
     sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
     layout = Layout.of(sequence)
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -257,7 +257,7 @@ def test_batch_sizes_stay_on_the_cpu_whatever_the_default_device_is():
 # -- dataclasses and other objects -------------------------------------------------------------------------------------
 
 
-def test_an_object_is_put_together_without_a_call_of_its_init():
+def test_objects_are_rebuilt_without_calling_init():
     @dataclasses.dataclass
     class Counting:
         value: typing.Any
@@ -279,7 +279,7 @@ def test_a_field_that_is_not_set_stays_so():
     assert not hasattr(staged, "second")
 
 
-def test_an_enum_member_stays_the_member_also_when_it_is_a_container():
+def test_an_enum_member_stays_itself():
     class Shape(tuple, enum.Enum):  # noqa: SLOT001
         WIDE = (4, 3)
 
@@ -298,7 +298,7 @@ class RecordOfQueue(collections.deque):
     first: typing.Any
 
 
-def test_a_dataclass_that_is_more_than_its_fields_is_not_taken_apart():
+def test_a_dataclass_with_extra_state_stays_whole():
     record = RecordOfQueue(leaf())
     with pytest.raises(LayoutError, match="RecordOfQueue"):
         Layout.of(record)
@@ -307,7 +307,7 @@ def test_a_dataclass_that_is_more_than_its_fields_is_not_taken_apart():
 # -- register_node -----------------------------------------------------------------------------------------------------
 
 
-def test_a_registered_object_is_a_shallow_copy_with_staged_tensors():
+def test_a_registered_object_is_a_staged_shallow_copy():
     inner = object()
 
     @register_node
@@ -323,7 +323,7 @@ def test_a_registered_object_is_a_shallow_copy_with_staged_tensors():
     assert_same(sample, staged, "cpu")
 
 
-def test_slots_private_names_properties_and_cached_values_are_respected():
+def test_slots_properties_and_cached_values_are_respected():
     sample = known.Registered(leaf(1), leaf(2))
     assert sample.doubled[0] is sample.first
     staged = through_slab(sample)
@@ -380,7 +380,7 @@ def test_slots_of_all_bases_are_staged():
     assert torch.equal(staged._Lower__hidden, upper._Lower__hidden)
 
 
-def test_subclasses_of_a_registered_class_follow_it_also_when_they_were_met_before():
+def test_subclasses_follow_a_later_registration():
     class Parent:
         def __init__(self, value):
             self.value = value
@@ -395,7 +395,7 @@ def test_subclasses_of_a_registered_class_follow_it_also_when_they_were_met_befo
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_flatten_and_unflatten_say_how_an_object_is_staged():
+def test_flatten_and_unflatten_control_staging():
     class Ragged:
         def __init__(self, rows, scale):
             self.rows = rows
@@ -418,7 +418,7 @@ def test_metadata_is_part_of_the_structure():
     assert Layout.of(known.Speaking([leaf()], "a")) != Layout.of(known.Speaking([leaf()], "b"))
 
 
-def test_register_node_is_a_decorator_with_and_without_a_call():
+def test_register_node_works_as_a_decorator():
     def flatten(obj):
         return (obj.value,), None
 
@@ -458,12 +458,12 @@ def test_flatten_and_unflatten_go_together():
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple, collections.OrderedDict, collections.deque])
-def test_a_container_that_is_known_already_cannot_be_registered(kind):
+def test_a_known_container_cannot_be_registered(kind):
     with pytest.raises(ValueError, match="registered"):
         register_node(kind, lambda obj: ((), None), lambda children, context: kind())
 
 
-def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
+def test_registering_again_in_the_same_way_is_harmless():
     class Once:
         def __init__(self, value):
             self.value = value
@@ -486,7 +486,7 @@ def test_a_class_that_is_registered_again_in_the_same_way_stays_what_it_is():
         assert_same([Twice(leaf())], through_slab([Twice(leaf())]), "cpu")
 
 
-def test_a_class_is_not_registered_again_in_another_way():
+def test_a_class_cannot_be_registered_in_another_way():
     class Once:
         pass
 
@@ -495,7 +495,7 @@ def test_a_class_is_not_registered_again_in_another_way():
         register_node(Once, lambda once: ((), None), lambda children, context: Once())
 
 
-def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on():
+def test_a_staged_class_cannot_be_registered_differently():
     cls = dataclasses.make_dataclass("Met", ["value"])
     batch = cls(leaf())
     through_slab(batch)
@@ -505,7 +505,7 @@ def test_a_class_that_was_staged_already_cannot_be_staged_otherwise_from_then_on
 
 
 @pytest.mark.parametrize("base", [collections.deque, set, frozenset, int, bytes, array.array, Exception])
-def test_a_class_that_is_more_than_its_attributes_needs_functions(base):
+def test_a_class_beyond_its_attributes_needs_functions(base):
     kind = type("Special", (base,), {})
     with pytest.raises(
         TypeError, match=rf"register_node\(Special\): its base {base.__name__} .*; pass flatten and unflatten"
@@ -531,7 +531,7 @@ def test_a_namespace_can_be_registered():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_a_namedtuple_with_a_constructor_of_its_own_can_be_registered():
+def test_a_namedtuple_with_a_constructor_can_be_registered():
     @register_node
     class Doubled(collections.namedtuple("Doubled", "one two")):  # noqa: SLOT002 - has attributes on purpose
         def __new__(cls, one):
@@ -551,7 +551,7 @@ def test_a_class_with_the_protocol_needs_no_registration():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_the_protocol_goes_before_what_else_a_class_is():
+def test_the_protocol_has_precedence():
     @dataclasses.dataclass
     class Scaled:
         value: typing.Any
@@ -570,7 +570,7 @@ def test_the_protocol_goes_before_what_else_a_class_is():
 
 
 @pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
-def test_a_class_that_pytree_learns_of_later_is_a_container(harmless_first):
+def test_a_class_registered_with_pytree_later_is_known(harmless_first):
     class Late:
         def __init__(self, value):
             self.value = value
@@ -592,7 +592,7 @@ def test_a_class_that_pytree_learns_of_later_is_a_container(harmless_first):
 # -- paths -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_path_is_what_one_would_write_after_the_batchs_name():
+def test_a_path_is_valid_python():
     batch = {
         "obs": [known.Record(leaf(1), known.Pair(leaf(2), leaf(3)))],
         3: known.AttributeDict({"key": leaf(4)}, leaf(5)),
@@ -656,7 +656,7 @@ HIDING = {
 
 
 @pytest.mark.parametrize("kind", HIDING)
-def test_an_object_that_hides_a_tensor_is_an_error_that_names_its_path_and_the_remedy(kind):
+def test_an_object_hiding_a_tensor_names_the_remedy(kind):
     hiding = HIDING[kind](leaf())
     with pytest.raises(LayoutError) as caught:
         Layout.of({"a": leaf(), "b": [None, hiding]})
@@ -781,7 +781,7 @@ class Counting(FromC):
         return super().__getitem__(index)
 
 
-def test_each_instance_is_looked_at_and_no_more_than_sixteen_items():
+def test_each_instance_is_searched_up_to_sixteen_items():
     Counting.asked = 0
     Layout.of([Counting(*range(100))])
     assert Counting.asked == 16
@@ -829,7 +829,7 @@ def test_images_are_not_searched(monkeypatch):
     ],
     ids=lambda harmless: type(harmless).__name__,
 )
-def test_objects_that_hold_no_tensor_pass_as_they_are(harmless):
+def test_tensorless_objects_are_returned_unchanged(harmless):
     batch = {"a": leaf(), "b": [harmless, (harmless,)]}
     staged = through_slab(batch)
     assert staged["b"][0] is harmless
@@ -1013,7 +1013,7 @@ def test_a_layout_outlasts_the_memory_of_its_classes():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-def test_one_batch_may_have_more_classes_than_are_remembered():
+def test_a_batch_can_exceed_the_class_cache():
     batch = [MADE["dataclass"]()(leaf(), index) for index in range(1100)]
     for _ in range(2):
         assert [type(item) for item in through_slab(batch)] == [type(item) for item in batch]
@@ -1044,13 +1044,13 @@ def _registered_in_itself():
 
 
 @pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself])
-def test_a_batch_that_refers_to_itself_is_an_error(make):
+def test_a_self_referring_batch_is_an_error(make):
     with pytest.raises(LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"):
         Layout.of(make())
 
 
 @pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself])
-def test_a_batch_that_refers_to_itself_is_an_error_whatever_pythons_limit(make):
+def test_a_self_referring_batch_fails_at_any_limit(make):
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(10**6)  # deeper than any stack
     try:
@@ -1084,7 +1084,7 @@ def test_an_error_of_flatten_is_the_callers():
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
-def test_classes_met_first_by_several_threads_at_once_are_learnt_by_all():
+def test_classes_met_by_several_threads_are_learnt():
     threads = 4
     barrier = threading.Barrier(threads)
     interval = sys.getswitchinterval()
@@ -1105,7 +1105,7 @@ def test_classes_met_first_by_several_threads_at_once_are_learnt_by_all():
         sys.setswitchinterval(interval)
 
 
-def test_a_layout_is_unpickled_by_a_process_that_has_met_none_of_its_classes(tmp_path, monkeypatch):
+def test_a_layout_unpickles_in_a_fresh_process(tmp_path, monkeypatch):
     source = textwrap.dedent(
         """
         import collections, dataclasses
@@ -1182,7 +1182,7 @@ assert same == layout
     assert result.returncode == 0, result.stderr.decode()
 
 
-def test_classes_become_known_without_a_change_of_the_processs_warnings(monkeypatch):
+def test_learning_classes_leaves_warnings_filters_alone(monkeypatch):
     def changed(*_, **__):
         raise AssertionError("another thread's warnings were lost for a moment")
 

@@ -71,12 +71,12 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_an_unusual_tensor_arrives_by_its_own_to_after_plain_ones(way, kind):
+def test_an_unusual_tensor_moves_by_its_own_to(way, kind):
     leaf = UNUSUAL[kind]()
     assert after_plain_ones(way, leaf) is leaf
 
 
-def test_a_dual_tensor_keeps_its_tangent_after_plain_ones(way):
+def test_a_dual_tensor_keeps_its_tangent(way):
     with forward_ad.dual_level():
         staged = after_plain_ones(way, forward_ad.make_dual(plain(), torch.full((3, 2), 2.0)))
         primal, tangent = forward_ad.unpack_dual(staged)
@@ -84,18 +84,18 @@ def test_a_dual_tensor_keeps_its_tangent_after_plain_ones(way):
         assert torch.equal(tangent, torch.full((3, 2), 2.0))
 
 
-def test_an_error_of_a_leaf_s_own_to_says_where_the_leaf_is(staging):
+def test_an_error_in_to_names_the_path(staging):
     with pytest.raises(NotImplementedError, match="meta") as raised:
         after_plain_ones(staging, torch.ones(3, 2, device="meta"))
     assert raised.value.__notes__ == ["batch[0] cannot be packed; its own .to('cpu') raised this"]
 
 
-def test_a_leaf_of_as_many_dimensions_as_a_table_can_have_is_packed(way):
+def test_a_leaf_of_maximal_dimensions_is_packed(way):
     leaf = torch.arange(2.0).view([1] * 63 + [2])
     assert_same([leaf], way([leaf]), "cpu")
 
 
-def test_a_leaf_of_more_dimensions_than_a_table_can_have_moves_by_its_own_to(staging):
+def test_a_leaf_beyond_maximal_dimensions_moves_by_to(staging):
     leaf = torch.arange(2.0).view([1] * 64 + [2])
     staged = after_plain_ones(staging, leaf)
     assert (staged.shape, staged.flatten().tolist()) == (leaf.shape, [0.0, 1.0])
@@ -103,7 +103,7 @@ def test_a_leaf_of_more_dimensions_than_a_table_can_have_moves_by_its_own_to(sta
 
 @pytest.mark.parametrize("nbytes", [0, 4, 23], ids=["freed", "cut", "one byte short"])
 @pytest.mark.parametrize("change", [lambda t: t, lambda t: t.t(), lambda t: t[1:]], ids=["whole", "transposed", "part"])
-def test_a_tensor_without_all_of_its_memory_is_an_error_after_plain_ones(way, nbytes, change):
+def test_a_tensor_lacking_memory_is_an_error(way, nbytes, change):
     leaf = change(plain())
     leaf.untyped_storage().resize_(nbytes)
     with pytest.raises(
@@ -113,14 +113,14 @@ def test_a_tensor_without_all_of_its_memory_is_an_error_after_plain_ones(way, nb
     assert caught.value.path == "[0]"
 
 
-def test_a_tensor_that_needs_no_memory_may_have_none(way):
+def test_an_empty_tensor_can_lack_memory(way):
     leaf = torch.empty(0, 5)
     leaf.untyped_storage().resize_(0)
     assert after_plain_ones(way, leaf).shape == (0, 5)
 
 
 @pytest.mark.parametrize("allow", [False, True], ids=["strict", "lenient"])
-def test_fake_tensors_pass_and_real_ones_are_an_error_where_torch_makes_no_memory(staging, allow):
+def test_fake_tensors_pass_and_real_ones_fail(staging, allow):
     for seed in range(3):
         assert_same([plain(seed)], staging([plain(seed)]), "cpu")
     real, fake = plain(), FakeTensorMode().from_tensor(plain())
@@ -153,7 +153,7 @@ def taken_from(loader):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 4])
-def test_a_loader_survives_a_strided_nested_sample_as_torchs_own_does(batch_size, workers):
+def test_a_loader_survives_a_strided_nested_sample(batch_size, workers):
     options = {"dataset": Mapped(nested_at_last, 8), "batch_size": batch_size, "num_workers": workers}
     expected = taken_from(torch.utils.data.DataLoader(**options))
     found = taken_from(ps.DataLoader(**options, device="cpu", max_bytes="1MiB"))

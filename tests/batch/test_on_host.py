@@ -36,7 +36,7 @@ def stager():
 @pytest.mark.parametrize(
     "thing", [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None], ids=lambda thing: type(thing).__name__
 )
-def test_what_is_kept_comes_back_as_the_object_it_is(stager, thing):
+def test_kept_objects_are_returned_themselves(stager, thing):
     for _ in range(3):
         staged = stager.to_device({"x": torch.ones(2), "kept": ps.on_host(thing), "in a list": [ps.on_host(thing)]})
         assert staged["kept"] is staged["in a list"][0] is thing
@@ -52,7 +52,7 @@ def test_kept_things_may_be_all_there_is(stager):
     assert stager.stats().copies == 0
 
 
-def test_a_tensor_that_is_kept_in_one_place_is_staged_in_another(stager):
+def test_a_tensor_kept_once_is_staged_elsewhere(stager):
     lengths = torch.tensor([3, 2])
     staged = stager.to_device({"device": lengths, "host": ps.on_host(lengths)})
     assert staged["host"] is lengths
@@ -80,7 +80,7 @@ def whole(batch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_kept_comes_out_of_a_loader_too(workers):
+def test_kept_objects_pass_through_a_loader(workers):
     loader = ps.DataLoader(Mapped(kept, 5), None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
     for index, batch in enumerate(loader):
         assert (batch["lengths"].tolist(), batch["odd"]) == ([index], {"s": {index}})
@@ -110,7 +110,7 @@ def test_leaves_at_a_path_and_below_it_stay():
     assert_kept(["['lengths']", "['odd']"])
 
 
-def test_leaves_stay_by_a_function_of_path_and_leaf():
+def test_a_function_of_path_and_leaf_keeps_leaves():
     assert_kept(lambda path, leaf: path.startswith("['lengths'][") or isinstance(leaf, Untouchable))
 
 
@@ -124,7 +124,7 @@ def test_one_path_may_be_given_alone():
     assert caught.value.path == "['a'].b"
 
 
-def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
+def test_paths_are_checked_in_the_first_batch_only():
     with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=["['a']"]) as stager:
         kept = torch.ones(1)
         assert stager.to_device({"a": kept})["a"] is kept
@@ -132,12 +132,12 @@ def test_a_path_has_to_lead_somewhere_in_the_first_batch_only():
 
 
 @pytest.mark.parametrize("keep", [3, [3]])
-def test_what_is_neither_a_path_nor_a_function_is_refused(keep):
+def test_other_values_of_keep_on_host_are_refused(keep):
     with pytest.raises(TypeError, match=r"keep_on_host takes paths or a function of path and leaf: .*; a path is"):
         ps.Stager("cpu", keep_on_host=keep)
 
 
-def test_an_error_of_the_function_is_the_callers_and_no_slab_is_lost():
+def test_an_error_in_the_function_loses_no_slab():
     with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=lambda path, leaf: 1 / 0) as stager:
         with pytest.raises(ZeroDivisionError):
             stager.to_device([torch.ones(1)])

@@ -97,7 +97,7 @@ def facts(leaf, others, slab):
 
 @many
 @given(st.one_of(st.lists(odd_leaves, max_size=6), batches()), st.sampled_from([1, 3]))
-def test_tables_slabs_and_views_are_those_of_plain_python(batch, repeated):
+def test_tables_and_views_equal_the_plain_python_oracle(batch, repeated):
     batch = [batch] * repeated
     whole = oracle.take_apart(batch)
     expected = torch.empty(whole.table.nbytes, dtype=torch.uint8)
@@ -127,7 +127,7 @@ ends_of_pieces = st.lists(st.integers(0, 4096), max_size=4)
 
 @many
 @given(st.lists(odd_leaves, max_size=12), st.sampled_from(Sharing), ends_of_pieces, st.data())
-def test_blocks_have_the_bytes_of_the_slab_however_it_is_sent(batch, sharing, cuts, data):
+def test_blocks_have_the_slab_s_bytes_however_sent(batch, sharing, cuts, data):
     whole = oracle.take_apart(batch)
     table = whole.table
     slab = torch.empty(table.nbytes, dtype=torch.uint8)
@@ -263,7 +263,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
-def test_a_table_that_is_none_is_refused_where_it_is_read(kind):
+def test_a_wrong_table_is_refused(kind):
     with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it again"):
         Table.of_bytes(IMPOSSIBLE[kind])
 
@@ -277,7 +277,7 @@ def test_what_is_no_bytes_is_no_table(thing):
 
 
 @pytest.mark.usefixtures("both_paths")
-def test_a_table_is_not_cut_from_a_slab_that_is_too_small():
+def test_a_small_slab_is_refused_for_a_table():
     table = take_apart([torch.zeros(100)]).table
     with pytest.raises(ValueError, match="the slab is too small: 384 bytes for a layout of 400"):
         cut(table, torch.zeros(384, dtype=torch.uint8), [])
@@ -306,7 +306,7 @@ def test_plain_python_takes_and_refuses_the_same_tables(data):
 
 @many
 @given(tables)
-def test_a_table_that_was_taken_has_views_inside_of_its_slab_alone(data):
+def test_checked_tables_have_views_inside_their_slab(data):
     for path in PATHS:
         with on_path(path):
             table = read(data)
@@ -351,7 +351,7 @@ def outcome_of(function, *arguments):
 @given(tables, st.sampled_from([0, 16, 256, 512]))
 @example(IMPOSSIBLE["a product that overflows to nothing"], 256)
 @example(IMPOSSIBLE["a stride out of the slab"], 256)
-def test_the_extension_stays_inside_of_the_slab_that_it_is_given_whatever_the_table_says(data, nbytes):
+def test_the_extension_stays_inside_its_slab(data, nbytes):
     sources = sources_for(data)
     with guarded(nbytes) as slab:
         core = _native.core

@@ -67,7 +67,7 @@ def stager():
 
 
 @pytest.mark.parametrize("cls", [Marked, Child])
-def test_a_tensor_of_a_registered_class_is_packed_and_comes_back_in_its_class(stager, cls):
+def test_a_registered_tensor_class_is_packed_and_rebuilt(stager, cls):
     for rows in (2, 3, 3, 1):
         original = marked(rows, cls)
         staged = stager.to_device({"x": original, "plain": torch.ones(2)})["x"]
@@ -97,7 +97,7 @@ def test_rebuild_says_what_stands_in_the_staged_batch(stager):
     assert (type(staged[0]), staged[0].tolist(), staged[1]) == (torch.Tensor, [1, 1, 1], "here")
 
 
-def test_a_class_with_tensors_inside_is_packed_by_these(stager):
+def test_a_tensor_class_is_packed_by_its_parts(stager):
     for rows in (1, 2, 2):
         pair = Pair(torch.ones(rows), torch.zeros(rows, 2), {"note": rows})
         staged = stager.to_device({"pair": pair})["pair"]
@@ -112,7 +112,7 @@ def test_a_class_with_tensors_inside_is_packed_by_these(stager):
     assert stager.stats().packed_leaves == 6
 
 
-def test_a_tensor_in_two_places_is_packed_once_and_stays_one(stager):
+def test_a_repeated_tensor_is_packed_once(stager):
     tensor = marked()
     staged = stager.to_device({"a": tensor, "b": [tensor, marked()]})
     assert staged["a"] is staged["b"][0]
@@ -130,7 +130,7 @@ def test_tensors_that_require_grad_stay_what_they_are(stager, twice):
     assert stager.to_host([tensor])[0] is tensor
 
 
-def test_a_class_that_nobody_registered_goes_by_its_own_to_until_it_is(stager):
+def test_an_unregistered_tensor_class_moves_by_to(stager):
     late = type("Late", (torch.Tensor,), {})
     tensor = torch.ones(2).as_subclass(late)
     assert stager.stage([tensor]).passthrough_leaves == 1
@@ -162,7 +162,7 @@ def test_a_path_leads_to_the_tensor_itself():
     assert [slot.path for slot in layout.slots] == ["['pair'].one", "['pair'].other", "['x'][0]"]
 
 
-def test_a_freed_tensor_of_a_registered_class_is_an_error_that_names_its_path():
+def test_a_freed_registered_tensor_is_an_error():
     tensor = marked()
     tensor.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="has not the memory") as caught:
@@ -170,7 +170,7 @@ def test_a_freed_tensor_of_a_registered_class_is_an_error_that_names_its_path():
     assert caught.value.path == "['x']"
 
 
-def test_a_layout_is_unpickled_by_a_process_that_knows_the_class_only_by_it(tmp_path):
+def test_a_layout_unpickles_in_a_fresh_process(tmp_path):
     (tmp_path / "marks.py").write_text("import torch\nclass Base(torch.Tensor): pass\nclass Child(Base): pass\n")
     sender = """
 import sys, pickle, marks, pinstage, torch

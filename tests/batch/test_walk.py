@@ -94,7 +94,7 @@ def test_what_came_before_does_not_show(before, batch):
 
 @both_paths
 @given(batches())
-def test_however_nested_a_batch_is_staged_the_same_each_time(batch):
+def test_any_nesting_is_staged_the_same_each_time(batch):
     for _ in range(OFTEN):
         assert_same(batch, through_slab(batch), "cpu")
 
@@ -212,7 +212,7 @@ def test_nodes_that_fit_no_structure_are_refused(nodes):
         _structure.Structure.restore(nodes, _nodes.HANDLERS)
 
 
-def test_a_structure_of_an_unregistered_class_is_not_unpickled(monkeypatch):
+def test_an_unregistered_class_isn_t_unpickled(monkeypatch):
     pickled = pickle.dumps(walk([Told(1)])[1])
     assert pickle.loads(pickled) == walk([Told(1)])[1]
     _nodes.HANDLERS.clear()
@@ -239,7 +239,7 @@ def test_batches_of_1000_levels_are_walked(wrap):
         walk(wrap(batch))
 
 
-def test_a_class_registered_while_it_is_looked_up_is_no_leaf(monkeypatch):
+def test_a_class_registered_during_lookup_is_a_container(monkeypatch):
     class Late:
         def __init__(self):
             self.value = 1
@@ -269,14 +269,14 @@ def refuse(*arguments, **keywords):
     ],
     ids=["nested", "list", "tuple", "leaf", "empty"],
 )
-def test_one_like_the_last_one_is_held_against_it(batch, monkeypatch):
+def test_a_similar_batch_is_compared_with_the_last(batch, monkeypatch):
     with on_path("native"):
         again(batch)
         monkeypatch.setattr(_structure, "_walk_anew", refuse)
         assert_same(batch, again(batch), "cpu", copied=False)
 
 
-def test_structures_that_take_turns_with_others_of_another_size_are_both_held_against_their_last_ones(monkeypatch):
+def test_alternating_structures_are_compared_with_their_own_last(monkeypatch):
     train, validation = {"a": 1, "b": [2]}, {"a": 1}
     with on_path("native"):
         again(train)
@@ -296,14 +296,14 @@ def test_no_more_structures_are_remembered_than_are_useful():
 @both_paths
 @pytest.mark.parametrize("key", [True, 1.0, Named("a"), (True, "a")], ids=repr)
 @pytest.mark.parametrize("before", [1, "a", (1, "a")], ids=repr)
-def test_keys_that_are_equal_but_not_the_same_come_back_as_they_were(before, key):
+def test_equal_but_different_keys_are_kept(before, key):
     for _ in range(OFTEN):
         assert list(map(type, again({before: 2}))) == [type(before)]
     assert list(map(type, again({key: 2}))) == [type(key)]
 
 
 @both_paths
-def test_a_dict_that_is_in_two_places_is_told_from_two_dicts():
+def test_a_repeated_dict_differs_from_two_dicts():
     shared = {"a": 1, "b": 2}
     for _ in range(OFTEN):
         again([shared, {"c": shared}])
@@ -336,7 +336,7 @@ LEAF = Unspeakable()
     ],
     ids=["leaf", "shorter", "tuple", "other key", "other order", "no None", "deeper", "namedtuple"],
 )
-def test_a_batch_that_is_not_like_the_last_one_is_not_written_out(other):
+def test_a_different_batch_isn_t_written(other):
     again({"a": [LEAF, LEAF], "b": (LEAF, None)})
     assert_same_structure(other, again(other))
 
@@ -354,7 +354,7 @@ def assert_same_structure(one, other):
 
 
 @both_paths
-def test_a_class_made_known_after_it_was_met_as_a_leaf_is_a_container_from_then_on():
+def test_a_class_registered_later_becomes_a_container():
     class Late:
         __slots__ = ("tensor",)
 
@@ -367,7 +367,7 @@ def test_a_class_made_known_after_it_was_met_as_a_leaf_is_a_container_from_then_
 
 
 @both_paths
-def test_a_batch_that_refers_to_itself_is_refused_after_others_like_it_too():
+def test_self_referring_batches_are_refused_after_similar_ones():
     for _ in range(OFTEN):
         again({"a": {"a": 1}})
     batch = {}
@@ -378,7 +378,7 @@ def test_a_batch_that_refers_to_itself_is_refused_after_others_like_it_too():
 
 @both_paths
 @pytest.mark.parametrize("make", [list, tuple, lambda items: dict.fromkeys(map(str, range(len(items))), items[0])])
-def test_a_structure_is_not_rebuilt_from_too_few_or_too_many_leaves(make):
+def test_a_structure_checks_its_number_of_leaves(make):
     _, structure = walk(make([1, 2, 3]))
     for count in (0, 2, 4):
         with pytest.raises(ValueError, match="leaves"):
@@ -386,7 +386,7 @@ def test_a_structure_is_not_rebuilt_from_too_few_or_too_many_leaves(make):
 
 
 @both_paths
-def test_nothing_keeps_a_leaf_when_its_batch_is_gone():
+def test_nothing_keeps_leaves_after_their_batch():
     class Leaf:
         gone = 0
 

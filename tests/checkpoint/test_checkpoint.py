@@ -53,14 +53,14 @@ def in_use(pool):
 # -- what is staged ----------------------------------------------------------------------------------------------------
 
 
-def test_a_staged_state_is_what_torchs_stager_makes_of_it(stager):
+def test_a_staged_state_equals_torch_s(stager):
     state = adam_state()
     expected = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     assert difference(stager.stage(state).result(), expected) is None
     assert difference(state, expected) is None
 
 
-def test_what_is_changed_after_the_call_is_not_in_it(stager):
+def test_later_changes_are_not_in_the_state(stager):
     state = adam_state()
     before = digest(state)
     staging = stager.stage(state)
@@ -95,7 +95,7 @@ def test_a_tensor_that_comes_twice_is_one_tensor(stager, pool):
     assert pool.stats().in_flight_bytes < 4 * (1000 + 2 * 500 * 500)
 
 
-def test_a_parameter_is_an_ordinary_tensor_as_in_torchs_stager(stager):
+def test_parameters_become_ordinary_tensors(stager):
     parameter = torch.nn.Parameter(torch.ones(3))
     staged = stager.stage({"p": parameter, "by": {parameter: 1}}).result()
     assert type(staged["p"]) is torch.Tensor
@@ -134,7 +134,7 @@ def test_objects_are_copied_as_deepcopy_does(stager):
     assert staged["again"] is found
 
 
-def test_an_object_that_nobody_can_copy_is_an_error_and_takes_no_slab(stager, pool):
+def test_an_uncopyable_object_fails_without_a_slab(stager, pool):
     with pytest.raises(TypeError, match="cannot pickle"):
         stager.stage({"tensor": torch.ones(10), "lock": threading.Lock()})
     assert in_use(pool) == 0
@@ -161,7 +161,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_tensors_of_all_kinds_arrive_with_their_values_in_memory_of_their_own(stager, name):
+def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
     tensor = ODD[name].clone() if not ODD[name].requires_grad and name not in ("strided", "expanded") else ODD[name]
     staged = stager.stage({"tensor": tensor}).result()["tensor"]
     assert (staged.dtype, staged.shape, staged.layout) == (tensor.dtype, tensor.shape, tensor.layout)
@@ -172,7 +172,7 @@ def test_tensors_of_all_kinds_arrive_with_their_values_in_memory_of_their_own(st
         assert staged.data_ptr() != tensor.data_ptr()
 
 
-def test_no_tensor_has_more_storage_than_it_needs_or_the_writer_would_copy_it(stager):
+def test_no_tensor_has_excess_storage(stager):
     staged = stager.stage(adam_state()).result()
     tensors = [*staged["model"].values(), *(t for s in staged["optimizer"]["state"].values() for t in s.values())]
     assert {tensor.untyped_storage().nbytes() - tensor.nbytes for tensor in tensors} == {0}
@@ -201,7 +201,7 @@ def test_after_the_first_save_nothing_is_allocated(stager, pool):
         pool.freeze()
 
 
-def test_a_second_save_waits_until_the_first_is_written(stager, pool):
+def test_a_second_save_waits_for_the_first(stager, pool):
     staged = stager.stage(adam_state()).result()
     begins = threading.Event()
     second = []
@@ -221,7 +221,7 @@ def test_a_second_save_waits_until_the_first_is_written(stager, pool):
     assert pool.stats().held_slabs == 1
 
 
-def test_a_second_save_raises_if_that_is_wanted_and_the_first_goes_on(pool):
+def test_a_second_save_can_raise_instead(pool):
     stager = CheckpointStager(pool=pool, timeout=0)
     staged = stager.stage(adam_state()).result()
     with pytest.raises(AcquireTimeoutError, match=r"the last checkpoint is still being written.*upload_completion"):
@@ -231,7 +231,7 @@ def test_a_second_save_raises_if_that_is_wanted_and_the_first_goes_on(pool):
     assert difference(stager.stage(adam_state(seed=1)).result(), adam_state(seed=1)) is None
 
 
-def test_a_state_larger_than_the_cap_is_refused_before_anything_is_copied():
+def test_a_state_above_the_cap_is_refused_early():
     with ps.SlabPool(max_bytes="1MiB") as pool:
         stager = CheckpointStager(pool=pool)
         state = {f"p{i}": torch.zeros(100_000) for i in range(10)}
@@ -252,7 +252,7 @@ def written(staging, left):
     thread.join()
 
 
-def test_tensors_that_a_writer_left_behind_take_another_slab_or_raise_but_nobody_waits_forever():
+def test_tensors_left_behind_never_block_forever():
     with ps.SlabPool(max_bytes="1MiB") as pool:
         stager = CheckpointStager(pool=pool)
         state = {"p": torch.ones(100_000)}
@@ -282,7 +282,7 @@ def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
     del staged
 
 
-def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(pool):
+def test_a_dropped_stager_leaves_no_hooks(pool):
     hooks = len(_global_optimizer_pre_hooks)
     stager = CheckpointStager(pool=pool, hold="step")
     assert len(_global_optimizer_pre_hooks) == hooks + 1
@@ -299,7 +299,7 @@ def test_a_stager_that_holds_steps_back_leaves_no_hook_behind_and_is_not_kept(po
         CheckpointStager(pool=pool, hold="never")
 
 
-def test_a_pool_of_the_stagers_own_can_be_mapped_by_a_writer_and_is_closed_with_it():
+def test_its_own_pool_is_shared_and_closed():
     with CheckpointStager(max_bytes="1MiB") as stager:
         assert stager.pool.memory.is_shared
     assert stager.pool.closed

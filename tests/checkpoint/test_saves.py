@@ -89,7 +89,7 @@ def change(state):
 # -- a thread ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_holds_the_bytes_of_the_call_while_training_goes_on(tmp_path, stager):
+def test_a_checkpoint_holds_the_bytes_of_the_call(tmp_path, stager):
     state = adam_state()
     trains = threading.Event()
 
@@ -132,7 +132,7 @@ def test_fifty_saves_take_no_more_memory_than_ten(tmp_path, stager):
     assert settled(stager.pool).held_slabs == 1
 
 
-def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, stager):
+def test_a_failed_save_loses_no_slab(tmp_path, stager):
     state = adam_state()
     (tmp_path / "file").write_text("in the way")
     response = dcp.async_save(state, checkpoint_id=tmp_path / "file" / "folder", async_stager=stager)
@@ -145,7 +145,7 @@ def test_a_save_that_failed_loses_no_slab_when_its_future_is_dropped(tmp_path, s
     assert difference(loaded(tmp_path / "good", state), state) is None
 
 
-def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
+def test_a_reused_planner_blocks_no_save(tmp_path):
     planner, state = DefaultSavePlanner(), adam_state()
     with CheckpointStager(max_bytes="1MiB") as stager:
         for step in range(4):
@@ -159,7 +159,7 @@ def test_a_planner_that_is_used_again_makes_no_save_wait_forever(tmp_path):
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_writer_in_another_process_maps_the_slab_and_copies_nothing(tmp_path, stager):
+def test_a_writer_process_maps_the_slab_without_copying(tmp_path, stager):
     state = adam_state()
     for step in range(3):
         at_the_call = digest(state)
@@ -210,7 +210,7 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 
 
 @pytest.mark.usefixtures("alone")
-def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
+def test_memory_a_writer_cannot_map_is_refused(tmp_path):
     with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
         response = dcp.async_save(
             adam_state(),
@@ -230,7 +230,7 @@ def test_memory_that_a_writer_cannot_map_is_refused_clearly(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, IN_PROCESS])
-def test_tensors_in_shards_come_back_as_what_torch_plans_with(tmp_path, stager, kind):
+def test_sharded_tensors_keep_torch_s_planning_types(tmp_path, stager, kind):
     mesh = init_device_mesh("cpu", (1,))
     along = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [ShardedAlong(0)])
     shard = Shard.from_tensor_and_offsets(torch.arange(6.0).view(2, 3), [0, 0], 0)
@@ -258,5 +258,5 @@ def test_tensors_in_shards_come_back_as_what_torch_plans_with(tmp_path, stager, 
     assert torch.equal(found["sharded"].local_shards()[0].tensor + 1, shard.tensor)
 
 
-def test_fsdp2_on_two_ranks_saves_and_loads_by_both_checkpointers(tmp_path):
+def test_fsdp2_on_two_ranks_saves_and_loads(tmp_path):
     torchrun(Path(__file__).parents[1] / "helpers" / "fsdp_checkpoint.py", tmp_path, "cpu")

@@ -37,7 +37,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_to_accelerate_s_own_losses_and_weights_bit_for_bit(ranks, case):
+def test_two_processes_train_to_accelerate_s_results(ranks, case):
     for rank in ranks:
         plain, ours = rank[f"{case} plain"], rank[f"{case} pinstage"]
         for name in ("losses", "weights", "samples", "ends", "gathered"):
@@ -75,7 +75,7 @@ def firsts(batches):
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_torch_s_loader_and_a_prepared_one_may_be_given(is_prepared):
+def test_torch_s_and_prepared_loaders_are_accepted(is_prepared):
     accelerator = Accelerator(cpu=True)
     loader = prepare(accelerator, accelerator.prepare(made()) if is_prepared else made(), max_bytes="8MiB")
     assert isinstance(loader, DataLoader)
@@ -86,7 +86,7 @@ def test_torch_s_loader_and_a_prepared_one_may_be_given(is_prepared):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_saved_in_the_middle_goes_on_with_the_right_sample(tmp_path, workers):
+def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     def staged():
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
         return accelerator, prepare(accelerator, made(num_workers=workers), max_bytes="8MiB")
@@ -105,7 +105,7 @@ def test_a_state_saved_in_the_middle_goes_on_with_the_right_sample(tmp_path, wor
 
 @pytest.mark.parametrize("is_seedable", [False, True])
 @pytest.mark.parametrize("dispatch_batches", [None, True])
-def test_workers_pack_a_stateful_loader_from_the_first_pass_on_in_accelerate_s_own_order(is_seedable, dispatch_batches):
+def test_workers_pack_stateful_loaders_in_accelerate_s_order(is_seedable, dispatch_batches):
     options = DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=is_seedable, dispatch_batches=dispatch_batches
     )
@@ -128,7 +128,7 @@ def test_workers_pack_a_stateful_loader_from_the_first_pass_on_in_accelerate_s_o
     assert stateful_dataloader.StatefulDataLoader.__module__.startswith("torchdata.")
 
 
-def test_an_error_while_preparing_leaves_torchdata_as_it_was():
+def test_an_error_while_preparing_leaves_torchdata_unchanged():
     options = DataLoaderConfiguration(use_stateful_dataloader=True)
     loader_class = stateful_dataloader.StatefulDataLoader
     with pytest.raises(AttributeError):
@@ -147,7 +147,7 @@ def test_a_loader_is_prepared_and_staged_once(is_stateful):
         prepare(accelerator, loader, max_bytes="8MiB")
 
 
-def test_the_state_of_a_prepared_optimizer_can_be_offloaded():
+def test_a_prepared_optimizer_s_state_can_be_offloaded():
     def trained(offloads):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
@@ -176,7 +176,7 @@ def test_a_pool_may_be_shared():
         assert pool.stats().hits + pool.stats().misses == 16
 
 
-def test_a_loader_and_its_rest_share_slabs_and_stats():
+def test_a_loader_and_its_rest_share_slabs():
     loader = prepare(Accelerator(cpu=True), made(num_workers=1), max_bytes="8MiB")
     rest = skip_first_batches(loader, 3)
     assert firsts(rest) == [12, 16, 20, 24, 28]
@@ -190,6 +190,6 @@ def test_a_loader_and_its_rest_share_slabs_and_stats():
 
 
 @pytest.mark.parametrize("make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"])
-def test_skipping_batches_of_a_loader_that_is_not_staged_is_refused(make):
+def test_skipping_batches_of_an_unstaged_loader_is_refused(make):
     with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not of"):
         skip_first_batches(make(), 2)

@@ -13,7 +13,7 @@ LOOPS = ("lightning", "accelerate", "trainer", "pyg")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "frameworks.py"
 
 
-def test_each_loop_trains_to_the_same_losses_in_every_variant(tmp_path, monkeypatch):
+def test_each_variant_trains_to_the_same_losses(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARK), "--smoke", "--out", str(out)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)

@@ -36,7 +36,7 @@ def test_models_arrive_from_workers_as_they_were(method, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_marks_of_a_staged_model_are_its_own(device):
+def test_a_staged_model_has_its_own_field_marks(device):
     original = made.model(1)
     with ps.Stager(target(device), max_bytes="1MiB") as stager:
         staged = stager.to_device(original)

@@ -26,12 +26,12 @@ def test_a_batch_arrives_as_by_its_own_to(case, way, device):
 
 
 @by_device_and_start_method
-def test_batches_arrive_from_workers_as_by_their_own_to(method, device):
+def test_worker_batches_arrive_as_by_to(method, device):
     check_workers(CASES, method, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_device_of_a_td_is_where_its_tensors_are(device):
+def test_a_tensordict_s_device_is_its_tensors_device(device):
     device = target(device)
     with ps.Stager(device, max_bytes="1MiB") as stager:
         for number in range(3):
@@ -41,7 +41,7 @@ def test_the_device_of_a_td_is_where_its_tensors_are(device):
             assert str(back.device) == str(back["a"].device) == "cpu"
 
 
-def test_parts_without_tensors_have_no_say_in_the_device_of_a_td():
+def test_parts_without_tensors_don_t_decide_the_device():
     from tensordict import LazyStackedTensorDict, TensorDict
 
     empty = TensorDict({"deep": TensorDict({}, [2], device="meta")}, [2], device="meta")

@@ -55,12 +55,12 @@ def test_a_batch_arrives_as_by_its_own_to(case, way, device):
 
 
 @by_device_and_start_method
-def test_batches_arrive_from_workers_as_by_their_own_to(method, device):
+def test_worker_batches_arrive_as_by_to(method, device):
     # monai orders the keys of collated metadata by chance, anew in each process.
     check_workers([case for case in CASES if case.make is not made.batch_of_meta_tensors], method, device)
 
 
-def test_all_34_leaves_of_a_detection_batch_are_packed():
+def test_all_34_leaves_of_a_detection_are_packed():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         stager.to_device(made.detection(2))
         stats = stager.stats()
@@ -69,7 +69,7 @@ def test_all_34_leaves_of_a_detection_batch_are_packed():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_boxes_that_require_grad_go_by_their_own_to(device):
+def test_boxes_requiring_grad_move_by_to(device):
     boxes = made.tv_tensors().BoundingBoxes(torch.ones(2, 4), format="XYXY", canvas_size=(4, 4), requires_grad=True)
     with ps.Stager(target(device), max_bytes="1MiB") as stager:
         staged = stager.to_device([boxes, torch.ones(1)])
@@ -79,7 +79,7 @@ def test_boxes_that_require_grad_go_by_their_own_to(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_image_in_two_places_is_packed_once_and_stays_one(device):
+def test_a_repeated_image_is_packed_once(device):
     image = made.detection(1)["images"][0]
     with ps.Stager(target(device), max_bytes="1MiB") as stager:
         staged = stager.to_device({"a": image, "b": [image]})

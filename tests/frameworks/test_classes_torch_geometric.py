@@ -27,13 +27,13 @@ def test_data_arrive_as_by_their_own_to(case, way, device):
 
 
 @by_device_and_start_method
-def test_data_arrive_from_workers_as_by_their_own_to(method, device):
+def test_worker_data_arrive_as_by_to(method, device):
     check_workers(CASES, method, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [made.graph_batch, made.hetero_batch, made.temporal])
-def test_the_stores_belong_to_the_new_object_when_the_original_is_gone(make, device):
+def test_stores_belong_to_the_new_object(make, device):
     with ps.Stager(target(device), max_bytes="1MiB") as stager:
         original = make(2)
         staged = stager.to_device(original)
@@ -44,7 +44,7 @@ def test_the_stores_belong_to_the_new_object_when_the_original_is_gone(make, dev
         assert type(copy.copy(staged)) is type(staged)
 
 
-def test_a_batch_can_be_taken_apart_into_its_graphs_again():
+def test_a_batch_splits_into_its_graphs_again():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         batch, staged = made.graph_batch(1), stager.to_device(made.graph_batch(1))
     assert staged.num_graphs == 3

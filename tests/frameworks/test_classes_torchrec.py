@@ -19,5 +19,5 @@ def test_a_batch_arrives_as_by_its_own_to(case, way, device):
 
 
 @by_device_and_start_method
-def test_batches_arrive_from_workers_as_by_their_own_to(method, device):
+def test_worker_batches_arrive_as_by_to(method, device):
     check_workers(CASES, method, device)

@@ -23,7 +23,7 @@ def test_torch_is_the_pinned_one():
     assert f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def test_a_test_that_is_skipped_fails_and_so_does_one_that_pinstage_warns_in(tmp_path):
+def test_skipped_and_warned_tests_fail(tmp_path):
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_x.py").write_text(
         "import pytest, warnings\n"

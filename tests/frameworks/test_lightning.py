@@ -46,7 +46,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["callback", "loader"])
-def test_two_processes_train_to_lightning_s_own_losses_bit_for_bit(ranks, way):
+def test_two_processes_train_to_lightning_s_losses(ranks, way):
     for ours, plain in zip(ranks[way], ranks["plain"], strict=True):
         assert ours["losses"] == plain["losses"]
         assert ours["samples"] == plain["samples"]
@@ -58,7 +58,7 @@ def test_the_callback_stages_every_batch_of_each_process(ranks):
     assert [rank["batches"] for rank in ranks["callback"]] == [2 * (8 + 2) + 2] * 2
 
 
-def test_lightning_s_own_copy_of_the_loader_stages_every_batch(ranks):
+def test_lightning_s_copied_loader_stages_every_batch(ranks):
     assert [rank["batches"] for rank in ranks["loader"]] == [2 * 8] * 2
 
 
@@ -91,7 +91,7 @@ def test_loaders_take_slabs_from_a_given_pool(in_workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_batch_of_training_validation_sanity_check_test_and_prediction_is_staged(in_workers, workers):
+def test_batches_of_every_stage_are_staged(in_workers, workers):
     stage, model = StageBatches(max_bytes="8MiB", workers=in_workers), module()
     one = trainer(stage, num_sanity_val_steps=2)
     one.fit(model, loader(num_workers=workers), loader(8, num_workers=workers))
@@ -158,7 +158,7 @@ class OwnIteration(DataLoader):
     ],
     ids=["maps", "shuffled", "iterable", "an iteration of its own", "a list"],
 )
-def test_loaders_made_anew_for_each_epoch_train_the_same(in_workers, make, packs, persistent):
+def test_loaders_made_per_epoch_train_the_same(in_workers, make, packs, persistent):
     found = {}
     for way in ("plain", "staged"):
         seed_everything(0, verbose=False)
@@ -178,7 +178,7 @@ def test_loaders_made_anew_for_each_epoch_train_the_same(in_workers, make, packs
     assert (stage.stager.stats().batches == 0) is (in_workers and packs)
 
 
-def test_validation_within_an_epoch_finds_slabs_though_the_workers_of_training_hold_theirs():
+def test_validation_finds_slabs_beside_training_workers():
     def large(samples):
         return DataLoader(torch.arange(samples * 50_000.0).reshape(samples, 50_000), 4, num_workers=2)
 
@@ -206,7 +206,7 @@ def test_a_loader_that_stages_already_is_left_alone():
     assert len(model.losses) == 8
 
 
-def test_a_loader_whose_workers_run_already_is_staged_in_the_main_process():
+def test_running_loaders_are_staged_in_the_main_process():
     stage, model, data = StageBatches(), module(), loader(num_workers=1, persistent_workers=True)
     next(iter(data))
     trainer(stage).fit(model, data)
@@ -265,7 +265,7 @@ def test_epochs_cut_short_are_staged(in_workers, workers):
     assert stage.stats().batches >= 6  # some were sent ahead
 
 
-def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_right_sample(tmp_path):
+def test_a_resumed_run_continues_at_the_right_sample(tmp_path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def data():
@@ -290,7 +290,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_right_sample(t
     assert stage.stats().batches == len(model.samples) == 13
 
 
-def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
+def test_a_data_module_s_transfer_hooks_stay(caplog):
     class Data(LightningDataModule):
         seen = ()
 
@@ -313,7 +313,7 @@ def test_a_data_module_s_hooks_around_the_transfer_stay_its_own(caplog):
     assert "overridden" not in caplog.text
 
 
-def test_a_hook_of_the_user_s_own_is_not_replaced_but_named():
+def test_a_user_s_hook_is_named_not_replaced():
     class Own(Module):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             return batch
@@ -322,7 +322,7 @@ def test_a_hook_of_the_user_s_own_is_not_replaced_but_named():
         trainer(StageBatches()).fit(Own(), loader())
 
 
-def test_the_hook_has_its_place_back_after_a_run_and_after_an_error():
+def test_the_hook_is_restored_after_runs_and_errors():
     model = module()
     trainer(StageBatches()).fit(model, loader(8))
     assert "transfer_batch_to_device" not in vars(model)

@@ -139,7 +139,7 @@ def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, d
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [graph, graph_of_kinds])
-def test_what_the_main_process_joins_is_staged_by_prefetch(make, workers, device):
+def test_batches_joined_in_the_main_process_are_staged(make, workers, device):
     device = target(device)
     torch.manual_seed(5)
     expected = list(loader_of(make, workers, filter_per_worker=False))
@@ -152,7 +152,7 @@ def test_what_the_main_process_joins_is_staged_by_prefetch(make, workers, device
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_wrapped_loader_whose_main_process_joins_yields_the_same(workers):
+def test_a_wrapped_joining_loader_yields_the_same(workers):
     torch.manual_seed(5)
     expected = list(loader_of(graph, workers, filter_per_worker=False))
     torch.manual_seed(5)

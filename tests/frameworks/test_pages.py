@@ -19,7 +19,7 @@ def blocks(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
-def test_the_snippets_of_a_page_run_from_top_to_bottom(page, tmp_path):
+def test_a_page_s_snippets_run_in_order(page, tmp_path):
     """In a process of their own: frameworks keep much of a process for themselves."""
     of_a_launcher = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {
@@ -38,6 +38,6 @@ def test_the_pages_name_every_program():
     assert named == {path.name for path in EXAMPLES.glob("train_*.py")}
 
 
-def test_every_page_is_in_the_table_of_the_first_one():
+def test_the_first_page_s_table_is_complete():
     table = (ROOT / "docs" / "frameworks" / "index.md").read_text()
     assert all(f"]({page.name})" in table for page in PAGES if page.stem != "index")

@@ -8,7 +8,7 @@ from train_webdataset import nested, write
 
 
 @pytest.mark.parametrize(("program", "steps"), [("train_webdataset.py", 2 * 8), ("train_torchrec.py", 2 * 10)])
-def test_two_processes_train_to_the_framework_s_own_losses_bit_for_bit(tmp_path, program, steps):
+def test_two_processes_train_to_the_framework_s_losses(tmp_path, program, steps):
     plain, ours = (reports(program, tmp_path / way, "--way", way) for way in ("plain", "pinstage"))
     for one, other in zip(ours, plain, strict=True):
         assert one["losses"] == other["losses"]
@@ -31,7 +31,7 @@ def web_loader(urls, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_web_loader_whose_last_stage_is_prefetch_yields_every_batch_in_each_pass(stager, urls, workers):
+def test_a_web_loader_ending_in_prefetch_yields_everything(stager, urls, workers):
     loader = web_loader(urls, workers).compose(stager.prefetch)
     expected = [batch["index"].tolist() for batch in web_loader(urls, workers)]
     assert len(expected) == 4
@@ -40,13 +40,13 @@ def test_a_web_loader_whose_last_stage_is_prefetch_yields_every_batch_in_each_pa
     assert stager.stats().batches == 8
 
 
-def test_an_epoch_of_a_web_loader_may_be_cut_and_repeated(stager, urls):
+def test_a_web_loader_s_epoch_can_be_repeated(stager, urls):
     loader = web_loader(urls, 1).repeat(3).compose(stager.prefetch).with_epoch(6)
     for _ in range(2):
         assert len(list(loader)) == 6
 
 
-def test_batches_that_a_web_loader_shuffles_anew_are_staged_behind_that(stager, urls):
+def test_reshuffled_web_batches_are_staged_afterwards(stager, urls):
     data = wds.WebDataset(urls, shardshuffle=False, empty_check=False).decode().to_tuple("index.cls", "codes.npy")
     loader = wds.WebLoader(data.batched(4), batch_size=None, num_workers=1).unbatched().shuffle(8).batched(2)
     batches = list(loader.compose(stager.prefetch))

@@ -53,7 +53,7 @@ class Streamed(IterableDataset):
     ],
     ids=str,
 )
-def test_a_prepared_loader_trains_as_in_the_plain_loop(stager, options, depth):
+def test_a_prepared_loader_trains_as_unstaged(stager, options, depth):
     steps, gathered, _ = train(lambda loader: loader, **options)
     found_steps, found_gathered, _ = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
     assert len(steps) == (4 if "skipped" in options else 6)
@@ -64,7 +64,7 @@ def test_a_prepared_loader_trains_as_in_the_plain_loop(stager, options, depth):
         assert end == expected_end
 
 
-def test_validation_in_the_middle_of_an_epoch_does_not_end_it(stager):
+def test_validation_within_an_epoch_doesn_t_end_it(stager):
     accelerator = Accelerator(cpu=True)
     training, validation = accelerator.prepare(DataLoader(samples(), 8), DataLoader(samples(), 16))
     seen = []
@@ -81,7 +81,7 @@ def test_validation_in_the_middle_of_an_epoch_does_not_end_it(stager):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("wrap", [tqdm, enumerate, lambda loader: (batch for batch in loader), iter])
-def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(stager, wrap, background):
+def test_a_hidden_prepared_loader_is_refused(stager, wrap, background):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples(), 4))
     with pytest.raises(ps.errors.PinstageError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
@@ -89,7 +89,7 @@ def test_a_prepared_loader_inside_of_something_is_refused_with_what_to_write(sta
 
 
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
-def test_a_prepared_loader_is_not_read_in_a_thread(stager, options):
+def test_a_prepared_loader_is_not_read_in_background(stager, options):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     loader = accelerator.prepare(DataLoader(samples(), 4, num_workers=1))
     assert stager.prefetch(loader)._background is False
@@ -98,7 +98,7 @@ def test_a_prepared_loader_is_not_read_in_a_thread(stager, options):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_of_a_prepared_stateful_loader_goes_on_with_the_next_batch(stager, workers):
+def test_a_prepared_stateful_loader_s_state_continues_correctly(stager, workers):
     def prepared():
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
         return Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=workers))
@@ -166,7 +166,7 @@ def written(streaming, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_of_a_streaming_loader_is_that_of_the_samples_that_were_yielded(stager, streaming, written, workers):
+def test_a_streaming_loader_s_state_counts_yielded_samples(stager, streaming, written, workers):
     def make():
         dataset = streaming.StreamingDataset(local=written, shuffle=False, batch_size=4)
         return streaming.StreamingDataLoader(dataset, batch_size=4, num_workers=workers)

@@ -42,7 +42,7 @@ def trained(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ours", "plain"), [("pinstage", "plain"), ("loader", "plain-loader")])
-def test_two_workers_of_a_trainer_train_to_ray_s_own_losses_bit_for_bit(trained, ours, plain):
+def test_two_workers_train_to_ray_s_losses(trained, ours, plain):
     for rank in range(2):
         assert trained[ours][rank]["losses"] == trained[plain][rank]["losses"]
         assert trained[ours][rank]["samples"] == trained[plain][rank]["samples"]
@@ -66,7 +66,7 @@ class Reader:
         return os.getpid(), found, stage.stats().batches, stage.stats().pool.max_bytes
 
 
-def test_a_dataset_that_is_split_is_staged_by_two_processes(cluster):
+def test_two_processes_stage_a_split_dataset(cluster):
     shards = ray.data.from_items(train_ray.rows(32), override_num_blocks=4).streaming_split(2, equal=True)
     stage = StageBatches(max_bytes="4MiB")
     readers = [Reader.remote() for _ in shards]
@@ -82,7 +82,7 @@ def dataset(cluster):
     return ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
 
 
-def test_without_a_collate_function_each_column_is_a_tensor_as_with_ray(dataset):
+def test_without_collation_each_column_is_a_tensor(dataset):
     stage = StageBatches("cpu")
     plain = list(dataset.iterator().iter_torch_batches(batch_size=8))
     ours = list(stage.iter_torch_batches(dataset.iterator(), batch_size=8))
@@ -106,7 +106,7 @@ class OfPandas(PandasBatchCollateFn):
 
 
 @pytest.mark.parametrize("collate", [OfArrow(), OfPandas()], ids=["arrow", "pandas"])
-def test_a_collate_function_has_the_format_of_its_class_and_may_return_any_structure(dataset, collate):
+def test_a_collate_function_can_return_any_structure(dataset, collate):
     stage = StageBatches("cpu")
     for number, batch in enumerate(stage.iter_torch_batches(dataset, batch_size=10, collate_fn=collate)):
         assert batch[0].tolist() == list(range(10 * number, 10 * number + 10))
@@ -114,12 +114,12 @@ def test_a_collate_function_has_the_format_of_its_class_and_may_return_any_struc
     assert stage.stats().batches == 2
 
 
-def test_a_plain_function_is_refused_with_the_classes_to_use(dataset):
+def test_a_plain_function_is_refused(dataset):
     with pytest.raises(TypeError, match="make it a NumpyBatchCollateFn, ArrowBatchCollateFn or"):
         next(StageBatches("cpu").iter_torch_batches(dataset, collate_fn=lambda batch: batch))
 
 
-def test_a_loop_that_is_left_early_gives_every_slab_back(dataset):
+def test_leaving_a_loop_early_returns_every_slab(dataset):
     stage = StageBatches("cpu", max_bytes="1MiB")
     for batch in stage.iter_torch_batches(dataset, batch_size=2, prefetch_batches=3):
         assert batch["id"].tolist() == [0, 1]
@@ -128,7 +128,7 @@ def test_a_loop_that_is_left_early_gives_every_slab_back(dataset):
     assert stage.stats().pool.leased_slabs == 0
 
 
-def test_what_is_pickled_makes_a_stager_of_its_own():
+def test_a_pickled_stager_makes_its_own():
     stage = StageBatches("cpu", max_bytes="1MiB")
     assert isinstance(stage.stager, ps.Stager)
     again = pickle.loads(pickle.dumps(stage))

@@ -20,7 +20,7 @@ def firsts(batches):
 
 
 @pytest.mark.parametrize("way", ["pinstage", "plain"])
-def test_two_processes_stopped_in_the_middle_go_on_to_the_losses_of_one_run(tmp_path, way):
+def test_two_stopped_processes_resume_to_equal_losses(tmp_path, way):
     whole = reports("train_nodes.py", tmp_path / "whole", "--way", "plain")
     keep = ("--way", way, "--checkpoint", tmp_path / "kept")
     first = reports("train_nodes.py", tmp_path / "first", *keep, "--steps", "5")
@@ -36,7 +36,7 @@ def test_two_processes_stopped_in_the_middle_go_on_to_the_losses_of_one_run(tmp_
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 100])
 @pytest.mark.parametrize("yielded", range(9))
-def test_the_state_is_that_of_the_batches_that_were_yielded(stager, depth, yielded):
+def test_the_state_is_that_of_yielded_batches(stager, depth, yielded):
     loader = pipeline(stager, depth=depth)
     batches = iter(loader)
     assert firsts(next(batches) for _ in range(yielded)) == list(range(0, 4 * yielded, 4))
@@ -51,7 +51,7 @@ def test_each_pass_yields_every_batch(stager):
     assert stager.stats().batches == 16
 
 
-def test_a_pass_that_is_left_early_is_begun_again(stager):
+def test_an_abandoned_pass_starts_over(stager):
     loader = pipeline(stager)
     for batch in loader:
         if int(batch[0]) == 8:

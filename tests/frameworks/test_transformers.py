@@ -18,7 +18,7 @@ def run(folder, way, *words, **further):
     return train(read_options(["--way", way, "--folder", str(folder), *words]), **further)
 
 
-def test_two_processes_train_to_the_trainer_s_own_losses_and_weights_bit_for_bit(tmp_path):
+def test_two_processes_train_to_the_trainer_s_results(tmp_path):
     for rank in both_ways("train_transformers", tmp_path, {"plain": ["--folder", str(tmp_path / "kept")]}):
         ours, plain = rank["plain pinstage"], rank["plain plain"]
         assert all(ours[name] == plain[name] for name in SAME)
@@ -46,7 +46,7 @@ def test_every_batch_of_training_and_evaluation_is_staged(tmp_path, workers, pla
 
 
 @pytest.mark.parametrize(("place", "elsewhere"), [("main", 0), ("workers", 9)])
-def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_right_sample(tmp_path, place, elsewhere):
+def test_a_resumed_run_continues_at_the_right_sample(tmp_path, place, elsewhere):
     whole = run(tmp_path, "plain", "--workers", "1")
     words = ["--resume", str(tmp_path / "checkpoint-2"), "--workers", "1", "--pack-in", place]
     rest = run(tmp_path / "rest", "pinstage", *words)
@@ -115,7 +115,7 @@ def test_what_accelerate_dispatches_is_staged_by_its_loader(tmp_path, dataset):
         assert evaluating.stats().batches == 4
 
 
-def test_predictions_are_staged_and_the_cap_is_the_class_s(tmp_path):
+def test_predictions_are_staged_under_the_class_s_cap(tmp_path):
     class Mine(StageInputs, Trainer):
         max_bytes = "3MiB"
 

@@ -40,7 +40,7 @@ pytestmark = [
     ],
     ids=str,
 )
-def test_a_wrapped_prepared_loader_trains_as_the_prepared_one(options, workers):
+def test_a_wrapped_prepared_loader_trains_like_the_original(options, workers):
     options |= {"shuffle": True, "workers": workers}
     expected, *_ = train(lambda loader: loader, **options)
     found, _, loader = train(lambda loader: ps.wrap_loader(loader, max_bytes="1MiB"), **options)
@@ -49,7 +49,7 @@ def test_a_wrapped_prepared_loader_trains_as_the_prepared_one(options, workers):
     assert loader.stats().batches == 16
 
 
-def test_a_prepared_loader_stays_the_one_that_the_accelerator_knows():
+def test_the_accelerator_still_knows_a_wrapped_loader():
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(samples(), 4))
     assert ps.wrap_loader(prepared) is prepared
@@ -58,7 +58,7 @@ def test_a_prepared_loader_stays_the_one_that_the_accelerator_knows():
         ps.wrap_loader(prepared)
 
 
-def test_a_state_of_a_wrapped_prepared_loader_goes_on_with_the_next_batch():
+def test_a_wrapped_prepared_loader_s_state_continues_correctly():
     def prepared():
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
         loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=1))
@@ -154,7 +154,7 @@ def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, rec
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_loader_that_lightning_overfits_and_predicts_with_stages(make):
+def test_a_loader_lightning_overfits_with_stages(make):
     loader = make(shuffle=True)
     run = trainer(overfit_batches=3)
     run.fit(model := Model(), loader)
@@ -168,7 +168,7 @@ def test_a_loader_that_lightning_overfits_and_predicts_with_stages(make):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_given_pool_serves_the_loader_that_is_made_anew(make, distributed):
+def test_a_given_pool_serves_the_new_loader(make, distributed):
     with ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         plain = DataLoader(samples(), 4, num_workers=1)
         loader = ps.DataLoader(samples(), 4, num_workers=1, pool=pool, device="cpu")

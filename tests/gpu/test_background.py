@@ -37,7 +37,7 @@ def numbered(count, size):
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_every_batch_arrives_in_order_on_the_consumers_stream(cuda_device, size, depth):
+def test_batches_arrive_in_order_on_the_consumer_stream(cuda_device, size, depth):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, torch.cuda.stream(torch.cuda.Stream(cuda_device)):
         for number, batch in enumerate(stager.prefetch(numbered(20, size), depth=depth, background=True)):
             assert bool((batch["x"] == number).all())
@@ -47,7 +47,7 @@ def test_every_batch_arrives_in_order_on_the_consumers_stream(cuda_device, size,
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_what_the_thread_sends_is_there_though_the_consumer_is_held(cuda_device, latch: Latch, size):
+def test_sent_batches_arrive_while_the_consumer_is_held(cuda_device, latch: Latch, size):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
         (torch.ones(8, device=cuda_device) * 2).cpu()
         consumer = torch.cuda.Stream(cuda_device)
@@ -82,7 +82,7 @@ def test_a_batch_is_not_read_before_its_copy(cuda_device, latch: Latch):
         batches.close()
 
 
-def test_the_source_has_the_loops_device_and_the_stagers_stream(cuda_device):
+def test_source_sees_the_loop_device_and_stager_stream(cuda_device):
     seen = []
 
     def read():
@@ -116,7 +116,7 @@ def test_the_thread_on_another_device_than_the_loops(two_devices):
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_a_graph_may_be_captured_while_the_thread_stages(cuda_device, size):
+def test_a_graph_can_be_captured_while_staging(cuda_device, size):
     go_on, has_staged_two = threading.Event(), threading.Event()
 
     def read():
@@ -152,7 +152,7 @@ class Images(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("background", [False, "auto"])
-def test_what_torchs_loader_page_locked_is_sent_from_where_it_is(cuda_device, background):
+def test_batches_page_locked_by_torch_are_sent_directly(cuda_device, background):
     loader = DataLoader(Images(), 2, num_workers=2, pin_memory=True, multiprocessing_context="fork")
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         for number, (images, labels) in enumerate(stager.prefetch(loader, background=background)):
@@ -161,7 +161,7 @@ def test_what_torchs_loader_page_locked_is_sent_from_where_it_is(cuda_device, ba
         assert stager.stats().pool.peak_held_bytes < 2 * MIB  # the labels
 
 
-def test_a_page_locked_batch_is_kept_until_its_copy(cuda_device, latch: Latch):
+def test_a_page_locked_batch_lives_until_its_copy(cuda_device, latch: Latch):
     loader = DataLoader(Images(), 1, num_workers=1, pin_memory=True, multiprocessing_context="fork")
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         list(stager.prefetch(loader))
@@ -179,7 +179,7 @@ def test_a_page_locked_batch_is_kept_until_its_copy(cuda_device, latch: Latch):
         assert len(overwriting) == 8
 
 
-def test_a_pass_that_is_left_gives_its_device_memory_back(cuda_device):
+def test_leaving_a_pass_frees_its_device_memory(cuda_device):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
         list(stager.prefetch(numbered(4, 4 * MIB), background=True))
         torch.cuda.synchronize()
@@ -211,7 +211,7 @@ print("end", flush=True)
 
 @pytest.mark.usefixtures("cuda_device")
 @pytest.mark.parametrize("pause", ["pass", "time.sleep(0.01)", "torch.cuda._sleep(10_000_000)"])
-def test_a_program_ends_while_its_thread_uses_the_device(pause):
+def test_a_program_can_end_during_background_work(pause):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = PROGRAM.format(pause=pause)
     for _ in range(3):

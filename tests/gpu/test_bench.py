@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_lease"]
 
 
-def test_every_way_that_is_there_stages_on_the_device(cuda_device):
+def test_every_installed_variant_stages_on_the_device(cuda_device):
     pytest.importorskip("rich", reason="the extra bench is not installed")
 
     result = measured(Settings(device=str(cuda_device), smoke=True))

@@ -38,7 +38,7 @@ def test_page_locked_leaves_and_others_arrive(cuda_device):
             assert torch.equal(leaf, staged.cpu())
 
 
-def test_a_pinned_tensor_that_is_dropped_is_not_used_again_before_its_copy(cuda_device):
+def test_a_dropped_pinned_tensor_lives_until_its_copy(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, Latch(cuda_device) as latch:
         stager.to_device([pinned(0)])
         torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def test_a_pinned_tensor_that_is_dropped_is_not_used_again_before_its_copy(cuda_
         assert bool((staged[0] == 1).all())
 
 
-def test_a_lease_is_sent_as_it_is_and_comes_back_behind_the_copy(cuda_device):
+def test_a_lease_is_sent_directly_and_then_returned(cuda_device):
     batch = {"x": torch.randn(1000), "name": "a", "y": torch.arange(3)}
     layout = ps.Layout.of(batch)
     with (

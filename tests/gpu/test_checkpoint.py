@@ -49,7 +49,7 @@ def event_here() -> torch.cuda.Event:
     return event
 
 
-def test_the_call_returns_before_the_copies_and_what_follows_comes_behind_them(cuda_device, latch: Latch):
+def test_the_call_returns_before_the_copies(cuda_device, latch: Latch):
     job = Job(cuda_device)
     with CheckpointStager(max_bytes="64MiB") as stager, latch:
         stager.stage(job.state()).result()
@@ -66,7 +66,7 @@ def test_the_call_returns_before_the_copies_and_what_follows_comes_behind_them(c
         assert digest(job.state()) != before
 
 
-def test_with_hold_step_work_goes_on_beside_the_copies_and_the_next_step_waits(cuda_device, latch: Latch):
+def test_hold_step_overlaps_copies_with_the_step(cuda_device, latch: Latch):
     job = Job(cuda_device)
     with CheckpointStager(max_bytes="64MiB", hold="step") as stager, latch:
         stager.stage(job.state()).result()
@@ -88,7 +88,7 @@ def test_with_hold_step_work_goes_on_beside_the_copies_and_the_next_step_waits(c
         assert digest(job.state()) != before
 
 
-def test_with_hold_step_a_temporary_is_kept_until_it_is_copied(cuda_device, latch: Latch):
+def test_hold_step_keeps_temporaries_until_they_are_copied(cuda_device, latch: Latch):
     with CheckpointStager(max_bytes="64MiB", hold="step") as stager, latch:
         stager.stage({"t": torch.full((LARGE,), 1.0, device=cuda_device)}).result()
         cached = [torch.full((LARGE,), 0.0, device=cuda_device) for _ in range(9)]
@@ -115,7 +115,7 @@ def test_after_the_first_save_nothing_is_page_locked(cuda_device):
         assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
 
 
-def test_a_state_on_a_gpu_and_the_cpu_is_staged_as_one(cuda_device):
+def test_a_state_on_gpu_and_cpu_is_staged(cuda_device):
     model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(8)]).to(cuda_device)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 300, device=cuda_device)).sum().backward()
@@ -132,7 +132,7 @@ def test_a_state_on_a_gpu_and_the_cpu_is_staged_as_one(cuda_device):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
-def test_saves_hold_the_bytes_of_the_call_while_training_goes_on(cuda_device, tmp_path, monkeypatch, kind):
+def test_saves_hold_the_bytes_of_the_call(cuda_device, tmp_path, monkeypatch, kind):
     job = Job(cuda_device)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

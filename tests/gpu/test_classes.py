@@ -36,7 +36,7 @@ def stager(cuda_device):
         yield stager
 
 
-def test_what_is_kept_stays_on_the_host_and_the_rest_does_not(stager):
+def test_kept_leaves_stay_on_the_host(stager):
     lengths = torch.tensor([3, 2])
     staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.on_host(lengths)})
     assert staged["lengths"] is lengths
@@ -52,7 +52,7 @@ def test_a_stager_keeps_by_paths_on_the_host(cuda_device):
     assert staged["x"].is_cuda
 
 
-def test_tensors_of_a_registered_class_travel_in_the_slab(cuda_device):
+def test_registered_tensor_classes_are_packed(cuda_device):
     with ps.Stager(cuda_device, max_bytes="16MiB") as stager:
         for rows in (1, 5, 3, 3):
             marked = torch.arange(2.0 * rows).view(rows, 2).as_subclass(Marked)
@@ -66,7 +66,7 @@ def test_tensors_of_a_registered_class_travel_in_the_slab(cuda_device):
     assert (stats.copies, stats.packed_leaves, stats.passthrough_leaves) == (8, 8, 0)
 
 
-def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameters(stager):
+def test_optimizer_state_is_fetched_under_its_own_parameters(stager):
     model = torch.nn.Linear(3, 4).to(stager.device)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3, device=stager.device)).sum().backward()
@@ -80,7 +80,7 @@ def test_the_state_of_an_optimizer_comes_from_the_device_under_its_own_parameter
 
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
-def test_an_object_that_moves_by_itself_is_on_the_device_and_comes_back(stager):
+def test_a_self_moving_object_arrives_and_returns(stager):
     staged = stager.to_device([Movable({"x": torch.ones(3)}), torch.ones(2)])[0]
     assert staged.inner["x"].device == stager.device
     fetched = stager.to_host([staged])[0]
@@ -89,7 +89,7 @@ def test_an_object_that_moves_by_itself_is_on_the_device_and_comes_back(stager):
 
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
-def test_memory_of_an_object_that_moved_is_not_given_away_while_another_stream_reads_it(cuda_device, stager):
+def test_moved_objects_keep_memory_for_other_streams(cuda_device, stager):
     other = torch.cuda.Stream(cuda_device)
     count = MIB
     out = torch.empty(count, device=cuda_device)
@@ -109,7 +109,7 @@ def test_memory_of_an_object_that_moved_is_not_given_away_while_another_stream_r
     assert (out == 7).all()
 
 
-def test_a_class_with_pin_memory_is_told_and_packed(stager):
+def test_a_class_with_pin_memory_is_packed(stager):
     @dataclasses.dataclass
     class Pinned:
         value: torch.Tensor

@@ -44,7 +44,7 @@ def test_one_pool_feeds_stagers_on_two_devices(two_devices):
             stager.close()
 
 
-def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
+def test_one_pool_feeds_two_devices_from_two_threads(two_devices):
     failures = []
 
     def work(device, pool):
@@ -68,7 +68,7 @@ def test_one_pool_feeds_two_devices_from_a_thread_each(two_devices):
         assert pool.stats().peak_held_bytes <= MIB
 
 
-def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
+def test_slabs_in_flight_stay_with_their_device(two_devices):
     first, second = two_devices
     latch = Latch(second)
     with ps.SlabPool(MIB, memory=ps.memory.default_memory(first)) as pool:
@@ -89,7 +89,7 @@ def test_a_slab_in_flight_to_one_device_is_not_handed_to_another(two_devices):
         other.close()
 
 
-def test_a_batch_is_split_over_devices_by_a_function_of_the_callers(two_devices):
+def test_the_caller_s_function_splits_a_batch(two_devices):
     def split(batch, parts):
         chunks = {name: tensor.chunk(parts) for name, tensor in batch.items()}
         return [{name: chunks[name][part] for name in batch} for part in range(parts)]
@@ -108,7 +108,7 @@ def test_a_batch_is_split_over_devices_by_a_function_of_the_callers(two_devices)
             stager.close()
 
 
-def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
+def test_tensors_of_two_devices_are_fetched_together(two_devices):
     with ps.Stager(two_devices[0], max_bytes="64MiB") as stager:
         for step in range(20):
             there = [
@@ -124,7 +124,7 @@ def test_a_tree_with_tensors_of_two_devices_comes_to_the_host(two_devices):
             del found, part
 
 
-def test_a_program_that_uses_the_second_device_alone_has_no_context_on_the_first(two_devices):
+def test_using_the_second_device_leaves_the_first_alone(two_devices):
     command = [sys.executable, str(HERE / "second_device.py")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_a_program_that_uses_the_second_device_alone_has_no_context_on_the_first
     assert len(seen) == 9
 
 
-def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_devices, tmp_path):
+def test_ddp_by_nccl_trains_to_plain_losses(two_devices, tmp_path):
     pytest.importorskip("pandas", reason="the group demo is not installed")
     example = HERE.parents[1] / "examples" / "ddp.py"
     reports = {}
@@ -152,7 +152,7 @@ def test_ddp_by_nccl_trains_to_the_losses_of_the_plain_loader_bit_for_bit(two_de
     assert [report["max_bytes"] for report in reports["pinstage"]] == [512 * MIB] * 2
 
 
-def test_fsdp2_trains_for_hundreds_of_steps_beside_a_pool_that_pins_and_frees_nothing(two_devices, tmp_path):
+def test_fsdp2_trains_beside_a_steady_pool(two_devices, tmp_path):
     torchrun(HERE.parent / "helpers" / "fsdp_steps.py", tmp_path, "cuda", STEPS)
     for rank in range(2):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -37,7 +37,7 @@ def assert_equal(some, others):
 
 
 @pytest.mark.parametrize("start", ["cpu", "cuda"])
-def test_outputs_and_statistics_are_those_of_a_module_on_the_device(cuda_device, pool, start):
+def test_outputs_and_statistics_equal_a_resident_module_s(cuda_device, pool, start):
     plain, module = make(0).to(cuda_device), make(0).to(start)
     x = torch.randn(64, 2048, device=cuda_device)
     handle = frozen_module(module, pool, device=cuda_device)
@@ -52,7 +52,7 @@ def test_outputs_and_statistics_are_those_of_a_module_on_the_device(cuda_device,
     assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])
 
 
-def test_the_next_module_is_copied_while_this_one_computes(cuda_device, pool, latch: Latch):
+def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latch):
     first, second = (frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(2))
     for handle in (first, second):
         with handle:  # allocations and kernels before the latch
@@ -126,7 +126,7 @@ def test_too_little_device_memory_leaves_everything_as_before(cuda_device, pool)
         assert_equal([tensor.cpu() for tensor in content_of(handle._module)], expected)
 
 
-def test_memory_onloaded_on_another_stream_is_not_used_too_early(cuda_device, pool, latch: Latch):
+def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch: Latch):
     handle = frozen_module(make(0).eval(), pool, device=cuda_device)
     x = torch.randn(64, 2048, device=cuda_device)
     side = torch.cuda.Stream(cuda_device)
@@ -163,7 +163,7 @@ def test_a_compiled_module_is_compiled_once(cuda_device, pool):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
-def test_a_recurrent_layer_finds_its_weights_in_one_piece(cuda_device, pool, kind):
+def test_a_recurrent_layer_keeps_flat_weights(cuda_device, pool, kind):
     """cuDNN wants one chunk of memory, and torch warns where it isn't; warnings are errors."""
     module = kind(64, 64, num_layers=2).to(cuda_device).requires_grad_(False).eval()
     x = torch.randn(5, 3, 64, device=cuda_device)
@@ -172,7 +172,7 @@ def test_a_recurrent_layer_finds_its_weights_in_one_piece(cuda_device, pool, kin
         assert torch.equal(module(x)[0], expected)
 
 
-def test_a_module_goes_to_the_device_that_is_named(two_devices):
+def test_a_module_is_moved_to_the_named_device(two_devices):
     module, x = make(0, width=256), torch.randn(4, 256, device=two_devices[1])
     with ps.SlabPool("64MiB", memory=ps.memory.default_memory(two_devices[1])) as pool:
         handle = frozen_module(module, pool, device=two_devices[1])

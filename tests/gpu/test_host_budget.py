@@ -45,7 +45,7 @@ def rank(tmp_path, cuda_device):
         one.process.communicate()
 
 
-def test_a_killed_process_gives_its_page_locked_share_to_one_that_waits_within_a_second(rank):
+def test_a_killed_process_frees_its_share_soon(rank):
     holder = rank("hold", 48 * MIB)
     assert holder.hear() == {"is_pinned": True}
     waiter = rank("want", 40 * MIB)
@@ -60,7 +60,7 @@ def test_a_killed_process_gives_its_page_locked_share_to_one_that_waits_within_a
     assert waiter.hear() == {"is_right": True}
 
 
-def test_what_is_in_use_stays_where_it_is_until_it_is_given_back(rank):
+def test_memory_in_use_stays_until_it_is_released(rank):
     holder = rank("hold", 48 * MIB)
     holder.hear()
     waiter = rank("want", 40 * MIB)
@@ -73,7 +73,7 @@ def test_what_is_in_use_stays_where_it_is_until_it_is_given_back(rank):
     assert waiter.hear() == {"is_right": True}
 
 
-def test_two_processes_on_one_device_never_page_lock_more_than_the_cap(rank, tmp_path):
+def test_two_processes_never_page_lock_beyond_the_cap(rank, tmp_path):
     truth = Truth.create(tmp_path / "truth")
     ranks = [rank("stage", tmp_path / "truth", place, 12) for place in range(2)]
     excesses, peak = 0, 0

@@ -13,7 +13,7 @@ from pinstage.inspect._trace import trace_report
 pytestmark = pytest.mark.gpu
 
 
-def test_an_audit_of_device_tensors_says_what_pinning_does(cuda_device):
+def test_auditing_device_tensors_reports_what_pinning_does(cuda_device):
     found = ps.audit({"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)})
     assert found.each.copies == 100
     assert "cannot pin a tensor on cuda:0" in found.pinning.error
@@ -28,7 +28,7 @@ def test_an_audit_sees_pinned_memory_and_pins_none(cuda_device):
     assert not batch["pageable"].is_pinned()
 
 
-def test_what_the_audit_says_of_pinning_is_what_torch_does(cuda_device):
+def test_the_audit_of_pinning_agrees_with_torch(cuda_device):
     class Unknown:
         def __init__(self):
             self.x = torch.zeros(2)
@@ -93,7 +93,7 @@ def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
     assert analysis.device_name == torch.cuda.get_device_name(cuda_device)
 
 
-def test_under_emit_nvtx_the_steps_are_ranges_of_nvtx(cuda_device):
+def test_steps_are_nvtx_ranges_under_emit_nvtx(cuda_device):
     batch = {"x": torch.ones(8)}
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager, torch.autograd.profiler.emit_nvtx():
         # in this mode of torch's profiler a record_function pushes and pops an NVTX range, whoever collects them

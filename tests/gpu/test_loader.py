@@ -104,7 +104,7 @@ def test_batches_are_those_of_torch_on_the_device(cuda_device, method, sample):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [data.to_graph, data.with_strided, data.with_arrays, data.nothing_to_pack])
-def test_what_a_collate_fn_returns_arrives_on_the_device(cuda_device, collate, workers):
+def test_collated_batches_arrive_on_the_device(cuda_device, collate, workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4, collate_fn=collate))
     loader = ps.DataLoader(dataset, 4, collate_fn=collate, num_workers=workers, device=cuda_device, max_bytes="64MiB")
@@ -116,7 +116,7 @@ def test_what_a_collate_fn_returns_arrives_on_the_device(cuda_device, collate, w
     assert data.same(found, expected)
 
 
-def test_a_batch_is_one_copy_from_page_locked_memory(cuda_device):
+def test_a_batch_is_one_copy_from_pinned_memory(cuda_device):
     loader = make(cuda_device, depth=0)  # so none is sent before the profiler is there
     iterator = iter(loader)  # and its workers, before the profiler is in this process
     next(iterator)
@@ -127,7 +127,7 @@ def test_a_batch_is_one_copy_from_page_locked_memory(cuda_device):
     assert {name for name, _, _ in copies} == {"Memcpy HtoD (Pinned -> Device)"}
 
 
-def test_copies_run_beside_the_kernels_of_the_batches_before(cuda_device):
+def test_copies_run_beside_earlier_kernels(cuda_device):
     weight = torch.randn(4096, 4096, device=cuda_device) / 64
     (weight @ weight).sum().item()
     loader = ps.DataLoader(Large(24, 32), 2, num_workers=4, device=cuda_device, max_bytes="2GiB")
@@ -153,7 +153,7 @@ def test_copies_run_beside_the_kernels_of_the_batches_before(cuda_device):
     assert sum(beside) >= 6, f"{sum(beside)} of {len(copies)} copies ran while a kernel did"
 
 
-def test_device_memory_stays_bounded_though_the_loop_never_waits(cuda_device):
+def test_device_memory_is_bounded_without_waiting(cuda_device):
     loader = ps.DataLoader(Large(120, 16), 1, num_workers=4, device=cuda_device, max_bytes="1GiB", depth=1)
     total = torch.zeros(1, device=cuda_device)
     torch.cuda.synchronize()
@@ -175,7 +175,7 @@ def test_workers_have_no_part_in_cuda(cuda_device, method):
     assert (int(asked.sum()), int(contexts.sum())) == (0, 0)
 
 
-def test_a_loader_that_goes_to_a_spawned_worker_makes_no_context_there(cuda_device):
+def test_a_spawned_worker_makes_no_cuda_context(cuda_device):
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(
         dataset, 4, num_workers=1, multiprocessing_context="spawn", device=cuda_device, max_bytes="64MiB"
@@ -223,7 +223,7 @@ def held_at_the_first_copy(loader, latch: Latch):
     return iterator, next(iterator)
 
 
-def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Latch):
+def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
     loader = of_one_slab(cuda_device)
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
@@ -235,7 +235,7 @@ def test_a_slab_is_not_written_while_its_copy_is_pending(cuda_device, latch: Lat
         assert numbers(iterator) == list(range(2, 12))
 
 
-def test_the_same_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
     loader, sent = of_one_slab(cuda_device), SlabBroker.sent
     monkeypatch.setattr(SlabBroker, "sent", lambda broker, number, event: sent(broker, number, None))
     with latch:
@@ -270,7 +270,7 @@ def device_work(work):
     return copies, [event for event in events if not event[0].startswith(("Memcpy", "Memset"))]
 
 
-def test_a_graph_can_be_captured_while_batches_are_sent(cuda_device):
+def test_a_graph_can_be_captured_while_sending(cuda_device):
     """In CUDA's default mode a capture fails when any thread asks an event, or allocates, that has not said it may."""
     gate = multiprocessing.Event()
 

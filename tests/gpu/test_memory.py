@@ -72,7 +72,7 @@ def assert_cuda_works(device):
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 100_000, 2 * MIB, 33 * MIB + 5])
-def test_torch_takes_a_block_for_pinned_from_its_first_to_its_last_byte(memory, nbytes):
+def test_torch_sees_a_whole_block_as_pinned(memory, nbytes):
     block = memory.allocate(nbytes)
     assert block.ptr % pages.PAGE_BYTES == 0
     assert block.nbytes >= nbytes
@@ -82,7 +82,7 @@ def test_torch_takes_a_block_for_pinned_from_its_first_to_its_last_byte(memory, 
     memory.deallocate(block)
 
 
-def test_blocks_are_page_aligned_beside_small_pinned_tensors_of_torch(memory):
+def test_blocks_are_page_aligned_beside_small_pinned_tensors(memory):
     tensors = [torch.ones(3).pin_memory() for _ in range(5)]
     blocks = [memory.allocate(nbytes) for nbytes in (1, 4096, 12_288, 65_536) for _ in range(4)]
     assert all(block.ptr % pages.PAGE_BYTES == 0 for block in blocks)
@@ -171,7 +171,7 @@ def test_registering_twice_fails_and_leaves_no_error_behind(cuda_device):
     memory.deallocate(block)
 
 
-def test_registering_an_absurd_size_fails_and_leaves_no_error_behind(cuda_device):
+def test_a_failed_registration_leaves_no_error_behind(cuda_device):
     address = pages.map_anonymous(MIB)
     with pytest.raises(PinningError, match=r"cudaHostRegister of 1.00 PiB failed: cudaError"):
         _cuda.register(address, 1 << 50, _cuda.device_index(cuda_device))
@@ -179,7 +179,7 @@ def test_registering_an_absurd_size_fails_and_leaves_no_error_behind(cuda_device
     assert_cuda_works(cuda_device)
 
 
-def test_allocating_an_absurd_size_fails_and_leaves_no_error_behind(memory, cuda_device):
+def test_a_failed_allocation_leaves_no_error_behind(memory, cuda_device):
     with pytest.raises((MemoryError, PinningError)) as caught:
         memory.allocate(1 << 50)
     print(f"{type(caught.value).__name__}: {caught.value}")
@@ -188,7 +188,7 @@ def test_allocating_an_absurd_size_fails_and_leaves_no_error_behind(memory, cuda
 
 
 @pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
-def test_pages_that_the_driver_cannot_lock_roll_back_completely(kind, cuda_device, monkeypatch):
+def test_unlockable_pages_are_rolled_back(kind, cuda_device, monkeypatch):
     mapped = []
 
     def forbid(address, nbytes, **_):
@@ -211,7 +211,7 @@ def test_pages_that_the_driver_cannot_lock_roll_back_completely(kind, cuda_devic
     memory.deallocate(block)
 
 
-def test_giving_back_what_is_not_registered_leaks_it_and_leaves_no_error_behind(cuda_device, monkeypatch):
+def test_a_failed_unregistration_leaks_and_leaves_no_error(cuda_device, monkeypatch):
     monkeypatch.setattr(_resource, "LEAKED", [])
     memory = RegisteredMemory(cuda_device)
     block = memory.allocate(MIB)
@@ -227,7 +227,7 @@ def test_giving_back_what_is_not_registered_leaks_it_and_leaves_no_error_behind(
 # Other processes
 
 
-def test_a_write_through_a_second_mapping_reaches_the_device(cuda_device):
+def test_writes_through_a_second_mapping_reach_the_device(cuda_device):
     memory = SharedMemory(cuda_device)
     block = memory.allocate(4 * MIB)
     with attach(block.fd, block.nbytes) as mapping:
@@ -237,7 +237,7 @@ def test_a_write_through_a_second_mapping_reaches_the_device(cuda_device):
     memory.deallocate(block)
 
 
-def test_a_write_of_a_forked_child_reaches_the_device(cuda_device):
+def test_writes_of_a_forked_child_reach_the_device(cuda_device):
     memory = SharedMemory(cuda_device)
     block = memory.allocate(4 * MIB)
     assert in_child(lambda: ctypes.memset(block.ptr, 6, block.nbytes)) == 0
@@ -285,7 +285,7 @@ def run(code):
     assert "Exception ignored" not in result.stderr
 
 
-def test_only_an_allocation_makes_a_context_and_none_stays_current(cuda_device):
+def test_only_an_allocation_makes_a_context(cuda_device):
     run("""
 from cuda.bindings import driver
 from pinstage._memory import *
@@ -312,7 +312,7 @@ assert states == [0, 1], states
 """)
 
 
-def test_blocks_that_are_alive_at_exit_do_no_harm(cuda_device):
+def test_blocks_alive_at_exit_are_harmless(cuda_device):
     run("""
 import torch
 from pinstage._memory import *
@@ -330,7 +330,7 @@ torch.ones(3).pin_memory().to("cuda:0")
 # Speed
 
 
-def test_a_registered_gib_is_ready_in_a_third_of_cudahostallocs_time(cuda_device, capsys):
+def test_registering_takes_a_third_of_cudahostalloc_s_time(cuda_device, capsys):
     kinds = {"HostAllocMemory": HostAllocMemory(cuda_device), "RegisteredMemory": RegisteredMemory(cuda_device)}
     times = {name: [] for name in kinds}
     for turn in range(7):
@@ -351,7 +351,7 @@ def test_a_registered_gib_is_ready_in_a_third_of_cudahostallocs_time(cuda_device
     assert medians["RegisteredMemory"] <= medians["HostAllocMemory"] / 3
 
 
-def test_pages_on_the_devices_node_are_page_locked_like_others(cuda_device):
+def test_pages_on_the_device_s_node_are_pinned(cuda_device):
     memory = RegisteredMemory(cuda_device, numa_node="auto")
     assert "node" in memory.numa
     torchs = torch.cuda.get_device_properties(cuda_device)

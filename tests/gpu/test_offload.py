@@ -55,7 +55,7 @@ def pool(cuda_device):
 
 
 @pytest.mark.parametrize("max_device_bytes", [0, "24MiB", "1GiB"])
-def test_gradients_are_those_of_a_run_without_bit_for_bit(cuda_device, pool, max_device_bytes):
+def test_gradients_are_bit_equal_to_a_plain_run(cuda_device, pool, max_device_bytes):
     model, x = make(cuda_device)
     expected = gradients(model, x)
     assert_equal(gradients(model, x), expected)  # without either: else this says nothing
@@ -122,13 +122,11 @@ def overwritten_too_early(pool, latch, device):
     return x.grad
 
 
-def test_memory_is_not_used_again_before_it_has_left(cuda_device, pool, latch: Latch):
+def test_memory_is_not_reused_before_its_copy(cuda_device, pool, latch: Latch):
     assert bool((overwritten_too_early(pool, latch, cuda_device) == 36).all())
 
 
-def test_the_same_scenario_shows_what_was_written_later_when_the_wait_is_taken_out(
-    cuda_device, pool, latch: Latch, monkeypatch
-):
+def test_memory_is_reused_too_early_without_the_wait(cuda_device, pool, latch: Latch, monkeypatch):
     shuttle = shuttle_for(cuda_device)
     monkeypatch.setattr(type(shuttle), "wait", lambda *_: None)
     assert bool((overwritten_too_early(pool, latch, cuda_device) == 48).any())
@@ -160,7 +158,7 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
         assert peak(offload) <= 13
 
 
-def test_nothing_is_page_locked_after_the_first_step_however_far_the_host_runs_ahead(cuda_device, pool):
+def test_nothing_is_page_locked_after_the_first_step(cuda_device, pool):
     model, x = make(cuda_device)
     offload = save_on_cpu(pool, max_device_bytes="24MiB")
     gradients(model, x, offload)
@@ -270,7 +268,7 @@ def test_a_model_on_two_devices_saves_from_both(two_devices):
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_weights_are_bit_equal_with_the_optimizer_s_state_on_the_host(cuda_device, pool, kind):
+def test_weights_are_bit_equal_with_offloaded_state(cuda_device, pool, kind):
     def train(offloaded):
         model, x = make(cuda_device, blocks=2)
         optimizer = torch.optim.AdamW(model.parameters(), **{kind: True})

@@ -54,7 +54,7 @@ def test_every_kind_of_destination_has_the_bytes(cuda_device, kind, count, eleme
             assert torch.equal(place.cpu(), source.to(place.dtype))
 
 
-def test_a_batch_larger_than_the_cap_goes_in_parts(cuda_device):
+def test_a_batch_above_the_cap_goes_in_parts(cuda_device):
     sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
     places = [torch.empty(source.shape, dtype=source.dtype, device=cuda_device) for source in sources]
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
@@ -91,7 +91,7 @@ def test_the_steady_state_allocates_nothing(cuda_device):
 
 @pytest.mark.parametrize("elements", [SMALL, MIDDLE, LARGE])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64], ids=["direct", "through scratch"])
-def test_earlier_work_reads_the_old_values_and_later_work_the_new(cuda_device, latch: Latch, elements, dtype):
+def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch, elements, dtype):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         place = on(cuda_device, elements, 1, dtype)
@@ -109,7 +109,7 @@ def test_earlier_work_reads_the_old_values_and_later_work_the_new(cuda_device, l
         assert bool((after == 2).all())
 
 
-def test_the_same_scenario_spoils_earlier_work_when_the_copy_does_not_wait(cuda_device, latch: Latch, monkeypatch):
+def test_earlier_work_is_spoiled_without_the_wait(cuda_device, latch: Latch, monkeypatch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         place = on(cuda_device, LARGE, 1)
@@ -127,7 +127,7 @@ def test_the_same_scenario_spoils_earlier_work_when_the_copy_does_not_wait(cuda_
 
 
 @pytest.mark.parametrize("elements", [MIDDLE, LARGE])
-def test_a_packed_source_may_be_overwritten_after_the_call(cuda_device, latch: Latch, elements):
+def test_packed_sources_can_be_overwritten_after_the_call(cuda_device, latch: Latch, elements):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         source, place = filled(elements, 3), on(cuda_device, elements)
         stager.to_device([source], out=[place])
@@ -143,7 +143,7 @@ def test_a_packed_source_may_be_overwritten_after_the_call(cuda_device, latch: L
         assert bool((transfer.wait()[0] == 5).all())
 
 
-def test_a_borrowed_source_is_read_late_and_kept_alive(cuda_device, latch: Latch):
+def test_a_borrowed_source_is_read_late_and_kept(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, latch:
         place = on(cuda_device, LARGE)
         stager.to_device([filled(LARGE, 1).pin_memory()], out=[place])
@@ -162,7 +162,7 @@ def test_a_borrowed_source_is_read_late_and_kept_alive(cuda_device, latch: Latch
         assert bool((place == 2).all())
 
 
-def test_destinations_that_are_dropped_are_kept_until_the_copy_is_done(cuda_device, latch: Latch):
+def test_dropped_destinations_are_kept_until_the_copy(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         stager.to_device([filled(LARGE, 1)], out=[on(cuda_device, LARGE)])
         on(cuda_device, LARGE, 7)
@@ -214,7 +214,7 @@ def test_no_warm_call_waits_for_a_busy_device(cuda_device, latch: Latch):
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_captured_training_step_replayed_with_new_batches_equals_the_eager_loop(cuda_device):
+def test_replayed_training_steps_equal_the_eager_loop(cuda_device):
     path = Path(__file__).parents[2] / "examples" / "cuda_graph.py"
     spec = importlib.util.spec_from_file_location("cuda_graph_example", path)
     example = importlib.util.module_from_spec(spec)
@@ -261,7 +261,7 @@ def test_a_capture_is_refused_and_goes_on(cuda_device):
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # torch's own, of its compiler
-def test_static_inputs_of_a_compiled_function_take_new_batches(cuda_device):
+def test_a_compiled_function_s_static_inputs_take_batches(cuda_device):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, y: (x * 2 + y).sum(), mode="reduce-overhead")
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, torch.no_grad():

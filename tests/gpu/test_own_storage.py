@@ -30,7 +30,7 @@ def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
 
 
 @pytest.mark.parametrize("way", ["to_device", "stage", "prefetch", "loader"])
-def test_leaves_have_their_own_memory_or_share_it_with_their_like(cuda_device, way):
+def test_leaves_own_or_share_memory_as_documented(cuda_device, way):
     for batch, assert_kept in ((few(), assert_own), (many(), assert_in_blocks)):
         with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
             if way == "to_device":
@@ -90,7 +90,7 @@ FILLED = {
 
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("make", FILLED.values(), ids=FILLED)
-def test_memory_is_not_given_away_while_another_stream_uses_it(cuda_device, latch: Latch, make, own_storage):
+def test_memory_is_kept_while_another_stream_uses_it(cuda_device, latch: Latch, make, own_storage):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="128MiB", own_storage=own_storage) as stager, latch:
         stager.pool.reserve(ps.Layout.of(make(1.0)).nbytes, count=6)
@@ -112,7 +112,7 @@ def test_memory_is_not_given_away_while_another_stream_uses_it(cuda_device, latc
 
 
 @pytest.mark.parametrize("make", FILLED.values(), ids=FILLED)
-def test_to_device_is_safe_on_the_current_stream_whichever_that_is(cuda_device, latch: Latch, make):
+def test_to_device_is_safe_on_any_current_stream(cuda_device, latch: Latch, make):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="128MiB", run_ahead=None) as stager, latch, torch.cuda.stream(consumer):
         stager.pool.reserve(ps.Layout.of(make(1.0)).nbytes, count=6)
@@ -130,7 +130,7 @@ def test_to_device_is_safe_on_the_current_stream_whichever_that_is(cuda_device, 
 # -- a few small leaves ------------------------------------------------------------------------------------------------
 
 
-def test_a_page_locked_leaf_may_be_overwritten_and_freed_right_after_the_call(cuda_device, latch: Latch):
+def test_page_locked_leaves_can_change_after_the_call(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         (stager.to_device([torch.full((1000,), 1.0).pin_memory(), torch.ones(3)])[0] == 1).all().item()
         lease = stager.pool.acquire(4000)
@@ -153,7 +153,7 @@ def test_a_page_locked_leaf_may_be_overwritten_and_freed_right_after_the_call(cu
         lease.release()
 
 
-def test_a_larger_leaf_takes_a_slab_unless_it_is_pageable_and_the_stream_idle(cuda_device, latch: Latch):
+def test_large_leaves_take_a_slab_unless_idle(cuda_device, latch: Latch):
     plain = of_bytes(500 * KIB)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
 
@@ -175,7 +175,7 @@ def test_a_larger_leaf_takes_a_slab_unless_it_is_pageable_and_the_stream_idle(cu
         assert slabs() == 2
 
 
-def test_a_few_leaves_see_earlier_work_of_the_stream(cuda_device, latch: Latch):
+def test_few_leaves_follow_earlier_work_of_the_stream(cuda_device, latch: Latch):
     """Their memory may be what earlier work there still uses."""
     with ps.Stager(cuda_device) as stager, latch:
         stager.to_device([torch.zeros(1000)])[0].clone()
@@ -190,7 +190,7 @@ def test_a_few_leaves_see_earlier_work_of_the_stream(cuda_device, latch: Latch):
         assert bool((after == 2).all())
 
 
-def test_a_few_leaves_take_a_slab_while_a_graph_is_captured(cuda_device):
+def test_few_leaves_take_a_slab_during_capture(cuda_device):
     batch = [torch.full((1000,), 3.0), torch.arange(5)]
     static = torch.ones(8, device=cuda_device)
     (static * 2).cpu()
@@ -213,7 +213,7 @@ def test_a_few_leaves_take_a_slab_while_a_graph_is_captured(cuda_device):
         assert stager._target.move_few(batch) is not None
 
 
-def test_a_few_leaves_go_to_a_device_that_is_not_current(two_devices):
+def test_few_leaves_reach_another_device(two_devices):
     here, there = two_devices
     batch = [torch.full((1000,), 3.0), torch.arange(5)]
     with torch.cuda.device(here), ps.Stager(there) as stager:
@@ -229,7 +229,7 @@ SHAPES["8x1MiB"] = (8, MIB)
 
 @pytest.mark.parametrize(("calls", "run_ahead"), [(1, 3), (3, 3), (100, None)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_warm_call_returns_while_the_device_is_busy(cuda_device, shape, calls, run_ahead):
+def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, run_ahead):
     leaves, nbytes = shape
     batch = [of_bytes(nbytes, seed=seed) for seed in range(leaves)]
     stream = torch.cuda.current_stream(cuda_device)
@@ -277,7 +277,7 @@ def small(step: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [one_large, ragged, small])
-def test_a_loop_that_never_waits_takes_four_batches_more_than_to(cuda_device, make):
+def test_a_waitless_loop_takes_four_extra_batches(cuda_device, make):
     steps = 60
     batches = [make(step) for step in range(steps)]
     largest = max(sum(leaf.nbytes for leaf in batch) for batch in batches)
@@ -303,7 +303,7 @@ def test_a_loop_that_never_waits_takes_four_batches_more_than_to(cuda_device, ma
     assert ours <= torchs + 4 * largest + 2 * MIB, f"{ours / MIB:.0f} MiB beside {torchs / MIB:.0f}"
 
 
-def test_slabs_do_not_pile_up_behind_a_busy_stream(cuda_device):
+def test_slabs_don_t_pile_up_behind_a_stream(cuda_device):
     batch = [of_bytes(200 * KIB), torch.ones(3)]
     torch.cuda._sleep(STEP_CYCLES)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:

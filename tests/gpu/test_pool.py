@@ -48,7 +48,7 @@ def overwrite(pool: ps.SlabPool) -> None:
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "another current stream"])
-def test_a_slab_is_not_handed_out_during_a_copy_begun_in_its_block(cuda_device, pool, there, latch, side):
+def test_slabs_wait_for_copies_begun_in_the_block(cuda_device, pool, there, latch, side):
     stream = torch.cuda.Stream(cuda_device) if side else torch.cuda.default_stream(cuda_device)
     with latch, torch.cuda.stream(stream):
         latch.hold(stream)
@@ -61,7 +61,7 @@ def test_a_slab_is_not_handed_out_during_a_copy_begun_in_its_block(cuda_device, 
     assert holds(there, 7)
 
 
-def test_a_slab_is_not_handed_out_during_a_copy_of_a_failed_block(cuda_device, pool, there, latch):
+def test_slabs_wait_for_copies_of_failed_blocks(cuda_device, pool, there, latch):
     def copy_and_fail() -> None:
         with pool.acquire(MIB) as lease:
             there.copy_(lease.tensor().fill_(7), non_blocking=True)
@@ -93,7 +93,7 @@ def test_a_guard_holds_the_slab_for_another_stream(cuda_device, pool, there, lat
     assert holds(there, 7)
 
 
-def test_slabs_come_back_by_themselves_when_the_work_is_done(cuda_device, pool, there):
+def test_slabs_are_returned_when_the_work_is_done(cuda_device, pool, there):
     for number in range(50):
         with pool.acquire(MIB, timeout=PATIENCE_SECONDS) as lease:
             there.copy_(lease.tensor().fill_(number), non_blocking=True)
@@ -102,7 +102,7 @@ def test_slabs_come_back_by_themselves_when_the_work_is_done(cuda_device, pool, 
     assert (stats.free_slabs, stats.total_held_slabs) == (1, 1)
 
 
-def test_pageable_memory_is_free_at_the_end_of_the_block(cuda_device, latch):
+def test_pageable_memory_is_free_after_the_block(cuda_device, latch):
     with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, latch:
         latch.hold(torch.cuda.current_stream(cuda_device))
         with pool.acquire(MIB):
@@ -110,7 +110,7 @@ def test_pageable_memory_is_free_at_the_end_of_the_block(cuda_device, latch):
         assert pool.stats().free_slabs == 1
 
 
-def test_a_block_that_ends_in_a_capture_keeps_its_slab(cuda_device, pool, there):
+def test_a_block_ending_in_capture_keeps_its_slab(cuda_device, pool, there):
     graph, lease = torch.cuda.CUDAGraph(), pool.acquire(MIB)
     lease.tensor().fill_(7)
     there.copy_(lease.tensor(), non_blocking=True)
@@ -166,7 +166,7 @@ def test_copies_to_two_devices_are_both_waited_for(two_devices, pool):
 
 
 @pytest.mark.parametrize("kind", [ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory])
-def test_a_large_slab_is_page_locked_in_the_background(cuda_device: torch.device, kind) -> None:
+def test_a_large_slab_is_pinned_in_the_background(cuda_device: torch.device, kind) -> None:
     nbytes = 320 * MIB
     with ps.SlabPool("1GiB", memory=kind(cuda_device)) as pool:
         fence = pool.reserve(nbytes, background=True)

@@ -31,7 +31,7 @@ class WalledMemory(RegisteredMemory):
         return super().allocate(nbytes)
 
 
-def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
+def test_parts_of_a_slab_are_not_overwritten_early():
     memory = WalledMemory("cuda:0", 3 * MIB)
     with SlabPool("1GiB", memory=memory) as pool, Stager("cuda:0", pool=pool) as stager:
         with warnings.catch_warnings():
@@ -42,7 +42,7 @@ def test_parts_of_a_smaller_slab_are_not_overwritten_under_their_copies():
         assert stager.stats().fallback_batches == 50
 
 
-def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
+def test_a_taken_range_is_refused_cleanly():
     memory = RegisteredMemory("cuda:0")
     block = memory.allocate(MIB)
     with pytest.raises(RuntimeError, match="cudaHostRegister"):
@@ -52,7 +52,7 @@ def test_a_range_that_is_taken_is_refused_and_leaves_no_error_behind():
     memory.deallocate(block)
 
 
-def test_ten_thousand_refusals_at_random_leave_no_wrong_byte(monkeypatch):
+def test_random_refusals_leave_no_wrong_byte(monkeypatch):
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     chance = random.Random(17)
     memory = WalledMemory("cuda:0", 8 * MIB, chance)

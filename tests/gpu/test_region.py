@@ -75,7 +75,7 @@ def test_it_is_exact_and_quick(cuda_device):
     assert first < last / 2
 
 
-def test_torch_copies_single_rows_and_not_across_a_border(cuda_device):
+def test_torch_copies_rows_but_not_across_chunks(cuda_device):
     with ps.HostRegion(4 * MIB, chunk_bytes=MIB, row_bytes=ROW, device=cuda_device) as region:
         rows = numbered(region)
         region.synchronize()
@@ -117,7 +117,7 @@ def test_a_copy_waits_for_the_bytes_it_reads(cuda_device):
         del last
 
 
-def test_a_dropped_region_stays_until_the_copy_is_done(cuda_device):
+def test_a_dropped_region_lives_until_the_copy(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, Latch(cuda_device) as latch:
         stager.to_device([torch.ones(MIB).pin_memory()])
         region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
@@ -138,7 +138,7 @@ def test_a_dropped_region_stays_until_the_copy_is_done(cuda_device):
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(3, 50), slice(16, 32)])
-def test_rows_are_written_in_place_and_read_into_place(cuda_device, part):
+def test_rows_are_copied_from_and_into_place(cuda_device, part):
     with (
         ps.HostRegion(4 * MIB, chunk_bytes=MIB, row_bytes=ROW, device=cuda_device) as region,
         ps.Stager(cuda_device, max_bytes="16MiB", borrow_pinned=True) as stager,
@@ -192,7 +192,7 @@ def test_a_dropped_region_stays_until_it_is_written(cuda_device):
         wait_until(lambda: not is_mapped(address))
 
 
-def test_a_guard_keeps_the_memory_of_torchs_own_copy(cuda_device):
+def test_a_guard_keeps_memory_for_torch_s_copy(cuda_device):
     stream = torch.cuda.Stream(cuda_device)
     with Latch(cuda_device) as latch:
         region = ps.HostRegion(MIB, device=cuda_device)
@@ -261,7 +261,7 @@ def test_a_later_refusal_makes_it_pageable(cuda_device, monkeypatch):
     torch.ones(5, device=cuda_device).sum().item()  # no error is left behind
 
 
-def test_memory_of_the_driver_serves_where_registering_does_not(cuda_device, monkeypatch):
+def test_driver_memory_serves_where_registering_fails(cuda_device, monkeypatch):
     def refuse(self, start, end):
         raise PinningError("refused by the test", call="cudaHostRegister", nbytes=end - start)
 

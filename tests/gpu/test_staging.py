@@ -59,7 +59,7 @@ def test_any_nested_batch_arrives_bit_for_bit(cuda_device, module_stager, batch)
 
 
 @pytest.mark.parametrize("own_storage", ["auto", False])
-def test_a_batch_of_a_thousand_leaves_is_a_copy_for_each_block(cuda_device, own_storage):
+def test_a_thousand_leaves_are_one_copy_per_block(cuda_device, own_storage):
     with ps.Stager(cuda_device, max_bytes="64MiB", own_storage=own_storage) as stager:
         batch = nested_batch()
         stager.to_device(batch)
@@ -71,7 +71,7 @@ def test_a_batch_of_a_thousand_leaves_is_a_copy_for_each_block(cuda_device, own_
         assert blocks == (1 if own_storage is False else len({leaf.dtype for leaf in batch["samples"][0].values()}))
 
 
-def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothing(cuda_device):
+def test_the_steady_state_neither_allocates_nor_synchronises(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         batches = [nested_batch(elements=n) for n in (16, 50, 64)]
         for batch in batches * 3:
@@ -91,7 +91,7 @@ def test_the_steady_state_allocates_nothing_frees_nothing_and_synchronises_nothi
         assert events["Memcpy HtoD (Pageable -> Device)"] == 5  # the batches of 64,000 bytes
 
 
-def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
+def test_a_trace_shows_violations_of_the_steady_state(cuda_device):
     def pin_and_free():
         with ps.SlabPool("2MiB", memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
             pool.reserve("1MiB")
@@ -105,7 +105,7 @@ def test_a_trace_shows_what_the_steady_state_must_not_do(cuda_device):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind(cuda_device):
+def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
     before, after = long_run(cuda_device, 10_000)
     assert after.pool.misses == before.pool.misses
     assert after.pool.total_held_slabs == before.pool.total_held_slabs
@@ -115,7 +115,7 @@ def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind(c
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_no_call_on_the_hot_path_synchronises_by_torchs_own_count(cuda_device):
+def test_torch_counts_no_synchronisation_on_the_hot_path(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         batch = nested_batch()
         stager.to_device(batch)
@@ -154,13 +154,13 @@ def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, 
     return original, transfer.wait()["x"].cpu()
 
 
-def test_a_slab_whose_copy_has_not_started_cannot_be_overwritten(cuda_device, latch: Latch):
+def test_a_slab_is_not_overwritten_before_its_copy(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         original, arrived = stage_and_overwrite(stager, latch)
         assert torch.equal(arrived, original)
 
 
-def test_the_same_scenario_corrupts_the_batch_when_the_event_gate_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
     release = ps.Lease.release
 
     def release_at_once(lease, *, after=None):
@@ -173,7 +173,7 @@ def test_the_same_scenario_corrupts_the_batch_when_the_event_gate_is_taken_out(c
         assert (arrived == -1).all()
 
 
-def test_the_slab_comes_back_by_the_copys_own_event(cuda_device, latch: Latch):
+def test_the_copy_s_event_returns_the_slab(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         latch.hold(copy_stream(stager))
         transfer = stager.stage({"x": torch.ones(MIB)})
@@ -186,7 +186,7 @@ def test_the_slab_comes_back_by_the_copys_own_event(cuda_device, latch: Latch):
         assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
 
 
-def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_device, latch: Latch):
+def test_events_are_reused_except_those_of_live_transfers(cuda_device, latch: Latch):
     batch = {"x": torch.ones(MIB)}
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         used = set()
@@ -208,7 +208,7 @@ def test_events_are_recorded_again_but_for_those_of_transfers_that_live(cuda_dev
             assert [transfer.query() for transfer in (*waiting, later)] == [True, True, True, False]
 
 
-def test_a_waiting_acquire_is_served_when_the_event_is_done_though_nobody_releases(cuda_device, latch: Latch):
+def test_a_waiting_acquire_is_served_by_the_event(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         latch.hold(copy_stream(stager))
         stager.stage({"x": torch.ones(MIB // 4)})
@@ -234,7 +234,7 @@ def test_any_consumer_stream_sees_the_whole_batch(cuda_device, latch: Latch):
         assert total.item() == 3.0 * MIB
 
 
-def test_device_memory_is_not_given_away_while_the_consumer_still_reads_it(cuda_device, latch: Latch):
+def test_device_memory_is_kept_while_the_consumer_reads(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         consumer = torch.cuda.Stream(cuda_device)
         staged = stager.stage({"x": torch.full((MIB,), 1.0)}).wait(consumer)
@@ -271,7 +271,7 @@ def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch,
 # -- what travels at once
 
 
-def test_a_small_batch_is_one_copy_from_ordinary_memory_that_waits_for_nothing(cuda_device):
+def test_a_small_batch_is_one_copy_without_waiting(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         batch = nested_batch(leaves=100)
         stager.to_device(batch)
@@ -282,7 +282,7 @@ def test_a_small_batch_is_one_copy_from_ordinary_memory_that_waits_for_nothing(c
         assert stager.pool.stats().total_held_slabs == 0
 
 
-def test_thirty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_device, latch: Latch):
+def test_thirty_small_batches_return_on_a_held_stream(cuda_device, latch: Latch):
     source = torch.zeros(AT_ONCE_BYTES, dtype=torch.uint8)
     with ps.Stager(cuda_device) as stager, latch:
         stager.to_device(source).clone()
@@ -293,7 +293,7 @@ def test_thirty_small_batches_are_taken_at_once_while_the_stream_is_held(cuda_de
         assert all(bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers))
 
 
-def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, latch: Latch):
+def test_a_small_batch_is_kept_for_another_stream(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device) as stager, latch:
         stager.stage(torch.zeros(1000)).wait(consumer).clone()
@@ -312,7 +312,7 @@ def test_a_small_batch_is_seen_by_another_stream_and_kept_for_it(cuda_device, la
         assert bool((seen == 3.0).all())
 
 
-def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device):
+def test_unpackable_leaves_arrive_by_to_and_are_counted(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         weight = torch.ones(3, requires_grad=True)
         batch = {
@@ -332,7 +332,7 @@ def test_what_cannot_be_packed_arrives_by_its_own_to_and_is_counted(cuda_device)
         assert (stager.stats().passthrough_leaves, stager.stats().packed_leaves) == (3, 1)
 
 
-def test_what_comes_from_a_device_to_the_cpu_is_there(cuda_device):
+def test_device_tensors_staged_to_cpu_are_complete(cuda_device):
     with ps.Stager("cpu") as stager:
         there = torch.zeros(MIB, device=cuda_device)
         there.fill_(1)
@@ -342,7 +342,7 @@ def test_what_comes_from_a_device_to_the_cpu_is_there(cuda_device):
         assert bool((stager.to_device({"x": there})["x"] == 7).all())
 
 
-def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_device):
+def test_a_very_large_batch_is_sent_in_chunks(cuda_device):
     with ps.Stager(cuda_device, max_bytes="1GiB", pack_threads=4) as stager:
         batch = {"samples": [{"x": torch.randn(MIB), "y": torch.randn(MIB + 3)} for _ in range(12)]}
         transfer = stager.stage(batch)
@@ -352,7 +352,7 @@ def test_a_very_large_batch_is_packed_and_copied_in_chunks_and_says_so(cuda_devi
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_prefetch_yields_every_batch_in_order_on_the_device(cuda_device, background):
+def test_prefetch_yields_batches_in_order(cuda_device, background):
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
         batches = [nested_batch(leaves=40, seed=seed) for seed in range(20)]
         for depth in (1, 2, 5):
@@ -372,7 +372,7 @@ def test_a_prefetcher_begins_again_on_the_device(cuda_device, background):
             assert all(batch["x"].device == cuda_device for batch in batches)
 
 
-def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(cuda_device, latch: Latch):
+def test_prefetch_sends_ahead_while_the_consumer_is_held(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         (torch.ones(8, device=cuda_device) * 2).cpu()
@@ -388,7 +388,7 @@ def test_prefetch_has_the_next_batches_on_the_device_while_the_consumer_is_held(
         assert [int(batch["x"][0]) for batch in batches] == [2, 3, 4]
 
 
-def test_hundreds_of_ragged_batches_under_a_small_cap_arrive_intact(cuda_device):
+def test_ragged_batches_arrive_intact_under_a_small_cap(cuda_device):
     random = np.random.default_rng(0)
     with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
         kept = []
@@ -403,7 +403,7 @@ def test_hundreds_of_ragged_batches_under_a_small_cap_arrive_intact(cuda_device)
         assert stats.leased_bytes == 0
 
 
-def test_the_default_pool_is_page_locked_and_its_cap_is_stated(cuda_device):
+def test_the_default_pool_is_page_locked_and_capped(cuda_device):
     with ps.Stager(cuda_device) as stager, stager.pool.acquire(5000) as lease:
         assert lease.tensor().is_pinned()
         stats = stager.pool.stats()
@@ -411,7 +411,7 @@ def test_the_default_pool_is_page_locked_and_its_cap_is_stated(cuda_device):
         assert "%" in stats.max_bytes_reason
 
 
-def test_a_lease_costs_at_most_eight_times_what_torch_takes_for_a_pinned_tensor_it_has_ready(cuda_device):
+def test_a_lease_costs_at_most_eight_pinned_tensors(cuda_device):
     def of_pool():
         lease = pool.acquire(MIB)
         lease.tensor()

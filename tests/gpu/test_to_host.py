@@ -58,7 +58,7 @@ def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
-def test_leaves_of_every_dtype_are_gathered_bit_for_bit(cuda_device, dtype):
+def test_leaves_of_every_dtype_are_gathered_exactly(cuda_device, dtype):
     shapes = [*((n, 3) for n in range(6)), (7,), ()]
     tree = [there(strategies.tensor_of(dtype, shape, seed), cuda_device) for seed, shape in enumerate(shapes)]
     with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
@@ -66,7 +66,7 @@ def test_leaves_of_every_dtype_are_gathered_bit_for_bit(cuda_device, dtype):
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
 
 
-def test_a_thousand_tensors_are_one_copy_into_pinned_memory_and_few_kernels(cuda_device):
+def test_a_thousand_tensors_are_one_copy(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         tree = small_tree(cuda_device)
         for _ in range(3):
@@ -81,7 +81,7 @@ def test_a_thousand_tensors_are_one_copy_into_pinned_memory_and_few_kernels(cuda
         assert names.count("cudaLaunchKernel") <= 20
 
 
-def test_the_result_waits_for_the_copy_and_nothing_shows_the_bytes_before(cuda_device, latch: Latch):
+def test_the_result_waits_for_the_copy(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         tree = small_tree(cuda_device)
         expected = [sample["x"].cpu() for sample in tree["samples"]]
@@ -101,7 +101,7 @@ def test_the_result_waits_for_the_copy_and_nothing_shows_the_bytes_before(cuda_d
         assert all(torch.equal(s["x"], x) for s, x in zip(results[0]["samples"], expected, strict=True))
 
 
-def test_the_same_scenario_shows_old_bytes_when_the_wait_is_taken_out(cuda_device, latch: Latch, monkeypatch):
+def test_old_bytes_show_without_the_wait(cuda_device, latch: Latch, monkeypatch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         source = torch.zeros(1000, device=cuda_device).fill_(1)
         stager.fetch([source], copy=False).wait()  # the slab that is used again has ones in it
@@ -127,7 +127,7 @@ def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
         assert torch.equal(fetched["samples"][7]["y"], tree["samples"][7]["y"].cpu())
 
 
-def test_the_copy_comes_after_the_work_that_the_current_stream_was_given(cuda_device, latch: Latch):
+def test_the_copy_follows_the_current_stream_s_work(cuda_device, latch: Latch):
     stream = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(stream):
         small, large = torch.zeros(64, device=cuda_device), torch.zeros(DIRECT_BYTES, device=cuda_device)
@@ -142,7 +142,7 @@ def test_the_copy_comes_after_the_work_that_the_current_stream_was_given(cuda_de
             assert bool((fetched == 2).all())
 
 
-def test_sources_may_be_changed_and_freed_right_after_the_call(cuda_device, latch: Latch):
+def test_sources_can_change_right_after_the_call(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         small, large = torch.ones(64, device=cuda_device), torch.ones(DIRECT_BYTES, device=cuda_device)
         small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
@@ -160,7 +160,7 @@ def test_sources_may_be_changed_and_freed_right_after_the_call(cuda_device, latc
         assert overwritten
 
 
-def test_a_slab_whose_copy_has_not_been_made_is_not_given_to_others(cuda_device, latch: Latch):
+def test_a_slab_is_kept_until_its_copy(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         source = torch.arange(MIB // 8, dtype=torch.int32, device=cuda_device)
         stager.fetch([source], copy=False).wait()
@@ -188,7 +188,7 @@ def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
         latch.open()
 
 
-def test_cpu_tensors_come_back_as_they_are_and_sparse_ones_by_their_own_to(cuda_device):
+def test_cpu_tensors_return_unchanged_sparse_ones_by_to(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
         fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).wait()
@@ -215,7 +215,7 @@ def test_tensors_of_several_devices_come_in_one_tree(cuda_device):
             assert fetched["c"] is tree["c"]
 
 
-def test_frames_make_the_round_trip_many_times_under_a_small_cap(cuda_device):
+def test_frames_make_round_trips_under_a_small_cap(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         waiting = []
 
@@ -234,7 +234,7 @@ def test_frames_make_the_round_trip_many_times_under_a_small_cap(cuda_device):
         assert stager.pool.stats().peak_held_bytes <= 64 * MIB
 
 
-def test_a_thousand_small_tensors_are_many_times_faster_than_cpu_on_each(cuda_device):
+def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
     # benchmarks/to_host.py has the figure; 8.6 to 10.9 times were seen, on a machine that others use as well
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:

@@ -73,7 +73,7 @@ def test_safetensors_files_are_loaded(stager, tmp_path):
     assert_same(module, state)
 
 
-def test_a_module_on_the_host_is_refused_by_name(stager):
+def test_a_module_on_the_host_is_refused(stager):
     with pytest.raises(RuntimeError, match=r"0\.weight is on cpu, the stager is for cuda:0"):
         stager.load_weights(make(0), make(1).state_dict())
 
@@ -99,7 +99,7 @@ def test_earlier_work_sees_the_old_weights(cuda_device, latch: Latch):
     assert_same(module, expected)
 
 
-def test_weights_go_to_the_device_that_is_not_current(two_devices):
+def test_weights_reach_a_device_that_isn_t_current(two_devices):
     state, module = make(1, width=256).state_dict(), make(0, two_devices[1], width=256)
     with ps.Stager(two_devices[1], max_bytes="64MiB") as stager, torch.cuda.device(two_devices[0]):
         stager.load_weights(module, state)

@@ -65,7 +65,7 @@ def by_path(batch, **options):
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_leaf_is_found_with_the_path_one_would_write():
+def test_every_leaf_is_found_with_its_path():
     batch = {
         "t": torch.zeros(1),
         "l": [torch.zeros(1), (np.zeros(1),)],
@@ -149,7 +149,7 @@ def test_totals_count_an_alias_once():
 
 @given(batches())
 @settings(max_examples=settings.default.max_examples // 2)
-def test_any_batch_can_be_audited_and_stays_as_it_was(batch):
+def test_any_batch_is_audited_and_stays_unchanged(batch):
     before = [(place.path, id(place.leaf)) for place in places(batch)]
     found = ps.audit(batch, bus=BUS)
     assert [leaf.path for leaf in found.leaves] == [path for path, _ in before]
@@ -183,11 +183,11 @@ def test_the_type_that_stops_torch_is_named():
     }  # fmt: skip
 
 
-def test_the_outermost_of_two_unknown_types_is_what_stops_torch():
+def test_the_outermost_unknown_type_stops_torch():
     assert by_path(Record(torch.zeros(1), [Sample(torch.zeros(1))]))[".b[0].value"].stopped_by.endswith(".Record")
 
 
-def test_a_pin_memory_method_is_asked_what_it_pins():
+def test_pin_memory_methods_are_asked_what_they_pin():
     batch = Pinnable(torch.zeros(3))
     value = batch.value
     leaves = by_path(batch)
@@ -197,7 +197,7 @@ def test_a_pin_memory_method_is_asked_what_it_pins():
     assert batch.value is value
 
 
-def test_what_a_subclass_of_dict_stores_beside_its_items_is_left():
+def test_attributes_of_dict_subclasses_are_left_pageable():
     class Batch(dict):
         pass
 
@@ -208,7 +208,7 @@ def test_what_a_subclass_of_dict_stores_beside_its_items_is_left():
     assert leaves[".extra"].stopped_by.endswith("Batch")
 
 
-def test_a_pin_memory_method_that_fails_is_the_finding():
+def test_a_failing_pin_memory_method_is_the_finding():
     class Broken:
         def __init__(self):
             self.x = torch.zeros(1)
@@ -221,13 +221,13 @@ def test_a_pin_memory_method_that_fails_is_the_finding():
     assert found.to_dict()["pin_memory"]["error"].startswith("KeyError")
 
 
-def test_tensors_that_are_not_on_the_cpu_would_make_the_loader_fail():
+def test_tensors_off_the_cpu_would_fail_the_loader():
     found = ps.audit({"x": torch.zeros(3, device="meta")})
     assert "cannot pin a tensor on meta" in found.pinning.error
     assert found.each.copies == 0
 
 
-def test_the_answer_is_torch_s_own_and_not_a_copy_of_its_rules(monkeypatch):
+def test_the_answer_comes_from_torch_itself(monkeypatch):
     # Were torch to learn another type tomorrow, the audit would say so.
     original = torchs.pin_memory
 
@@ -239,7 +239,7 @@ def test_the_answer_is_torch_s_own_and_not_a_copy_of_its_rules(monkeypatch):
     assert leaves[".value"].loader_pins
 
 
-def test_asking_pins_nothing_and_is_seen_by_no_other_thread(background, monkeypatch):
+def test_asking_pins_nothing_and_stays_in_its_thread(background, monkeypatch):
     inside = []
 
     def asked(data, device=None):
@@ -257,7 +257,7 @@ def test_asking_pins_nothing_and_is_seen_by_no_other_thread(background, monkeypa
     assert inside
 
 
-def test_lines_group_what_is_left_by_the_type_that_stops_torch():
+def test_lines_group_leaves_by_the_type_stopping_torch():
     text = str(ps.audit([Sample(torch.zeros(256)), np.zeros(16), torch.zeros(1)]))
     assert "would pin 1 of 4 leaves, and silently leave 3 pageable (1.13 KiB):" in text
     assert "Sample stops it: 2 leaves, 1.01 KiB, such as [0].value" in text
@@ -267,7 +267,7 @@ def test_lines_group_what_is_left_by_the_type_that_stops_torch():
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_counted_for_each_place_and_none_for_empty_leaves():
+def test_empty_leaves_count_no_copy():
     x = torch.zeros(250)
     found = ps.audit([x, x, torch.zeros(0), np.zeros(125), np.array(["text"])], bus=BUS)
     assert (found.each.copies, found.each.nbytes) == (3, 3000)
@@ -288,7 +288,7 @@ def test_a_slab_is_one_copy_of_all_leaves():
     assert slab.error is None
 
 
-def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
+def test_the_smallest_leaf_keeps_what_staging_keeps():
     few, many = (
         [torch.zeros(size, dtype=dtype) for size in range(count) for dtype in (torch.float32, torch.int64)]
         for count in (3, 9)
@@ -305,7 +305,7 @@ def test_what_the_smallest_leaf_keeps_is_what_staging_it_keeps():
     assert "keeping" not in str(empty)
 
 
-def test_a_slab_is_priced_even_where_a_class_has_to_be_registered_first():
+def test_a_slab_is_priced_for_unregistered_classes_too():
     found = ps.audit([Sample(torch.zeros(4))], bus=BUS)
     assert found.slab.nbytes == 32
     assert "register_node(Sample)" in found.slab.error
@@ -318,7 +318,7 @@ def test_without_a_bus_the_reference_s_is_taken():
     assert "bus: as on an H200 (pinstage doctor measures yours" in str(found)
 
 
-def test_a_loader_in_place_of_a_batch_is_refused():
+def test_a_loader_instead_of_a_batch_is_refused():
     with pytest.raises(TypeError, match=r"pass next\(iter\(loader\)\)"):
         ps.audit(torch.utils.data.DataLoader(torch.zeros(3)))
 
@@ -326,7 +326,7 @@ def test_a_loader_in_place_of_a_batch_is_refused():
 # -- the bus -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bus_of_figures_is_a_call_and_a_bandwidth():
+def test_a_bus_is_a_call_and_a_bandwidth():
     assert BUS.seconds(0, pinned=True) == 0
     assert BUS.seconds(50_000_000, pinned=True) == approx(10e-6 + 1e-3)
     assert BUS.seconds(5_000_000_000_000, pinned=False) == approx(1000, rel=1e-6)
@@ -339,7 +339,7 @@ def test_a_bus_of_figures_is_a_call_and_a_bandwidth():
         "pageable=8,pinned=55,gpu=3", "pageable=8,pinned=55,call=-1",
     ],
 )  # fmt: skip
-def test_a_bus_that_does_not_read_says_how_it_should(text):
+def test_a_malformed_bus_shows_the_format(text):
     with pytest.raises(argparse.ArgumentTypeError, match="write GB/s and microseconds"):
         _cli._bus(text)
 
@@ -370,7 +370,7 @@ def test_an_empty_batch_is_said_to_be_one():
     assert str(ps.audit({"x": "text"})) == "there is no tensor and no array in this batch"
 
 
-def test_rich_shows_the_same_numbers_on_a_narrow_terminal():
+def test_rich_shows_the_same_numbers_in_narrow_terminals():
     console = pytest.importorskip("rich.console")
     found = ps.audit({"weather": [Sample(torch.zeros(1024, 3))]}, bus=BUS)
     wide, narrow = console.Console(width=200), console.Console(width=70)
@@ -415,7 +415,7 @@ def module(tmp_path, monkeypatch):
         ("Data.make", [""]),
     ],
 )  # fmt: skip
-def test_a_callable_gives_a_batch_or_the_first_of_many(module, spelling, name, paths):
+def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
     batch = first_batch(f"{spelling.format(module)}:{name}")
     assert [place.path for place in places(batch)] == paths
 
@@ -435,7 +435,7 @@ def test_a_callable_gives_a_batch_or_the_first_of_many(module, spelling, name, p
         ("imports.py:x", "cannot import imports.py, from .*: No module named 'not_there'"),
     ],
 )
-def test_a_target_that_cannot_be_had_is_a_message(module, tmp_path, target, message):
+def test_an_unusable_target_is_a_message(module, tmp_path, target, message):
     (tmp_path / "syntax.py").write_text("def (:")
     (tmp_path / "imports.py").write_text("import not_there")
     with pytest.raises(TargetError, match=message):

@@ -57,7 +57,7 @@ def trace(tmp_path):
         ("trace", ["--bus", "--step-ms", "--json", "export_chrome_trace", "profiler.step()"]),
     ],
 )
-def test_help_of_each_command_names_every_option_and_has_examples(run, command, words):
+def test_help_names_every_option_and_has_examples(run, command, words):
     status, out, _ = run(command, "--help")
     assert status == 0
     for word in words:
@@ -122,7 +122,7 @@ def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
         (["doctor", "--device", "gpu1"], "not a CUDA device: 'gpu1'"),
     ],
 )
-def test_an_error_is_one_line_and_exit_status_2(run, code, arguments, message):
+def test_an_error_is_one_line_and_status_2(run, code, arguments, message):
     status, out, err = run(*(argument.format(code=code) for argument in arguments))
     assert (status, out) == (2, "")
     assert message in err
@@ -130,7 +130,7 @@ def test_an_error_is_one_line_and_exit_status_2(run, code, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_the_traceback_of_the_user_s_own_error_is_there_for_those_who_ask(code, monkeypatch):
+def test_the_user_s_traceback_is_shown_on_request(code, monkeypatch):
     monkeypatch.setenv(_cli.TRACEBACK_VARIABLE, "1")
     with pytest.raises(ImportError) as raised:
         _cli.main(["audit", f"{code}:broken"])
@@ -159,14 +159,14 @@ def test_doctor_says_why_it_draws_nothing(run, tmp_path):
     assert not (tmp_path / "p.png").exists()
 
 
-def test_doctor_measures_nothing_for_a_plot_that_cannot_be_drawn(run, monkeypatch, tmp_path):
+def test_doctor_measures_nothing_for_an_impossible_plot(run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what the import system reads as "not installed"
     status, out, err = run("doctor", "--plot", tmp_path / "p.png")
     assert (status, out) == (2, "")
     assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
 
 
-def test_doctor_exits_with_1_if_there_is_a_problem(run, monkeypatch):
+def test_doctor_exits_with_1_for_a_problem(run, monkeypatch):
     from pinstage.inspect import _checks, _doctor
 
     sick = _doctor.Diagnosis((_checks.Check("CUDA", "problem", "broken", "mend it"),))
@@ -176,7 +176,7 @@ def test_doctor_exits_with_1_if_there_is_a_problem(run, monkeypatch):
     assert "CUDA: mend it" in out
 
 
-def test_doctor_exits_with_1_if_the_device_is_not_there(run):
+def test_doctor_exits_with_1_without_the_device(run):
     status, out, _ = run("doctor", "--device", "cuda:63", "--no-measure")
     assert status == 1
     assert "no cuda:63: torch sees" in out

@@ -109,7 +109,7 @@ def test_a_check_of_a_gpu(check, status, part):
         assert check.remedy
 
 
-def test_the_remedy_for_a_cuda_python_that_is_too_new_can_be_pasted():
+def test_the_cuda_python_remedy_is_pasteable():
     assert 'pip install "cuda-python>=12,<13"' in _checks.versions("3.12.3", OLD, "12.4", "13.0.1").remedy
     assert 'pip install "cuda-python>=13,<14"' in _checks.versions("3.12.3", Driver("580", None), "13.0", None).remedy
 
@@ -119,7 +119,7 @@ SMI = """\
 """
 
 
-def test_the_driver_is_found_by_nvidia_smi_and_without_it_by_the_kernel(tree):
+def test_the_driver_comes_from_nvidia_smi_or_kernel(tree):
     root = tree({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n"})
     assert find_driver(root, lambda arguments: SMI) == Driver("580.159.04", "13.0")
     assert find_driver(root, lambda arguments: "") == Driver("570.86.15", None)
@@ -131,7 +131,7 @@ def test_open_kernel_modules_are_a_driver_too(tree):
     assert find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version == "580.95.05"
 
 
-def test_fields_that_nvidia_smi_does_not_know_give_no_rows():
+def test_unknown_fields_of_nvidia_smi_give_no_rows():
     fields = ("uuid", "addressing_mode")
     assert query(lambda arguments: 'Field "addressing_mode" is not a valid field to query.\n', fields) == []
     assert query(lambda arguments: "GPU-1, ATS\nGPU-2, HMM\n", fields) == [
@@ -178,13 +178,13 @@ def test_a_good_bus_is_ok_in_both_directions():
     assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
 
 
-def test_a_bus_far_below_its_link_is_a_warning():
+def test_a_slow_bus_is_a_warning():
     check = _checks.bandwidth(points(pinned=20e9), H200)[0]
     assert check.status == "warning"
     assert "32% of the link's 63.0 GB/s" in check.found
 
 
-def test_pinned_memory_that_is_not_faster_is_a_warning_except_where_that_is_how_it_is():
+def test_slow_pinned_memory_is_a_warning_where_unexpected():
     slow = points(pinned=9.5e9)
     assert _checks.bandwidth(slow, Gpu(0, "g"))[0].status == "warning"
     assert _checks.bandwidth(slow, Gpu(0, "NVIDIA GH200", H200.link))[0].status == "ok"
@@ -221,7 +221,7 @@ def test_the_plot_is_a_png_of_both_directions(tmp_path):
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_warning_is_no_problem_and_a_problem_is_one():
+def test_warnings_and_problems_are_told_apart():
     fine = Diagnosis((Check("a", "ok", "x"), Check("b", "warning", "y", "do this"), Check("c", "info", "z")))
     assert not fine.has_problem
     assert Diagnosis((*fine.checks, Check("d", "problem", "w", "do that"))).has_problem
@@ -260,7 +260,7 @@ def test_without_a_gpu_the_host_is_reported(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_driver_that_torch_cannot_use_is_a_problem(tmp_path):
+def test_a_driver_torch_cannot_use_is_a_problem(tmp_path):
     found = diagnose(root=tmp_path, smi=lambda arguments: "" if arguments else SMI)
     assert found.has_problem
     assert found.checks[0].name == "CUDA"

@@ -30,7 +30,7 @@ def is_a_set(intervals):
 
 @unhurried
 @given(spans(), spans())
-def test_a_union_holds_what_either_holds_and_is_sorted_and_disjoint(one, other):
+def test_a_union_is_complete_sorted_and_disjoint(one, other):
     merged = iv.union(one, other)
     assert is_a_set(merged)
     assert (cells(merged) == (cells(one) | cells(other))).all()

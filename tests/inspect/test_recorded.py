@@ -42,11 +42,11 @@ def test_every_copy_of_a_recorded_trace_is_found(rank, way):
     assert kinds == {"pageable" if way == "naive" else "pinned"}
 
 
-def test_only_the_loop_that_waits_for_a_loader_is_told_so(rank, way):
+def test_only_the_loader_bound_loop_is_named_so(rank, way):
     assert ("waits 71% of the time for its loader" in rank.verdict) == (way == "pin_memory")
 
 
-def test_the_saving_without_the_profiler_is_within_what_is_promised():
+def test_the_saving_is_within_the_promise():
     naive, ours = (trace_report(TRACES / f"{name}.json.gz").packing for name in ("naive", "pinstage"))
     seconds = ABOUT["step_seconds_without_profiler"]
     measured = seconds["naive"] - seconds["pinstage"]
@@ -55,7 +55,7 @@ def test_the_saving_without_the_profiler_is_within_what_is_promised():
     assert ours.most_saved_seconds == 0
 
 
-def test_the_step_without_the_profiler_is_estimated_within_an_eighth():
+def test_the_step_is_estimated_within_an_eighth():
     for name in ("naive", "pinstage"):
         found = trace_report(TRACES / f"{name}.json.gz").packing
         assert found.real_seconds == pytest.approx(ABOUT["step_seconds_without_profiler"][name], rel=0.15)
@@ -71,7 +71,7 @@ def test_every_recorded_loop_saves_what_was_promised():
     assert len(found) == 12
 
 
-def test_a_trace_alone_promises_a_range_that_the_saving_is_in_or_near():
+def test_a_trace_alone_promises_a_fitting_range():
     about = json.loads((TRACES / "loops" / "loops.json").read_text())["loops"]
     inside = 0
     for name, found in about.items():
@@ -96,7 +96,7 @@ def test_the_recording_of_loops_works_in_small(tmp_path):
     ("own", "spread", "found"),
     [(1.7e-3, 0, "yes"), (2.3e-3, 0, "**no**"), (1.2e-3, 0, "**no**"), (2.3e-3, 2e-3, "not decided")],
 )
-def test_the_check_of_recorded_loops_fails_where_a_promise_is_not_kept(tmp_path, own, spread, found):
+def test_the_check_fails_for_a_broken_promise(tmp_path, own, spread, found):
     """The promise for a step of 1.7 ms is 0.55 ms, of 2.3 ms it is 1.0, and of 1.2 it is 0.2."""
     saved = {1.7e-3: 0.6e-3, 2.3e-3: 0.4e-3, 1.2e-3: 0.9e-3}[own]
     (tmp_path / "naive.json.gz").write_bytes((TRACES / "naive.json.gz").read_bytes())

@@ -37,7 +37,7 @@ def two_pools():
             yield
 
 
-def test_text_has_a_line_for_each_pool_and_each_owner(two_pools, capsys):
+def test_text_has_a_line_per_pool_and_owner(two_pools, capsys):
     assert _top.run_top(once=True, as_json=False) == 0
     text = re.sub(" +", " ", capsys.readouterr().out)
     assert "HostBudget eval: 0 B of 1.00 GiB in 1 pool\n" in text

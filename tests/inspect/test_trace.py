@@ -60,7 +60,7 @@ def test_copies_to_the_device_come_first(analysis):
     assert [group["direction"] for group in analysis(trace).groups] == ["HtoD", "DtoH", "DtoD"]
 
 
-def test_what_runs_beside_a_kernel_is_hidden_and_the_rest_is_exposed(analysis):
+def test_time_beside_kernels_is_hidden_the_rest_exposed(analysis):
     trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)  # kernels until 15, the copy from 10 to 30
     (group,) = analysis(trace).groups
     assert group["hidden_seconds"] == approx(5 * US)
@@ -102,21 +102,21 @@ def test_host_calls_are_known_by_their_names(name, group):
     assert names.get(_events.kind_of(_events.CALL, name)) == group
 
 
-def test_the_operator_around_a_copy_to_the_device_is_staging(analysis):
+def test_the_operator_around_a_device_copy_is_staging(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
     (step,) = analysis(trace.copy(20, 2, 64, asked=15)).steps
     assert step["staging_seconds"] == approx(30 * US)
     assert step["stall_seconds"] == approx(30 * US)
 
 
-def test_an_operator_without_a_copy_to_the_device_is_no_staging(analysis):
+def test_an_operator_without_a_device_copy_isn_t(analysis):
     trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
     (step,) = analysis(trace.copy(55, 2, 64, way="DtoH", asked=52)).steps
     assert step["staging_seconds"] == 0
     assert step["copy_seconds"] == approx(2 * US)
 
 
-def test_pinning_in_the_loop_is_staging_and_in_another_thread_is_not(analysis):
+def test_pinning_is_staging_only_inside_the_loop(analysis):
     loop = TraceMaker().step(1, 0, 100).kernel(90, 10).op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20)
     other = TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
     assert analysis(loop).steps[0]["staging_seconds"] == approx(30 * US)
@@ -130,7 +130,7 @@ def test_waiting_for_the_device_outside_staging_is_synchronisation(analysis):
     assert step["synchronise_seconds"] == approx(10 * US)
 
 
-def test_ranges_of_pinstage_are_staging_and_its_waits_are_waits(analysis):
+def test_pinstage_s_ranges_are_staging_and_waits(analysis):
     trace = TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
     (step,) = analysis(trace.add("user_annotation", "pinstage.loader.wait", 50, 7)).steps
     assert step["staging_seconds"] == approx(15 * US)
@@ -149,14 +149,14 @@ def test_a_stall_is_staging_without_a_kernel(analysis):
     assert step["copy_seconds"] == approx(20 * US)
 
 
-def test_a_copy_belongs_to_the_step_that_asked_for_it(analysis):
+def test_a_copy_belongs_to_the_requesting_step(analysis):
     trace = TraceMaker().step(1, 0, 100).step(2, 100, 100).copy(150, 10, 64, asked=90).kernel(0, 1)
     first, second = analysis(trace).steps
     assert (first["copies"], first["nbytes"], second["copies"]) == (1, 64, 0)
     assert second["copy_seconds"] == approx(10 * US)  # and runs in the next one
 
 
-def test_steps_come_in_order_of_time_with_their_numbers(analysis):
+def test_steps_are_ordered_by_time_with_their_numbers(analysis):
     trace = TraceMaker().step(8, 100, 50).step(7, 0, 100).kernel(0, 1).wait(20, 30)
     found = analysis(trace)
     assert [(step["number"], step["seconds"]) for step in found.steps] == [(7, approx(100 * US)), (8, approx(50 * US))]
@@ -176,7 +176,7 @@ def test_annotations_of_the_device_are_no_steps(analysis):
     assert len(analysis(trace).steps) == 1
 
 
-def test_the_figures_of_steps_are_about_the_device_with_most_work(analysis):
+def test_step_figures_describe_the_busiest_device(analysis):
     trace = TraceMaker().step(1, 0, 100).kernel(0, 5, device=0).kernel(0, 50, device=3)
     found = analysis(trace)
     assert found.device == 3
@@ -194,7 +194,7 @@ def waiting_loop(**options):
     return trace
 
 
-def test_a_loop_that_waits_for_the_gpu_saves_what_staging_takes_less_without_the_profiler(report):
+def test_a_waiting_loop_saves_its_staging_time(report):
     packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).packing
     added = 700 * ADDED
     assert packing.waits_for_device
@@ -207,7 +207,7 @@ def test_a_loop_that_waits_for_the_gpu_saves_what_staging_takes_less_without_the
     assert packing.least_saved_seconds < packing.saved_seconds < packing.most_saved_seconds
 
 
-def test_many_small_calls_cost_the_profiler_and_that_is_no_saving(report):
+def test_many_small_calls_are_profiler_cost(report):
     """As 100 leaves of 20 us, of which the profiler took 15 by its thirty operators."""
     few, many = naive_loop(leaves=100), naive_loop(leaves=100)
     for step in range(6):
@@ -218,7 +218,7 @@ def test_many_small_calls_cost_the_profiler_and_that_is_no_saving(report):
     assert many.saved_seconds < few.saved_seconds - 1.2e-3
 
 
-def test_the_step_that_is_given_says_what_the_profiler_cost(report):
+def test_a_given_step_reveals_the_profiler_s_cost(report):
     trace = waiting_loop(leaves=100, kernel_us=2000)  # 4 ms
     given = report(trace, step_seconds=3.5e-3).packing
     assert given.real_seconds == approx(3.5e-3)
@@ -229,7 +229,7 @@ def test_the_step_that_is_given_says_what_the_profiler_cost(report):
     assert given.most_saved_seconds - given.least_saved_seconds < width
 
 
-def test_what_the_profiler_cannot_explain_of_a_given_step_is_the_pace_of_the_host(report):
+def test_unexplained_cost_of_a_step_is_the_host(report):
     """As a loop of a large copy that takes 4 ms, and took 8 when it was traced."""
     trace = TraceMaker()
     for number in range(4):
@@ -242,7 +242,7 @@ def test_what_the_profiler_cannot_explain_of_a_given_step_is_the_pace_of_the_hos
     assert found.saved_seconds == approx(4e-3 - found.packed_seconds, rel=0.01)
 
 
-def test_the_profiler_s_cost_is_measured_by_the_trace_itself(report):
+def test_the_trace_measures_the_profiler_s_cost(report):
     def trace(unit_us):
         found = TraceMaker()
         for number in range(4):
@@ -259,7 +259,7 @@ def test_the_profiler_s_cost_is_measured_by_the_trace_itself(report):
     assert slow.packing.real_seconds < quick.packing.real_seconds
 
 
-def test_gaps_within_a_run_of_kernels_cannot_be_saved(analysis):
+def test_gaps_within_kernel_runs_cannot_be_saved(analysis):
     run = TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20).op("aten::to", 90, 5)
     assert analysis(run).steps[0]["kernel_seconds"] == approx(62 * US)
 
@@ -277,7 +277,7 @@ def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
     return trace
 
 
-def test_a_loop_that_is_bound_by_its_model_saves_nothing_and_is_told_so_first(report):
+def test_a_model_bound_loop_has_no_gain(report):
     worst = report(loop_ahead(host_us=3000, kernel_us=9999))
     assert not worst.packing.waits_for_device
     assert worst.packing.most_saved_seconds < 10e-6
@@ -285,7 +285,7 @@ def test_a_loop_that_is_bound_by_its_model_saves_nothing_and_is_told_so_first(re
     assert "wouldn't help" in worst.verdict
 
 
-def test_of_overlapped_copies_the_host_s_part_can_be_saved_down_to_the_kernels(report):
+def test_overlapped_copies_can_save_their_host_part(report):
     packing = report(loop_ahead(host_us=3000, kernel_us=50)).packing
     added = 100 * ADDED
     assert packing.saved_seconds == approx(3e-3 - added - REFERENCE.seconds(100, 6400, 55e9), rel=0.01)
@@ -293,12 +293,12 @@ def test_of_overlapped_copies_the_host_s_part_can_be_saved_down_to_the_kernels(r
     assert bound.saved_seconds == approx(3.1e-3 - added - 2e-3, rel=0.01)
 
 
-def test_the_promise_errs_on_the_low_side_of_what_is_uncertain(report):
+def test_the_promise_errs_on_the_low_side(report):
     verdict = report(waiting_loop(leaves=40, leaf_us=12, kernel_us=400)).verdict
     assert re.search(r"and save up to [\d.]+ us, perhaps nothing\. --step-ms", verdict), verdict
 
 
-def test_a_loop_that_stages_faster_than_one_slab_is_told_to_stay(report):
+def test_a_loop_faster_than_one_slab_should_stay(report):
     worst = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400))
     assert worst.packing.saved_seconds == 0
     assert worst.verdict.endswith(
@@ -306,7 +306,7 @@ def test_a_loop_that_stages_faster_than_one_slab_is_told_to_stay(report):
     )
 
 
-def test_a_batch_that_pinstage_staged_is_told_that_it_is_one_slab(report):
+def test_a_staged_batch_is_recognised_as_one_slab(report):
     trace = TraceMaker()
     for number in range(4):
         start = 1000 * number
@@ -324,7 +324,7 @@ def test_the_bus_that_is_given_counts(report):
     assert packing.bytes_per_second == approx(2e9)
 
 
-def test_the_bus_is_taken_from_large_pinned_copies_of_the_trace(report):
+def test_the_bus_is_read_from_large_pinned_copies(report):
     trace = TraceMaker().copy(0, 200, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
     trace.copy(300, 1, 1 << 22)
     packing = report(trace).packing
@@ -345,7 +345,7 @@ def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     assert "The GPU idles for" in found.verdict
 
 
-def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report):
+def test_a_stalled_loop_learns_what_it_can_gain(report):
     found = report(waiting_loop(leaves=700))
     least, most = (
         f"{seconds * 1e3:.1f} ms" for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
@@ -360,7 +360,7 @@ def test_a_stalled_loop_is_told_what_it_cannot_gain_and_then_what_it_can(report)
     assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
 
 
-def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(report):
+def test_a_loop_with_hidden_copies_has_no_gain(report):
     trace = TraceMaker()
     for number in range(4):
         start = 1000 * number
@@ -374,7 +374,7 @@ def test_a_loop_whose_copies_are_hidden_is_told_that_there_is_nothing_to_win(rep
     assert verdict.endswith("Packing them into one slab wouldn't help.")
 
 
-def test_a_loop_that_waits_for_its_loader_is_told_so(report):
+def test_a_loader_bound_loop_is_named_so(report):
     trace = TraceMaker()
     for number in range(4):
         start = 1000 * number
@@ -386,7 +386,7 @@ def test_a_loop_that_waits_for_its_loader_is_told_so(report):
     assert (worst.packing.least_saved_seconds, worst.packing.saved_seconds) == (0, 0)
 
 
-def test_a_loop_that_unpickles_what_is_there_does_not_wait_for_its_workers(report):
+def test_unpickling_ready_batches_isn_t_waiting_for_workers(report):
     def trace(opens):
         found = TraceMaker()
         for number in range(4):
@@ -410,7 +410,7 @@ def test_a_trace_without_copies_is_told_so(report):
     assert verdict == "No host-to-device copy is in this trace: packing can't improve anything in it."
 
 
-def test_copies_whose_bytes_are_not_told_are_not_taken_for_small_ones(report):
+def test_copies_of_unknown_size_are_not_small(report):
     trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD")
     assert "1 host-to-device copy per trace (the trace does not tell their bytes)" in report(trace).verdict
 
@@ -441,7 +441,7 @@ def test_a_download_that_waits_for_kernels_says_so(report):
     assert "Downloads" not in report(naive_loop()).verdict
 
 
-def test_a_trace_of_a_run_without_a_gpu_is_refused(report):
+def test_a_trace_without_gpu_work_is_refused(report):
     with pytest.raises(TraceError, match=r"holds no event of a GPU; record the loop on a GPU with activities="):
         report(TraceMaker().step(1, 0, 1000).wait(0, 250).op("aten::copy_", 300, 100))
 
@@ -500,7 +500,7 @@ def test_json_is_plain_and_complete(report):
 
 
 @pytest.mark.parametrize("window", [1, 7, 100, 1 << 20])
-def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, window):
+def test_events_don_t_depend_on_window_boundaries(tmp_path, monkeypatch, window):
     trace = naive_loop(steps=2, leaves=3).kernel(0, 1)
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
     path = trace.write(tmp_path / "t.json.gz")
@@ -512,7 +512,7 @@ def test_events_are_the_same_however_the_file_is_cut(tmp_path, monkeypatch, wind
     assert file.header["traceName"] == "t"
 
 
-def test_numbers_at_the_end_of_a_window_are_read_whole(tmp_path, monkeypatch):
+def test_numbers_at_a_window_s_end_are_complete(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text('{"schemaVersion": 1234567, "traceEvents": [{"ph": "M"}]}')
     monkeypatch.setattr(_events, "_WINDOW", 1)
@@ -559,7 +559,7 @@ def test_only_complete_events_count(analysis):
         (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (it has \ufffd]0;title\ufffd)"),
     ],
 )
-def test_files_that_are_no_traces_get_a_clear_error(tmp_path, content, message):
+def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
     path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)):
@@ -588,7 +588,7 @@ def test_values_that_cannot_be_right_are_an_error(tmp_path, where, value):
 
 
 @pytest.mark.parametrize("number", ["9" * 400, "9" * 5000])
-def test_a_step_of_an_impossible_number_is_an_error(report, number):
+def test_an_impossible_step_number_is_an_error(report, number):
     with pytest.raises(TraceError, match="has no usable"):
         report(naive_loop().step(number, 0, 1))
 
@@ -611,7 +611,7 @@ def test_names_reach_no_terminal_as_control_sequences(report):
         text.encode()
 
 
-def test_a_broken_event_is_not_searched_for_its_end_through_the_whole_file(tmp_path, monkeypatch):
+def test_a_broken_event_isn_t_searched_endlessly(tmp_path, monkeypatch):
     monkeypatch.setattr(_events, "_WINDOW", 1000)
     monkeypatch.setattr(_events, "_LONGEST_VALUE", 5000)
     path = tmp_path / "t.json"

@@ -64,7 +64,7 @@ def workers(request):
     return request.param
 
 
-def test_a_wrapped_loader_is_of_the_class_that_it_was(workers):
+def test_a_wrapped_loader_keeps_its_class(workers):
     loader = StatefulDataLoader(mapped(), 4, num_workers=workers, drop_last=True)
     wrapped = ps.wrap_loader(loader, device="cpu", depth=2)
     assert isinstance(wrapped, StatefulDataLoader)
@@ -78,7 +78,7 @@ def test_a_wrapped_loader_is_of_the_class_that_it_was(workers):
     assert len(list(loader)) == wrapped.stats().batches == 6
 
 
-def test_a_changed_loader_yields_the_same_pass_after_pass(workers):
+def test_a_changed_loader_yields_identical_passes(workers):
     torchs, ours = pair(mapped, num_workers=workers)
     for _ in range(3):
         assert same(list(ours), list(torchs))
@@ -106,7 +106,7 @@ def test_a_state_goes_with_every_batch(workers):
     assert ours.state_dict() == torchs.state_dict()
 
 
-def test_a_state_may_be_taken_before_the_first_batch(workers):
+def test_a_state_can_precede_the_first_batch(workers):
     torchs, ours = pair(mapped, num_workers=workers)
     assert ours.state_dict()["_iterator_finished"] is False
     assert same(list(ours), list(torchs))
@@ -129,7 +129,7 @@ def test_a_changed_loader_can_be_copied_and_pickled(copied):
     assert (loader.stats().batches, other.stats().batches, other._settings.depth) == (6, 6, 2)
 
 
-def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
+def test_persistent_workers_with_one_slab_restart_midway():
     options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "timeout": 20}
     loader = ps.wrap_loader(StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB")
     expected = list(torch.utils.data.DataLoader(mapped(), 2))
@@ -143,7 +143,7 @@ def test_what_is_no_loader_of_torch_is_refused():
         ps.wrap_loader([1, 2])
 
 
-def test_a_loader_is_changed_only_once_and_before_it_has_workers():
+def test_a_loader_is_changed_once_and_before_workers():
     loader = ps.wrap_loader(StatefulDataLoader(mapped()), device="cpu")
     with pytest.raises(TypeError, match="once"):
         ps.wrap_loader(loader)
@@ -155,7 +155,7 @@ def test_a_loader_is_changed_only_once_and_before_it_has_workers():
 
 
 @pytest.mark.parametrize("is_persistent", [False, True])
-def test_close_ends_the_workers_of_a_wrapped_loader_and_its_own_close_is_called(is_persistent):
+def test_close_ends_workers_and_calls_the_inherited_close(is_persistent):
     class Closes(torch.utils.data.DataLoader):
         times = 0
 
@@ -172,7 +172,7 @@ def test_close_ends_the_workers_of_a_wrapped_loader_and_its_own_close_is_called(
     assert same(list(loader), list(given))
 
 
-def test_the_state_of_a_closed_loader_is_that_of_its_last_batch():
+def test_closed_loaders_keep_their_last_batch_s_state():
     given = StatefulDataLoader(data.Mapped(data.tensors), 4, num_workers=1)
     with ps.wrap_loader(given, device="cpu") as loader:
         batches = list(itertools.islice(loader, 2))

@@ -131,7 +131,7 @@ def test_a_batch_outlives_loader_and_iterator():
     assert batch[:, 0].tolist() == [0, 1]
 
 
-def test_workers_that_are_still_starting_when_the_pass_is_left_end_without_an_error(monkeypatch):
+def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
     monkeypatch.setattr(torchs_loader, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
     monkeypatch.setattr(
         torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given)
@@ -150,7 +150,7 @@ def test_persistent_workers_end_with_the_loader():
     del loader
 
 
-def test_persistent_workers_end_with_a_loader_whose_collate_fn_knows_it():
+def test_persistent_workers_end_with_a_self_referring_loader():
     class Module:
         def __init__(self):
             self.loader = make(persistent_workers=True, collate_fn=self.collate)
@@ -206,7 +206,7 @@ def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
         thread.result()
 
 
-def test_two_iterators_at_once_under_a_cap_for_one():
+def test_two_iterators_share_one_cap():
     loader = make(max_bytes="512KiB")
     for number, (first, second) in enumerate(zip(loader, loader, strict=True)):
         assert first[:, 0].tolist() == [2 * number, 2 * number + 1]
@@ -258,7 +258,7 @@ def test_what_torch_cannot_stack_fails_as_in_torch(sample):
     assert str(outcome(ps.DataLoader(dataset, 4, num_workers=1, device="cpu"))) == str(expected)
 
 
-def test_an_error_comes_after_the_batches_before_it_and_the_loop_may_go_on():
+def test_errors_come_in_order_and_are_survivable():
     iterator = iter(make(data.fails_at_seven, depth=3))
     assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(KeyError):
@@ -266,7 +266,7 @@ def test_an_error_comes_after_the_batches_before_it_and_the_loop_may_go_on():
     assert next(iterator).tolist() == [8, 9]
 
 
-def test_an_error_in_unpickling_comes_after_the_batches_before_it():
+def test_an_unpickling_error_comes_in_order():
     iterator = iter(make(data.tensors, 8, 1, num_workers=1, prefetch_factor=6, collate_fn=data.third_cannot_arrive))
     found = [next(iterator)]
     wait_until(lambda: 3 in iterator._data_queue._held)
@@ -278,7 +278,7 @@ def test_an_error_in_unpickling_comes_after_the_batches_before_it():
     assert [number for number, _ in iterator] == [4, 5, 6, 7]  # torch's own would wait for ever
 
 
-def test_a_structure_that_cannot_be_unpickled_is_an_error_for_each_of_its_batches():
+def test_an_unpicklable_structure_fails_each_of_its_batches():
     """Of a class that only the worker has; the first two batches bring the structure, the others its number."""
     iterator = iter(make(data.tensors, 6, 1, num_workers=1, collate_fn=data.class_of_the_workers_own, device="cpu"))
     for _ in range(6):
@@ -287,7 +287,7 @@ def test_a_structure_that_cannot_be_unpickled_is_an_error_for_each_of_its_batche
     assert list(iterator) == []
 
 
-def test_a_batch_that_cannot_be_unpickled_gives_its_slab_back():
+def test_an_unpicklable_batch_returns_its_slab():
     options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
     loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
     for _ in range(6):  # more passes than the worker has slabs
@@ -302,12 +302,12 @@ def test_a_worker_that_cannot_start_says_why():
         list(make(worker_init_fn=data.fails_to_start))
 
 
-def test_a_batch_that_cannot_be_pickled_is_an_error_and_no_hang():
+def test_an_unpicklable_batch_is_an_error():
     with pytest.raises(Exception, match=r"pickle|local object"):
         list(make(data.tensors, collate_fn=data.unpicklable))
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_message_ends_the_pass():
+def test_a_worker_killed_mid_message_ends_the_pass():
     """The thread that reads it would wait for the rest for ever, and keep the slabs."""
     loader = make(data.dies_in_the_middle_of_a_message, 40, num_workers=1)
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_ends_the_pass():
     assert numbers(loader) == list(range(40))
 
 
-def test_an_error_of_the_thread_that_sends_is_the_loops_error(monkeypatch):
+def test_an_error_of_the_sending_thread_is_raised(monkeypatch):
     def no_answer(broker):
         raise OSError("the device is gone")
 
@@ -361,7 +361,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("kind", FORGED)
-def test_a_message_that_cannot_be_right_is_an_error(monkeypatch, kind):
+def test_an_invalid_message_is_an_error(monkeypatch, kind):
     changes, text = FORGED[kind]
     collate, names, calls = SlabCollate.__call__, inspect.signature(receive).parameters, itertools.count()
 
@@ -386,7 +386,7 @@ def test_a_message_that_cannot_be_right_is_an_error(monkeypatch, kind):
 @pytest.mark.parametrize(
     "message", [("ask", 16, 16, [999]), ("ask", "many", 16, []), ("unmapped", 999, "no"), ("starved",), ("hello",), 5]
 )
-def test_a_request_that_cannot_be_right_is_an_error(monkeypatch, message):
+def test_an_invalid_request_is_an_error(monkeypatch, message):
     take = WorkerSlabs.take
     monkeypatch.setattr(WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes))
     iterator = iter(make(num_workers=1))
@@ -449,7 +449,7 @@ def test_persistent_workers_that_end_by_themselves_are_replaced():
     assert numbers(loader) == list(range(40))
 
 
-def test_persistent_workers_that_were_killed_between_passes_are_replaced():
+def test_workers_killed_between_passes_are_replaced():
     loader = make(persistent_workers=True)
     assert numbers(loader) == list(range(40))
     workers = loader._iterator._workers
@@ -460,7 +460,7 @@ def test_persistent_workers_that_were_killed_between_passes_are_replaced():
     del workers
 
 
-def test_a_worker_that_ended_keeps_no_slab_whoever_waited_for_it():
+def test_a_worker_that_ended_keeps_no_slab():
     loader = make(num_workers=1)
     iterator = iter(loader)
     next(iterator)
@@ -490,7 +490,7 @@ def test_the_timeout_is_that_of_torch():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything_back(monkeypatch):
+def test_interrupting_a_persistent_restart_returns_everything(monkeypatch):
     loader = make(persistent_workers=True)
     assert numbers(loader) == list(range(40))
     with monkeypatch.context() as patched:
@@ -502,7 +502,7 @@ def test_interrupting_the_begin_of_a_pass_of_persistent_workers_gives_everything
         assert numbers(loader) == list(range(40))
 
 
-def test_a_handler_that_raises_while_a_pass_begins_leaves_nothing(monkeypatch):
+def test_a_raising_signal_handler_leaves_nothing(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # of torch's iterator, where it is half made
     loader = make(size=2, num_workers=1)
     assert numbers(loader) == [0, 1]
@@ -523,7 +523,7 @@ def test_a_handler_that_raises_while_a_pass_begins_leaves_nothing(monkeypatch):
 # -- ahead
 
 
-def test_a_batch_is_yielded_though_the_next_one_is_late():
+def test_batches_are_yielded_before_a_late_next():
     gate = multiprocessing.Event()
 
     def sample(index):
@@ -553,7 +553,7 @@ def test_batches_that_have_arrived_are_sent_ahead(depth):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loop_is_never_more_than_a_few_batches_ahead_of_the_device(monkeypatch, workers):
+def test_the_loop_runs_few_batches_ahead(monkeypatch, workers):
     made, waited = record_work(monkeypatch)
     for batches, _ in enumerate(make(num_workers=workers), 1):
         assert len(made) == batches
@@ -565,7 +565,7 @@ def test_the_loop_is_never_more_than_a_few_batches_ahead_of_the_device(monkeypat
 
 
 @pytest.mark.parametrize(("workers", "size"), [(0, "220KiB"), (2, "1319KiB")])
-def test_a_batch_larger_than_the_cap_arrives_and_the_size_is_told(workers, size):
+def test_a_batch_above_the_cap_arrives_with_advice(workers, size):
     loader = make(max_bytes="128KiB", num_workers=workers)
     with pytest.warns(StagingWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"') as told:
         found = [numbers(loader) for _ in range(2)]
@@ -578,13 +578,13 @@ def test_a_batch_larger_than_the_cap_arrives_and_the_size_is_told(workers, size)
     assert loader.stats().fallback_batches == 0
 
 
-def test_a_short_pass_without_slabs_is_told_at_its_end():
+def test_a_short_slabless_pass_warns_at_its_end():
     loader = make(size=4, max_bytes="128KiB", num_workers=0)
     with pytest.warns(StagingWarning, match="no batch of a DataLoader found a slab, and all 2 were sent"):
         assert numbers(loader) == list(range(4))
 
 
-def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
+def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
     """A worker that has a slab goes on with that one."""
     take, taken, gate = ps.memory.SharedMemory._take, [], Gate()
 
@@ -605,7 +605,7 @@ def test_batches_do_not_wait_while_further_slabs_are_page_locked(monkeypatch):
     assert loader.stats().fallback_batches == 0
 
 
-def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypatch):
+def test_refused_memory_warns_once_and_batches_arrive(monkeypatch):
     def refuse(memory, nbytes):
         raise OSError("none left")
 
@@ -617,7 +617,7 @@ def test_memory_that_the_system_refuses_is_told_once_and_batches_arrive(monkeypa
     assert loader.stats().fallback_batches == 20
 
 
-def test_workers_that_may_open_no_more_files_say_so_and_batches_arrive():
+def test_workers_without_file_descriptors_warn_and_go_on():
     loader = make(worker_init_fn=data.opens_no_more_files)
     with pytest.warns(StagingWarning, match=r"without a slab of .*cannot map it: .*Too many open files") as told:
         assert numbers(loader) == list(range(40))
@@ -649,7 +649,7 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
 
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:pinstage.errors.StagingWarning")
-def test_a_pass_ends_though_no_thread_can_be_had(monkeypatch, is_left):
+def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
     def refuse(*given):
         del given  # who keeps the error would keep the thread's function, too
         raise RuntimeError("can't start new thread")
@@ -681,7 +681,7 @@ def test_the_default_device_does_not_matter(workers, cap):
 
 
 @pytest.mark.parametrize("slabs", [1, 2, 3, 5, 8])
-def test_under_a_small_cap_workers_wait_and_nothing_hangs(slabs):
+def test_workers_wait_under_a_small_cap_without_hanging(slabs):
     loader = make(size=120, num_workers=4, max_bytes=slabs * SLAB, depth=3)
     assert numbers(loader) == list(range(120))
     stats = loader.stats()
@@ -745,7 +745,7 @@ def test_workers_that_wait_end_with_the_iterator():
     assert [worker.exitcode for worker in workers] == [0, 0]  # not terminated
 
 
-def test_persistent_workers_with_one_slab_begin_again_in_the_middle_of_a_pass():
+def test_persistent_workers_with_one_slab_restart_midway():
     options = {"num_workers": 1, "prefetch_factor": 4, "max_bytes": SLAB, "timeout": PATIENCE_SECONDS}
     loader = make(persistent_workers=True, **options)
     for taken in range(8):
@@ -810,7 +810,7 @@ def is_zombie(pid):
     return True
 
 
-def test_a_program_may_end_in_the_middle_of_a_pass():
+def test_a_program_can_end_in_the_middle():
     script = """
         import loader_data as data, pinstage as ps
         loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, device="cpu", persistent_workers=True)
@@ -839,7 +839,7 @@ def test_interrupting_the_whole_group_ends_all_of_it():
     assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
 
 
-def test_a_forked_child_may_drop_everything_whatever_the_threads_did_at_the_time():
+def test_a_forked_child_can_drop_everything_anytime():
     iterator = [iter(make())]
     next(iterator[0])
     broker = iterator[0]._broker
@@ -868,7 +868,7 @@ def test_a_forked_child_may_drop_everything_whatever_the_threads_did_at_the_time
     assert len(list(iterator[0])) == 19
 
 
-def test_a_forked_worker_may_read_a_loader_that_the_main_process_uses():
+def test_a_forked_worker_can_read_the_loader():
     inner = make(data.scalar, 4, num_workers=0)
     expected = torch.cat(list(inner))
     locks = inner._slabs.starting, inner._slabs._lock
@@ -973,7 +973,7 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
     assert len(list(loader)) == 200
 
 
-def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(copies):
+def test_a_running_copy_keeps_its_slab(copies):
     loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]
@@ -994,7 +994,7 @@ def test_a_copy_under_way_keeps_its_slab_until_its_event_is_done(copies):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
+def test_close_ends_workers_and_returns_slabs(persistent):
     with make(persistent_workers=persistent) as loader:
         iterator = iter(loader)
         next(iterator)
@@ -1011,7 +1011,7 @@ def test_close_ends_the_workers_and_gives_the_slabs_back(persistent):
     assert numbers(loader) == list(range(40))
 
 
-def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
+def test_close_without_workers_keeps_a_given_pool():
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
         iterator = iter(loader)
@@ -1024,7 +1024,7 @@ def test_close_without_workers_ends_the_pass_and_keeps_a_given_pool():
         assert numbers(loader) == list(range(23))
 
 
-def test_slabs_are_given_back_with_the_last_batch_though_nobody_asks_for_more():
+def test_slabs_are_returned_with_the_last_batch():
     loader = make()
     iterator = iter(loader)
     assert len([next(iterator) for _ in range(20)]) == 20
@@ -1033,7 +1033,7 @@ def test_slabs_are_given_back_with_the_last_batch_though_nobody_asks_for_more():
     assert next(iterator, None) is None
 
 
-def test_a_pass_at_its_end_stays_so_after_close():
+def test_a_finished_pass_stays_finished_after_close():
     loader = make()
     iterator = iter(loader)
     assert len(list(iterator)) == 20
@@ -1041,7 +1041,7 @@ def test_a_pass_at_its_end_stays_so_after_close():
     assert next(iterator, None) is None
 
 
-def test_a_forked_child_closes_no_worker_of_its_parent():
+def test_a_forked_child_closes_no_parent_s_worker():
     loader = make()
     iterator = iter(loader)
     next(iterator)

@@ -71,7 +71,7 @@ def test_a_wrapped_loader_and_copies_of_it_keep(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
+def test_a_path_to_nothing_fails_the_first_batch(workers):
     loader = ps.DataLoader(
         Mapped(sample_of_which_some_stays),
         5,
@@ -86,14 +86,14 @@ def test_a_path_that_leads_to_nothing_is_an_error_of_the_first_batch(workers):
         next(iter(loader))
 
 
-def test_what_is_neither_a_path_nor_a_function_is_refused():
+def test_other_values_of_keep_on_host_are_refused():
     with pytest.raises(TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"):
         ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep_on_host=3)
 
 
 @pytest.mark.usefixtures("slabs_for_all")
 @pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning")
-def test_a_batch_too_large_for_the_cap_keeps_as_well():
+def test_a_batch_above_the_cap_keeps_too():
     loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))
     same(batch, next(iter(DataLoader(Mapped(sample_of_which_some_stays), 5))))

@@ -69,20 +69,20 @@ def test_default_collation_yields_what_torch_yields(sample, workers):
 
 
 @pytest.mark.parametrize("collate", [None, data.collated_by_torch])
-def test_permuted_samples_are_stacked_in_the_strides_that_torch_gives_them(workers, collate):
+def test_permuted_samples_are_stacked_in_torch_s_strides(workers, collate):
     agree(data.Mapped(data.permuted, 4), batch_size=2, num_workers=workers, collate_fn=collate)
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_without_batching_each_sample_arrives_as_torch_converts_it(sample, workers):
+def test_samples_without_batching_arrive_as_torch_converts_them(sample, workers):
     agree(data.Mapped(sample), batch_size=None, num_workers=workers)
 
 
-def test_classes_that_compute_with_collated_tensors_see_the_real_ones(workers):
+def test_collated_classes_compute_with_real_tensors(workers):
     agree(data.Mapped(data.in_classes_that_compute), batch_size=4, num_workers=workers)
 
 
-def test_functions_added_to_default_collation_see_the_real_tensors(workers, monkeypatch):
+def test_custom_collation_functions_see_real_tensors(workers, monkeypatch):
     monkeypatch.setitem(default_collate_fn_map, data.Cloud, data.collate_clouds)
     agree(data.Mapped(data.cloud), batch_size=4, num_workers=workers)
 
@@ -140,7 +140,7 @@ def test_order_and_seeds_are_those_of_torch(options, workers):
         agree(data.Mapped(sample), num_workers=workers, **options)
 
 
-def test_without_workers_the_loop_and_the_dataset_share_the_random_numbers():
+def test_without_workers_random_numbers_are_shared():
     def run(loader):
         torch.manual_seed(1)
         return [(batch[1], torch.rand(1)) for batch in loader]
@@ -169,11 +169,11 @@ def test_the_sampler_is_read_when_torch_reads_it(workers, depth):
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}])
-def test_an_iterable_dataset_is_read_as_torch_reads_it(options, workers):
+def test_an_iterable_dataset_is_read_as_by_torch(options, workers):
     agree(data.Streamed(data.mixed), num_workers=workers, **options)
 
 
-def test_a_dataset_with_getitems_is_asked_for_whole_batches(workers):
+def test_getitems_is_asked_for_whole_batches(workers):
     agree(data.Batched(data.mixed), batch_size=4, num_workers=workers)
 
 
@@ -217,7 +217,7 @@ def test_persistent_workers_stay():
     assert pids[0] == pids[1] == pids[2]
 
 
-def test_workers_have_no_part_in_cuda_though_the_loader_goes_to_them():
+def test_workers_touch_no_cuda():
     # Spawned: what it imports is what it needs, not what this process had imported.
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu")
@@ -256,7 +256,7 @@ def test_a_loader_has_a_cap_within_a_budget(workers):
     assert len(budget.usage()) == 1
 
 
-def test_batches_are_independent_of_slabs_that_are_written_again():
+def test_batches_don_t_change_when_slabs_are_rewritten():
     loader = ps.DataLoader(data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu")
     for index, batch in enumerate(list(loader)):
         assert torch.equal(batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch))
@@ -282,7 +282,7 @@ def test_a_loader_may_get_workers_between_passes():
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
+def test_a_given_pool_is_shared_and_stays_open(workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4))
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
@@ -303,7 +303,7 @@ def test_a_given_pool_serves_loaders_and_stagers_and_stays_open(workers):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_of_a_loader_with_a_given_pool_has_one_of_its_own_with_the_same_cap(copied, workers):
+def test_a_copied_loader_has_its_own_pool(copied, workers):
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu")
         twin = copied(loader)
@@ -381,7 +381,7 @@ def test_the_bottleneck_is_named(changes, sentence):
 
 
 @pytest.mark.parametrize(("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")])
-def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
+def test_the_cap_is_blamed_only_when_reached(cap, sentence):
     with ps.SlabPool(cap, memory=ps.memory.PageableMemory()) as pool:
         pool.reserve("1MiB", count=2)
         stats = ps.LoaderStats(**STATS | {"slab_wait_seconds": 9.0, "pool": pool.stats()})
@@ -389,7 +389,7 @@ def test_the_cap_is_blamed_only_where_it_was_reached(cap, sentence):
 
 
 @pytest.mark.parametrize("kinds", [1, 5, 100, 300])
-def test_structures_that_come_again_are_known_by_number_and_no_more_of_them_than_some(kinds):
+def test_repeated_structures_are_known_by_a_bounded_number(kinds):
     dataset = data.Mapped(data.Several(kinds), 600)
     iterator = iter(ps.DataLoader(dataset, None, num_workers=1, device="cpu"))
     for index, batch in enumerate(iterator):

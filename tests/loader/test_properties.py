@@ -86,7 +86,7 @@ samples = st.recursive(leaves(), lambda children: containers(children) | alias(c
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(samples, st.integers(1, 3), st.sampled_from([0, 1, 1]), st.sampled_from([default_collate, list]))
-def test_a_batch_is_what_its_collate_fn_makes_of_the_samples(make, size, workers, collate):
+def test_a_batch_is_its_collate_fn_s_result(make, size, workers, collate):
     dataset = [make(index) for index in range(5)]
     loader = ps.DataLoader(
         dataset, size, num_workers=workers, collate_fn=collate, device="cpu", max_bytes="64KiB", depth=2

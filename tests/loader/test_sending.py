@@ -90,7 +90,7 @@ class Loop:
                 return found
 
 
-def test_batches_are_sent_up_to_the_depth_ahead_of_the_one_that_is_wanted():
+def test_batches_are_sent_up_to_the_depth_ahead():
     loop = Loop(2)
     loop.arrive(*map(loop.batch, range(6)))
     assert loop.sent == [0, 1]  # nobody has any yet
@@ -103,7 +103,7 @@ def test_batches_are_sent_up_to_the_depth_ahead_of_the_one_that_is_wanted():
     assert loop.ready() == [4, 5]
 
 
-def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
+def test_the_thread_sleeps_while_a_batch_is_missing():
     loop = Loop(1)
     loop.arrive(loop.batch(2))
     loop.batches._rcvd_idx = 1
@@ -111,7 +111,7 @@ def test_the_thread_is_not_woken_for_a_batch_that_is_not_there():
     assert (loop.woken, loop.sent) == (0, [])
 
 
-def test_a_batch_that_comes_before_its_turn_waits_in_its_slab():
+def test_an_early_batch_waits_in_its_slab():
     loop = Loop(0)
     loop.arrive(loop.batch(1), loop.batch(2))
     assert (loop.ready(), loop.broker.free) == ([], [])
@@ -119,7 +119,7 @@ def test_a_batch_that_comes_before_its_turn_waits_in_its_slab():
     assert loop.ready() == [0]
 
 
-def test_without_order_the_first_to_come_is_the_first_to_be_sent():
+def test_without_order_first_come_is_first_sent():
     loop = Loop(1, in_order=False)
     loop.arrive(*map(loop.batch, (5, 3, 4, 1)))
     assert loop.sent == [5]
@@ -130,7 +130,7 @@ def test_without_order_the_first_to_come_is_the_first_to_be_sent():
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_the_end_of_a_worker_does_not_come_before_its_last_batch(in_order):
+def test_a_worker_s_end_follows_its_last_batch(in_order):
     loop = Loop(0, in_order=in_order)
     loop.arrive(loop.batch(0), loop.batch(1), (2, "worker 0 has no more"))
     found = []
@@ -181,7 +181,7 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     assert sorted(loop.sent) == everything
 
 
-def test_what_cannot_be_unpickled_is_an_error_and_the_next_batch_comes():
+def test_an_unpickling_error_doesn_t_stop_later_batches():
     loop = Loop(1)
     loop.arrive(ValueError("no number"), loop.batch(0))
     with pytest.raises(ValueError, match="no number"):
@@ -190,7 +190,7 @@ def test_what_cannot_be_unpickled_is_an_error_and_the_next_batch_comes():
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_what_cannot_be_sent_is_an_error_in_its_place(stateful):
+def test_a_sending_error_keeps_its_place(stateful):
     loop = Loop(1)
     number, arrival = loop.batch(0, "cannot be sent")
     loop.arrive((number, (arrival, 0, "state") if stateful else arrival), loop.batch(1))
@@ -203,13 +203,13 @@ def test_what_cannot_be_sent_is_an_error_in_its_place(stateful):
     assert loop.ready() == [1]
 
 
-def test_without_order_a_batch_that_cannot_be_sent_takes_no_other_ones_place():
+def test_a_sending_error_without_order_displaces_no_batch():
     loop = Loop(0, in_order=False)
     loop.arrive(loop.batch(0, "cannot be sent"), loop.batch(1))
     assert loop.ready() == [0, 1]
 
 
-def test_when_the_thread_fails_every_further_batch_is_that_error():
+def test_a_failed_thread_fails_every_further_batch():
     loop = Loop(1)
     loop.arrive(loop.batch(0))
     loop.queue.fail(OSError("out of order"))
@@ -219,7 +219,7 @@ def test_when_the_thread_fails_every_further_batch_is_that_error():
             loop.queue.get(timeout=0)
 
 
-def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_sent():
+def test_batches_of_an_abandoned_pass_are_dropped():
     loop = Loop(0)
     loop.arrive(loop.batch(3), loop.batch(4))
     loop.queue.drop_until_resumed(2)
@@ -233,7 +233,7 @@ def test_batches_of_a_pass_that_was_left_are_dropped_and_those_of_the_next_are_s
     assert loop.sent == [0]
 
 
-def test_a_get_waits_as_long_as_it_was_told():
+def test_get_waits_for_its_timeout():
     loop = Loop(0)
     began = time.monotonic()
     with pytest.raises(queue.Empty):

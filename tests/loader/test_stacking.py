@@ -63,7 +63,7 @@ def test_a_batch_is_what_torch_stacks_or_refuses(kinds, twice):
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
-def test_samples_that_are_alike_are_stacked_nowhere_but_in_the_slab(twice):
+def test_similar_samples_are_stacked_in_the_slab_only(twice):
     samples = [(KINDS[kind](), index) for index, kind in enumerate(ALIKE)]
     samples += samples if twice else []
     found, stacks = in_slab(samples)

@@ -49,7 +49,7 @@ def long_pass(batches):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_memory_and_open_files_stay_as_they_are_in_a_long_pass():
+def test_memory_and_files_are_steady_in_long_passes():
     (bytes_before, files_before), (bytes_after, files_after) = long_pass(2000)
     assert max(after - before for before, after in zip(bytes_before, bytes_after, strict=True)) < 2 * MIB
     # A file more or less: of a tensor that cannot be packed, which travels torch's way, a file each.

@@ -34,7 +34,7 @@ def test_torch_reads_its_queue_as_we_do():
     assert "self._data_queue.get(timeout=timeout)" in source, "adapt SendingQueue"
 
 
-def test_torch_does_for_each_batch_what_we_do_in_its_place():
+def test_torch_does_per_batch_what_we_replace():
     [function] = ast.parse(textwrap.dedent(inspect.getsource(ITERATOR.__next__))).body
     [within] = [node for node in function.body if isinstance(node, ast.With)]
     start, data, count, warn, end = map(ast.unparse, within.body)
@@ -68,7 +68,7 @@ def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
     assert not collates_as_shipped(collate)
 
 
-def test_the_queue_behind_has_a_file_that_can_be_waited_for():
+def test_the_worker_queue_has_a_pollable_file():
     source = multiprocessing.Queue()
     where = "multiprocessing keeps the pipe elsewhere: adapt pinstage/_compat/loader.py"
     assert hasattr(source, "_reader"), where
@@ -133,7 +133,7 @@ def told_anew(monkeypatch):
 
 @pytest.mark.usefixtures("told_anew")
 @pytest.mark.parametrize("name", torchs._ITERATOR_HAS)
-def test_without_a_name_of_torchs_iterator_batches_arrive_and_it_is_told_once(monkeypatch, name):
+def test_a_missing_private_name_warns_once(monkeypatch, name):
     made = torch.utils.data.DataLoader._get_iterator
     monkeypatch.setattr(
         torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **{name: None})
@@ -158,7 +158,7 @@ class NoFile:
     ],
     ids=["another queue", "no file"],
 )
-def test_where_torchs_iterator_works_in_another_way_batches_arrive_and_it_is_told_once(monkeypatch, other, reason):
+def test_a_changed_private_iterator_warns_once(monkeypatch, other, reason):
     made = torch.utils.data.DataLoader._get_iterator
 
     def make(loader):

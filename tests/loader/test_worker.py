@@ -105,7 +105,7 @@ def no_processes(monkeypatch):
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_slab_is_written_by_one_batch_at_a_time(data):
+def test_a_slab_is_written_by_one_batch(data):
     main = MainProcess(data.draw)
     slabs = WorkerSlabs(main, os.getpid(), LIMIT)
     for nbytes in data.draw(st.lists(SIZES, max_size=12)):
@@ -121,7 +121,7 @@ def test_a_slab_is_written_by_one_batch_at_a_time(data):
         main.copying.add(slab.number)
 
 
-def test_a_worker_that_has_a_slab_does_not_wait_for_another_one():
+def test_a_worker_with_a_slab_doesn_t_wait():
     """To page-lock one takes time."""
     main = MainProcess(None)
     slabs = WorkerSlabs(main, os.getpid(), LIMIT)

@@ -32,7 +32,7 @@ def put(root, folder, **files):
         (folder / name.replace("__", ".")).write_text(str(text))
 
 
-def test_a_quarter_of_available_memory_is_taken_on_a_plain_machine(tree):
+def test_the_cap_is_a_quarter_of_available_memory(tree):
     assert auto_max_bytes(root=tree()) == (10 * GIB, "25% of 40.00 GiB available (memory available on this machine)")
 
 
@@ -43,7 +43,7 @@ def test_ranks_of_this_host_share_the_cap(tree, monkeypatch):
     assert reason.endswith(", divided by 4 local ranks")
 
 
-def test_the_headroom_of_the_own_cgroup_decides_when_it_is_smaller(tree):
+def test_the_cgroup_s_headroom_decides_when_smaller(tree):
     root = tree(proc__self__cgroup="0::/job\n")
     put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high="max", memory__current=4 * GIB)
     assert auto_max_bytes(root=root) == (3 * GIB, "25% of 12.00 GiB available (cgroup headroom)")
@@ -56,7 +56,7 @@ def test_a_parent_cgroup_with_less_headroom_decides(tree):
     assert auto_max_bytes(root=root)[0] == GIB // 2
 
 
-def test_a_full_cgroup_leaves_the_least_useful_cap_and_says_so(tree):
+def test_a_full_cgroup_leaves_the_least_useful_cap(tree):
     root = tree(proc__self__cgroup="0::/job\n")
     put(root, "sys/fs/cgroup/job", memory__max=GIB, memory__current=GIB + 4096)
     cap, reason = auto_max_bytes(root=root)
@@ -74,14 +74,14 @@ def test_wsl_has_a_limit_of_its_own(tree):
     assert auto_max_bytes(root=root) == (GIB // 4, "25% of 1.00 GiB available (limit of WSL2)")
 
 
-def test_where_nothing_can_be_read_a_stated_amount_is_assumed(tmp_path):
+def test_without_readable_limits_a_stated_amount_is_assumed(tmp_path):
     cap, reason = auto_max_bytes(root=tmp_path)
     assert cap == GIB // 4
     assert "assumed" in reason
     assert most_bytes(tmp_path)[0] == 1 << 63
 
 
-def test_what_exists_in_all_is_the_smaller_of_machine_and_cgroup_used_or_not(tree):
+def test_total_memory_is_the_smaller_limit(tree):
     root = tree(proc__self__cgroup="0::/job\n")
     assert most_bytes(root) == (64 * GIB, "memory of this machine")
     put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__current=15 * GIB)
@@ -95,7 +95,7 @@ def test_this_machine_gives_an_answer_with_a_reason():
 
 
 @pytest.mark.parametrize("ranks", ["", "two", "0", "-1", "1.5"])
-def test_a_number_of_ranks_that_is_none_is_an_error_with_the_remedy(monkeypatch, ranks):
+def test_an_impossible_number_of_ranks_is_an_error(monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with pytest.raises(ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"):
         cap_bytes("auto")

@@ -53,25 +53,25 @@ def test_a_node_that_is_named_is_taken(host, affinity):
 
 @pytest.mark.parametrize("asked", ["auto", 0, 5])
 @pytest.mark.parametrize("nodes", [{0: "0-7"}, {}], ids=["one node", "no nodes known"])
-def test_a_host_with_one_node_says_so_and_does_nothing(host, asked, nodes):
+def test_a_host_with_one_node_does_nothing(host, asked, nodes):
     node, cpus, reason = _numa.placement(asked, GPU, host(nodes, gpu=0))
     assert (node, cpus) == (None, frozenset())
     assert reason == f"numa_node={asked!r}: this host has one NUMA node, nothing to do"
 
 
 @pytest.mark.parametrize("gpu", [None, -1, "nonsense"])
-def test_where_the_system_does_not_tell_the_node_nothing_is_done(host, gpu):
+def test_an_unknown_node_does_nothing(host, gpu):
     node, _, reason = _numa.placement("auto", GPU, host({0: "0", 1: "1"}, gpu=gpu))
     assert node is None
     assert reason == f"numa_node='auto': the system does not tell the node of {GPU}"
 
 
-def test_a_node_that_this_host_has_not_is_an_error_that_says_which_it_has(host):
+def test_a_missing_node_is_an_error_naming_others(host):
     with pytest.raises(ValueError, match=r"no node 7 on this host, which has \[0, 2\]"):
         _numa.placement(7, "", host({0: "0", 2: "1"}))
 
 
-def test_a_process_that_may_not_use_the_nodes_cpus_gets_its_pages_all_the_same(host, affinity):
+def test_without_the_node_s_cpus_pages_still_come(host, affinity):
     node, cpus, reason = _numa.placement(1, "", host({0: "0-7", 1: "8-15"}))
     assert (node, cpus) == (1, frozenset())
     assert reason == "node 1, as asked (this process may use none of its CPUs)"
@@ -83,7 +83,7 @@ def test_what_is_no_node_is_an_error(wrong):
         _numa.check(wrong)
 
 
-def test_the_system_is_asked_for_pages_of_the_node(monkeypatch):
+def test_the_system_is_asked_for_local_pages(monkeypatch):
     calls = []
 
     def syscall(number, address, nbytes, mode, mask, bits, flags):
@@ -115,7 +115,7 @@ def test_this_kernel_takes_the_call_or_forbids_it():
         pages.unmap(address, mmap.PAGESIZE)
 
 
-def test_touching_threads_run_on_the_cpus_and_the_caller_stays_where_it_is(monkeypatch):
+def test_touching_threads_move_but_the_caller_stays(monkeypatch):
     mine = os.sched_getaffinity(0)
     cpu = min(mine)
     touched = []
@@ -157,7 +157,7 @@ def registered(monkeypatch):
     return log
 
 
-def test_pages_are_asked_for_on_the_node_then_touched_there_then_registered(registered, monkeypatch, caplog):
+def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, caplog):
     cpu = min(os.sched_getaffinity(0))
     asked = []
 
@@ -176,7 +176,7 @@ def test_pages_are_asked_for_on_the_node_then_touched_there_then_registered(regi
     assert [record.message for record in caplog.records] == ["RegisteredMemory for cuda:3: node 1, that of the GPU"]
 
 
-def test_without_a_node_nothing_is_asked_of_the_system(registered):
+def test_without_a_node_the_system_isn_t_asked(registered):
     memory = RegisteredMemory()
     memory.deallocate(memory.allocate(5000))
     assert registered == ["touch on []", "register"]

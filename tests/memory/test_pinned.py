@@ -50,7 +50,7 @@ def memory(kind):
     return kind[0](0)
 
 
-def test_a_block_is_pinned_page_aligned_and_given_back(kind, memory, cuda):
+def test_a_block_is_pinned_aligned_and_returned(kind, memory, cuda):
     block = memory.allocate(3_000_001)
     assert memory.is_pinned
     assert memory.is_shared == (block.fd is not None) == (kind[0] is SharedMemory)
@@ -73,7 +73,7 @@ def test_no_allocation_makes_a_context_on_another_device(kind, cuda):
     ]
 
 
-def test_no_device_means_the_current_one_at_each_allocation_and_a_block_goes_back_to_its_own(kind, cuda, monkeypatch):
+def test_blocks_belong_to_the_device_current_at_allocation(kind, cuda, monkeypatch):
     memory = kind[0]()
     assert cuda.calls == []
     blocks = []
@@ -98,7 +98,7 @@ def test_write_combined_is_asked_for(cuda):
     assert cuda.calls[3] == ("cudaHostAlloc", 8192, 5)
 
 
-def test_a_driver_that_cuts_from_a_chunk_still_gives_page_aligned_blocks(cuda):
+def test_blocks_cut_from_a_chunk_are_page_aligned(cuda):
     cuda.offset = 512
     memory = HostAllocMemory(0)
     block = memory.allocate(8192)
@@ -110,7 +110,7 @@ def test_a_driver_that_cuts_from_a_chunk_still_gives_page_aligned_blocks(cuda):
     memory.deallocate(block)
 
 
-def test_a_large_block_that_is_not_page_aligned_is_refused_and_given_back(cuda):
+def test_an_unaligned_large_block_is_refused_and_returned(cuda):
     cuda.offset = 512
     with pytest.raises(RuntimeError, match="not page-aligned"):
         HostAllocMemory(0).allocate(4 << 20)
@@ -126,7 +126,7 @@ def test_large_registered_blocks_are_aligned_for_huge_pages(cuda):
         memory.deallocate(block)
 
 
-def test_registered_pages_have_their_memory_before_they_are_registered(cuda, monkeypatch):
+def test_pages_are_touched_before_they_are_registered(cuda, monkeypatch):
     memory = RegisteredMemory(0, threads=2, huge_pages=False)
     resident = []
     inner = cuda.cudaHostRegister
@@ -146,7 +146,7 @@ def test_registered_pages_have_their_memory_before_they_are_registered(cuda, mon
 
 
 @pytest.mark.parametrize(("code", "error"), [(INVALID_VALUE, PinningError), (OUT_OF_MEMORY, MemoryError)])
-def test_a_failed_allocation_names_call_error_and_size_and_holds_nothing(kind, memory, cuda, code, error):
+def test_a_failed_allocation_names_call_error_and_size(kind, memory, cuda, code, error):
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     kept = memory.allocate(4 << 20)
     cuda.fail(kind[1], code)
@@ -171,7 +171,7 @@ def test_a_failed_registration_unmaps_what_it_mapped(cuda):
 
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent"])
-def test_a_device_that_cannot_be_used_fails_the_allocation_and_nothing_else(kind, memory, cuda, call):
+def test_an_unusable_device_fails_only_the_allocation(kind, memory, cuda, call):
     cuda.fail(call, OUT_OF_MEMORY)
     with pytest.raises(_cuda.PinningMemoryError, match=f"{call} failed: cudaErrorMemoryAllocation"):
         memory.allocate(4096)
@@ -193,7 +193,7 @@ def test_an_interrupt_while_pages_are_touched_rolls_back(cuda, monkeypatch):
     assert cuda.registered == {}
 
 
-def test_memory_that_cuda_does_not_give_up_stays_mapped_and_is_reported_once(kind, memory, cuda):
+def test_memory_cuda_keeps_stays_mapped_and_is_reported(kind, memory, cuda):
     blocks = [memory.allocate(1 << 20) for _ in range(2)]
     cuda.fail(kind[2], INVALID_VALUE)
     with pytest.warns(StagingWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv") as caught:
@@ -230,7 +230,7 @@ def test_an_interpreter_that_shuts_down_calls_no_cuda(kind, memory, cuda, monkey
     memory.deallocate(block)
 
 
-def test_a_forked_child_gives_nothing_back_and_calls_no_cuda(kind, memory, cuda):
+def test_a_forked_child_frees_nothing_without_cuda(kind, memory, cuda):
     block = memory.allocate(4096)
 
     def claim():
@@ -257,7 +257,7 @@ def test_a_forked_child_asks_again_whether_cuda_works(cuda):
     assert in_child(lambda: _cuda._bindings is None) == 0
 
 
-def test_registered_pages_are_not_copied_into_a_forked_child(cuda):
+def test_registered_pages_aren_t_copied_into_children(cuda):
     memory = RegisteredMemory(0)
     block = memory.allocate(4 << 20)
     assert in_child(lambda: not is_mapped(block.ptr)) == 0
@@ -267,7 +267,7 @@ def test_registered_pages_are_not_copied_into_a_forked_child(cuda):
 # Which kind
 
 
-def test_the_default_is_registered_memory_where_cuda_is_usable(cuda):
+def test_the_default_is_registered_memory_with_cuda(cuda):
     assert type(default_memory(0)) is RegisteredMemory
     assert cuda.contexts == []
 
@@ -275,12 +275,12 @@ def test_the_default_is_registered_memory_where_cuda_is_usable(cuda):
 @pytest.mark.parametrize(
     ("attribute", "value"), [("HOST_REGISTER_SUPPORTED", 0), ("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES", 1)]
 )
-def test_the_default_is_the_drivers_own_memory_where_registering_does_not_page_lock(cuda, attribute, value):
+def test_the_default_is_driver_memory_where_registering_fails(cuda, attribute, value):
     cuda.attributes[attribute] = value
     assert type(default_memory(0)) is HostAllocMemory
 
 
-def test_shared_memory_that_is_not_to_be_registered_calls_no_cuda(cuda):
+def test_unregistered_shared_memory_calls_no_cuda(cuda):
     memory = SharedMemory(0, register=False)
     memory.deallocate(memory.allocate(4096))
     assert (memory.is_pinned, cuda.calls) == (False, [])
@@ -326,7 +326,7 @@ def _old_driver():
 
 
 @pytest.mark.parametrize("driver", [_NoDriver, _old_driver])
-def test_bindings_that_do_not_work_are_reported_and_pageable_memory_used(torch_with_a_gpu, bindings, driver):
+def test_broken_bindings_are_reported_and_pageable_memory_used(torch_with_a_gpu, bindings, driver):
     fake = driver()
     bindings(fake, fake)
     for make, expected in ((lambda: default_memory(0), PageableMemory), (lambda: SharedMemory(0), SharedMemory)):
@@ -355,7 +355,7 @@ def test_working_bindings_are_asked_once(torch_with_a_gpu, bindings):
     assert asked == [0]
 
 
-def test_another_thread_sets_no_device_that_is_current_there(monkeypatch):
+def test_another_thread_sets_no_current_device(monkeypatch):
     # torch may have gone back to a device without setting it; to set it then would make a context there
     current, entered = [1], []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
@@ -418,7 +418,7 @@ def test_a_captured_stream_is_not_recorded(cuda, monkeypatch):
     assert streams.recorded == []
 
 
-def test_a_device_that_does_not_answer_is_an_error(cuda, monkeypatch):
+def test_a_silent_device_is_an_error(cuda, monkeypatch):
     Streams(monkeypatch)
     cuda.fail("cuDevicePrimaryCtxGetState", INVALID_VALUE)
     with pytest.raises(PinningError, match="cuDevicePrimaryCtxGetState failed"):

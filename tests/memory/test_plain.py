@@ -55,7 +55,7 @@ def test_the_kinds_are_memory_resources(memory):
     assert not memory.is_pinned
 
 
-def test_a_block_is_page_aligned_zeroed_and_usable_to_its_last_byte(memory):
+def test_a_block_is_aligned_zeroed_and_usable(memory):
     block = memory.allocate(100_001)
     assert block.ptr % mmap.PAGESIZE == 0
     assert block.nbytes >= 100_001
@@ -86,7 +86,7 @@ def test_an_empty_or_negative_block_is_refused(memory, nbytes):
         memory.allocate(nbytes)
 
 
-def test_a_block_is_given_back_only_once_and_only_to_its_resource(memory):
+def test_a_block_is_returned_once_to_its_resource(memory):
     block, stranger = memory.allocate(4096), PageableMemory().allocate(4096)
     for wrong in (stranger, Block(block.ptr, block.nbytes)):
         with pytest.raises(ValueError, match="another resource"):
@@ -109,7 +109,7 @@ def test_a_resource_shows_what_it_holds(memory):
     assert repr(memory).endswith("0 blocks, 0 B>")
 
 
-def test_more_than_an_address_space_is_a_memory_error_and_holds_nothing(memory):
+def test_an_impossible_size_is_a_memory_error(memory):
     open_before = shared_files()
     with pytest.raises((MemoryError, OSError)):
         memory.allocate(1 << 62)
@@ -117,7 +117,7 @@ def test_more_than_an_address_space_is_a_memory_error_and_holds_nothing(memory):
     assert shared_files() <= open_before
 
 
-def test_an_interpreter_that_shuts_down_leaves_the_memory_alone(memory, monkeypatch):
+def test_interpreter_shutdown_leaves_memory_alone(memory, monkeypatch):
     block = memory.allocate(4096)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "is_finalizing", lambda: True)
@@ -138,7 +138,7 @@ def test_what_a_forked_child_writes_is_read_here():
     memory.deallocate(block)
 
 
-def test_what_another_process_writes_through_its_own_mapping_is_read_here():
+def test_another_process_s_writes_are_read_here():
     memory = plain_shared()
     block = memory.allocate(1 << 20)
     code = f"""
@@ -154,7 +154,7 @@ with attach({block.fd}, {block.nbytes}) as mapping:
     memory.deallocate(block)
 
 
-def test_an_attached_mapping_outlives_the_descriptor_and_is_closed_once():
+def test_an_attached_mapping_outlives_its_descriptor():
     memory = plain_shared()
     block = memory.allocate(4096)
     fd = os.dup(block.fd)
@@ -178,7 +178,7 @@ def test_more_than_a_block_has_is_not_attached(nbytes):
     memory.deallocate(block)
 
 
-def test_no_process_can_cut_a_shared_block_under_another():
+def test_no_process_can_truncate_a_shared_block():
     memory = plain_shared()
     block = memory.allocate(8192)
     with pytest.raises(PermissionError):
@@ -227,7 +227,7 @@ def resident_pages(address, nbytes):
     return sum(page & 1 for page in residency)
 
 
-def test_a_kernel_that_cannot_populate_has_its_pages_touched(monkeypatch):
+def test_pages_are_touched_where_populate_is_missing(monkeypatch):
     monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 0x7FFF)  # no kernel knows it: EINVAL
     address = pages.map_anonymous(1 << 20)
     pages.populate(address, 1 << 20)
@@ -235,14 +235,14 @@ def test_a_kernel_that_cannot_populate_has_its_pages_touched(monkeypatch):
     pages.unmap(address, 1 << 20)
 
 
-def test_touching_more_than_exists_is_refused_before_it_ends_the_process():
+def test_touching_more_than_exists_is_refused():
     address = pages.map_anonymous(4096)
     with pytest.raises(MemoryError, match=r"1.00 PiB asked, .* exist"):
         pages.populate(address, 1 << 50)
     pages.unmap(address, 4096)
 
 
-def test_touching_what_is_not_mapped_is_an_error_and_no_crash():
+def test_touching_unmapped_memory_is_an_error():
     address = pages.map_anonymous(1 << 26)
     pages.unmap(address, 1 << 26)
     with pytest.raises((MemoryError, OSError), match="MADV_POPULATE_WRITE"):
@@ -259,7 +259,7 @@ def test_a_refused_unmapping_is_an_error():
 
 @without_cuda
 @pytest.mark.parametrize("kind", [HostAllocMemory, RegisteredMemory])
-def test_a_page_locked_kind_without_cuda_says_what_to_use_instead(kind):
+def test_page_locked_kinds_without_cuda_name_an_alternative(kind):
     with pytest.raises(RuntimeError, match=rf"{kind.__name__} needs CUDA: .*; use PageableMemory\(\) or default_mem"):
         kind()
 
@@ -286,7 +286,7 @@ def test_the_default_for_the_cpu_is_pageable():
     assert type(default_memory(torch.device("cpu"))) is PageableMemory
 
 
-def test_a_child_of_a_signal_is_told_from_one_that_fails():
+def test_a_signalled_child_differs_from_a_failing_one():
     # The double above is used to prove a crash in the GPU tests: it must see one.
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
     assert in_child(lambda: False) == 2

@@ -8,7 +8,7 @@ from torchrun import torchrun
 STEPS = 40
 
 
-def test_fsdp2_trains_on_staged_batches_to_the_losses_of_those_already_there(tmp_path):
+def test_fsdp2_trains_on_staged_batches_to_equal_losses(tmp_path):
     torchrun(Path(__file__).parents[1] / "helpers" / "fsdp_steps.py", tmp_path, "cpu", STEPS)
     for rank in range(2):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -106,7 +106,7 @@ def is_on_host(module, handle):
 # -- inside and outside ------------------------------------------------------------------------------------------------
 
 
-def test_outputs_and_statistics_are_those_of_a_run_without(pool):
+def test_outputs_and_statistics_equal_a_plain_run(pool):
     plain, module = Tied(), Tied()
     expected = [plain(TOKENS) for _ in range(3)]
     handle = frozen_module(module, pool)
@@ -243,7 +243,7 @@ def test_compiled_modules_change_their_buffers(pool):
 # -- changes inside the block ------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_changed_inside_is_an_error_that_names_it(pool):
+def test_a_parameter_changed_inside_is_a_named_error(pool):
     module = Tied()
     expected = content_of(module)
     handle = frozen_module(module, pool)
@@ -258,7 +258,7 @@ def test_a_parameter_changed_inside_is_an_error_that_names_it(pool):
         assert_same(module, expected)
 
 
-def test_memory_exchanged_inside_is_an_error_that_names_it(pool):
+def test_memory_exchanged_inside_is_a_named_error(pool):
     module = Tied()
     expected = content_of(module)
     handle = frozen_module(module, pool)
@@ -270,7 +270,7 @@ def test_memory_exchanged_inside_is_an_error_that_names_it(pool):
 
 
 @pytest.mark.parametrize("step", ["to", "replace a parameter", "replace a buffer", "add", "remove"])
-def test_a_module_moved_or_replaced_outside_is_an_error(pool, step):
+def test_moving_or_replacing_the_module_outside_fails(pool, step):
     module = Tied()
     handle = frozen_module(module, pool)
     if step == "to":
@@ -349,7 +349,7 @@ def test_too_little_device_memory_leaves_everything_as_before(pool, monkeypatch)
         assert_same(module, expected)
 
 
-def test_an_interrupt_at_any_point_leaves_a_module_that_works(make_pool):
+def test_interrupts_leave_a_working_module(make_pool):
     module, pool = Tied(), make_pool(4 << 20)
     handle = frozen_module(module, pool)
     expected = content_of(module)
@@ -418,7 +418,7 @@ def inference():
     ],
     ids=["trained", "subclass", "sparse", "meta", "inference"],
 )
-def test_modules_that_cannot_be_held_are_refused_by_path(pool, make, message):
+def test_unsupported_modules_are_refused_by_path(pool, make, message):
     module = make()
     whole = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False), module)
     before = whole[0].weight.data_ptr()
@@ -452,7 +452,7 @@ def test_anything_but_a_module_is_refused(pool):
         frozen_module({}, pool)
 
 
-def test_a_pool_that_is_too_small_leaves_the_module_alone(make_pool, monkeypatch):
+def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     pool = make_pool(16 * KIB)
     module = torch.nn.Linear(64, 64).requires_grad_(False)
     before = module.weight.data_ptr()
@@ -468,7 +468,7 @@ def test_a_pool_that_is_too_small_leaves_the_module_alone(make_pool, monkeypatch
 # -- slabs -------------------------------------------------------------------------------------------------------------
 
 
-def test_slabs_have_a_limit_and_larger_tensors_their_own(pool, monkeypatch):
+def test_slabs_are_limited_except_for_large_tensors(pool, monkeypatch):
     monkeypatch.setattr(_frozen, "SLAB_BYTES", 8 * KIB)
     module = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for size in (32, 32, 32, 128, 32))
     expected = content_of(module.requires_grad_(False))
@@ -495,7 +495,7 @@ def test_slabs_return_when_the_module_dies_or_moves(pool, shuttle):
     wait_until(lambda: not pool.stats().in_flight_slabs)
 
 
-def test_a_dropped_handle_leaves_the_module_on_the_host(pool):
+def test_a_dropped_handle_leaves_the_module_on_host(pool):
     module = Tied()
     expected = content_of(module)
     handle = frozen_module(module, pool)

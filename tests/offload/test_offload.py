@@ -132,7 +132,7 @@ def assert_equal(some, others):
 
 @pytest.mark.parametrize("max_device_bytes", [0, 5 * KIB, "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_a_run_without_bit_for_bit(pool, name, max_device_bytes):
+def test_gradients_are_bit_equal_to_a_plain_run(pool, name, max_device_bytes):
     model, x = make(name)
     expected = gradients(model, x)
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
@@ -202,7 +202,7 @@ def test_checkpointed_blocks_save_their_inputs_on_the_host(pool, reentrant):
     assert offload.stats().copies >= 2
 
 
-def test_a_checkpointed_block_may_offload_what_it_computes_again(pool):
+def test_checkpointed_blocks_can_offload_recomputed_tensors(pool):
     def block(y):
         with save_on_cpu(pool, min_bytes=KIB):
             return model[0](y)
@@ -270,7 +270,7 @@ def test_keep_says_what_else_stays(pool):
     assert torch.equal(x.grad, x.exp())
 
 
-def test_memory_that_is_saved_many_times_is_copied_once(pool):
+def test_memory_saved_many_times_is_copied_once(pool):
     offload = save_on_cpu(pool, min_bytes=KIB)
     x = torch.randn(40, 40, requires_grad=True)
     with offload:
@@ -284,7 +284,7 @@ def test_memory_that_is_saved_many_times_is_copied_once(pool):
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_a_tensor_with_gaps_travels_without_what_lies_in_them(pool):
+def test_gaps_of_a_tensor_aren_t_copied(pool):
     offload = save_on_cpu(pool, min_bytes=KIB)
     product = torch.randn(4, 16, 3, 4, 8, requires_grad=True) * 1
     with offload:
@@ -295,7 +295,7 @@ def test_a_tensor_with_gaps_travels_without_what_lies_in_them(pool):
     y.sum().backward()
 
 
-def test_what_lies_between_elements_that_were_saved_is_not_taken_for_saved(pool):
+def test_bytes_between_saved_elements_count_as_unsaved(pool):
     class Keep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, tensor):
@@ -330,7 +330,7 @@ def test_what_lies_between_elements_that_were_saved_is_not_taken_for_saved(pool)
         lambda t: t.view(60, 3, 20)[:, 1].t(),
     ],
 )
-def test_a_tensor_comes_back_with_its_strides_and_offset(pool, view):
+def test_a_tensor_returns_with_strides_and_offset(pool, view):
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx, tensor):
@@ -426,7 +426,7 @@ def test_a_closed_pool_is_an_error(make_pool):
         x.exp()
 
 
-def test_cpu_tensors_stay_where_the_pool_is_page_locked(make_pool, monkeypatch):
+def test_cpu_tensors_stay_where_the_pool_is_pinned(make_pool, monkeypatch):
     monkeypatch.setattr(CountingMemory, "is_pinned", True)
     pool = make_pool(4 << 20)
     offload = save_on_cpu(pool, min_bytes=KIB)
@@ -491,7 +491,7 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
     assert most <= 3 + 1  # ahead, and in use
 
 
-def test_no_memory_of_the_device_is_kept_beyond_what_may_be_leaving(make_pool, monkeypatch):
+def test_device_memory_is_freed_after_its_copy(make_pool, monkeypatch):
     late = QueuedShuttle(1000, 1000)
     monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
     pool = make_pool(4 << 20)
@@ -523,7 +523,7 @@ def test_a_warm_step_allocates_nothing_of_the_pool(pool, shuttle):
     assert pool.stats().misses == misses
 
 
-def test_a_host_that_runs_ahead_takes_slabs_that_are_in_flight(make_pool, monkeypatch):
+def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, monkeypatch):
     late = QueuedShuttle(1000, 1000)
     waited_for = []
     leave = late.leave
@@ -552,7 +552,7 @@ def test_a_host_that_runs_ahead_takes_slabs_that_are_in_flight(make_pool, monkey
 
 
 @pytest.mark.parametrize("min_bytes", [KIB, "1MiB"], ids=["gone", "stayed"])
-def test_a_tensor_that_was_changed_after_it_was_saved_is_autograd_s_error(pool, min_bytes):
+def test_changing_a_saved_tensor_is_autograd_s_error(pool, min_bytes):
     x = torch.randn(40, 40, requires_grad=True)
     with save_on_cpu(pool, min_bytes=min_bytes):
         h = x * 1
@@ -563,7 +563,7 @@ def test_a_tensor_that_was_changed_after_it_was_saved_is_autograd_s_error(pool, 
     del loss
 
 
-def test_a_tensor_saved_before_and_after_a_change_is_sent_twice(pool):
+def test_tensors_saved_around_a_change_go_twice(pool):
     x = torch.randn(40, 40, requires_grad=True)
     offload = save_on_cpu(pool, min_bytes=KIB)
     with offload, torch.no_grad():
@@ -579,7 +579,7 @@ def test_a_tensor_saved_before_and_after_a_change_is_sent_twice(pool):
     del first, second
 
 
-def test_content_that_no_counter_tells_of_is_sent_anew_in_the_next_pass(pool):
+def test_uncounted_changes_are_sent_again_next_pass(pool):
     offload = save_on_cpu(pool, min_bytes=KIB)
     x, static = torch.randn(40, 40, requires_grad=True), torch.ones(40, 40)
     losses = []
@@ -594,7 +594,7 @@ def test_content_that_no_counter_tells_of_is_sent_anew_in_the_next_pass(pool):
 # -- the end of graphs -------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_that_is_dropped_gives_its_slabs_back_without_the_collector(pool, shuttle):
+def test_a_dropped_graph_returns_its_slabs_without_collection(pool, shuttle):
     model, x = make("attention")
     gc.disable()
     try:
@@ -607,7 +607,7 @@ def test_a_graph_that_is_dropped_gives_its_slabs_back_without_the_collector(pool
         gc.enable()
 
 
-def test_what_came_back_for_a_graph_that_is_dropped_is_kept_until_its_copy_is_done(make_pool, monkeypatch):
+def test_returned_tensors_of_dropped_graphs_live_until_copied(make_pool, monkeypatch):
     late = QueuedShuttle(0, 1000)
     monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
     pool = make_pool(1 << 20)
@@ -627,7 +627,7 @@ def test_what_came_back_for_a_graph_that_is_dropped_is_kept_until_its_copy_is_do
     assert_idle(pool, late)
 
 
-def test_a_graph_in_a_cycle_of_garbage_gives_its_slabs_back_without_a_warning(pool, shuttle):
+def test_a_graph_in_a_cycle_returns_its_slabs(pool, shuttle):
     class Ring:
         pass
 
@@ -688,7 +688,7 @@ def test_a_failed_copy_gives_its_slab_back(pool, monkeypatch, shuttle):
     assert_idle(pool, shuttle)
 
 
-def test_the_pool_may_be_closed_while_a_graph_is_alive(make_pool, shuttle):
+def test_the_pool_can_close_while_a_graph_lives(make_pool, shuttle):
     pool = make_pool(4 << 20)
     x = torch.randn(40, 40, requires_grad=True)
     with save_on_cpu(pool, min_bytes=KIB):
@@ -752,7 +752,7 @@ def test_threads_share_one_object(pool, background):
             assert_equal(found, expected)
 
 
-def test_threads_may_go_back_through_one_graph_at_once(pool, background):
+def test_threads_can_go_back_through_one_graph(pool, background):
     model, x = make("decoder")
     expected = gradients(model, x)
     with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB):
@@ -808,7 +808,7 @@ STEPS = {
     lag=st.sampled_from([None, (0, 0), (1, 2), (3, 3), (100, 0), (0, 100), (100, 100)]),
     ending=st.sampled_from(["once", "twice", "parts", "dropped", "half dropped"]),
 )
-def test_any_graph_has_its_gradients_and_empties_the_pool(program, max_device_bytes, cap, lag, ending, monkeypatch):
+def test_any_graph_has_gradients_and_empties_the_pool(program, max_device_bytes, cap, lag, ending, monkeypatch):
     def run(context):
         values = [x]
         with context:

@@ -74,7 +74,7 @@ def assert_same_weights(model, other):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_are_those_of_a_run_without_bit_for_bit(pool, name):
+def test_weights_are_bit_equal_to_a_plain_run(pool, name):
     expected, plain = make(name)
     train(expected, plain, 6)
     model, optimizer = make(name)
@@ -90,7 +90,7 @@ def test_weights_are_those_of_a_run_without_bit_for_bit(pool, name):
     offloaded.close()
 
 
-def test_between_steps_the_state_cannot_be_read_by_accident(pool):
+def test_state_cannot_be_read_between_steps_by_accident(pool):
     model, optimizer = make("adam")
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 1)
@@ -115,7 +115,7 @@ def test_state_that_is_there_already_leaves_at_once(pool):
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd with momentum"])
-def test_a_state_dict_in_the_middle_is_exact_and_can_be_loaded(pool, name):
+def test_a_state_dict_midway_is_exact_and_loadable(pool, name):
     expected, plain = make(name)
     train(expected, plain, 3)
     saved = copy.deepcopy(plain.state_dict()), copy.deepcopy(expected.state_dict())
@@ -222,7 +222,7 @@ def test_tensors_that_share_memory_stay(pool):
     offloaded.close()
 
 
-def test_an_optimizer_that_is_dropped_gives_its_slabs_back(pool, shuttle):
+def test_a_dropped_optimizer_returns_its_slabs(pool, shuttle):
     model, optimizer = make("adam")
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # makes a cycle of it
     optimizer_state(optimizer, pool, min_bytes=KIB)

@@ -96,7 +96,7 @@ const pages = PAGES, found = [];
 """Opens each page in a frame as wide as a screen, and says what is wider. Blocks of code may be, and what is folded."""
 
 
-def test_no_page_or_table_or_picture_is_wider_than_a_desk_s_or_a_telephone_s_screen(site, tmp_path):
+def test_nothing_is_wider_than_the_screen(site, tmp_path):
     pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
     (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
     command = [
@@ -128,7 +128,7 @@ class Assets(HTMLParser):
             self.found.append(given.get("href"))
 
 
-def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
+def test_the_site_is_complete_and_loads_nothing_external(site):
     pages = sorted(site.rglob("index.html"))
     assert len(pages) > 15
     for page in pages:
@@ -139,7 +139,7 @@ def test_the_site_loads_nothing_from_elsewhere_and_all_it_loads_is_there(site):
 
 
 @pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference", "reference/stager"])
-def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, page):
+def test_a_page_is_readable_in_light_and_dark(site, screenshot, page):
     path = site / page / "index.html"
     light, dark = screenshot(path), screenshot(path, DARK)
     below_the_header = np.s_[100:, :]
@@ -152,7 +152,7 @@ def test_a_page_of_the_site_shows_text_in_light_and_in_dark(site, screenshot, pa
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
-def test_a_picture_can_be_read_in_light_and_in_dark(screenshot, image):
+def test_a_picture_is_readable_in_light_and_dark(screenshot, image):
     size = re.search(r'width="(\d+)" height="(\d+)"', image.read_text())
     width, height = map(int, size.groups())
     light = screenshot(image, width=width, height=height + 100)[:height]

@@ -28,7 +28,7 @@ RUN_ELSEWHERE = {
     "audit.md": "test_inspect_docs.py",
     "cases/frame_bandwidth.md": "test_examples.py",
     "cases/weather_batch.md": "test_examples.py",
-    "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs_from_top_to_bottom",
+    "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs",
     "trace.md": "test_inspect_recording.py",
 }
 RUN_ELSEWHERE |= {f"frameworks/{path.name}": "frameworks/test_pages.py" for path in (DOCS / "frameworks").glob("*.md")}
@@ -68,7 +68,7 @@ def run(page, names):
 
 
 @pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
-def test_the_snippets_of_a_page_run_from_top_to_bottom(page, capsys):
+def test_a_page_s_snippets_run_in_order(page, capsys):
     names = run(page, {"__name__": "page"})
     for test in [value for name, value in names.items() if name.startswith("test_")]:  # of the page about tests
         test()
@@ -92,7 +92,7 @@ def test_the_lines_of_use_run(page):
     names["stager"].close()
 
 
-def test_the_guide_to_several_gpus_runs_from_top_to_bottom():
+def test_the_guide_to_several_gpus_runs():
     """In a process of its own. torch keeps the groups of sharded tensors (2.13, DTensor's sharding cache), and a child
     that is forked later frees them, and dies waiting for threads that it does not have."""
     command = [sys.executable, "-W", "ignore", "-c", "import test_docs; test_docs.run_the_guide_to_several_gpus()"]
@@ -122,7 +122,7 @@ def run_the_guide_to_several_gpus():
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_the_script_about_start_methods_works_with_each_of_them(method, tmp_path):
+def test_the_script_works_with_each_start_method(method, tmp_path):
     [(name, text, shown)] = scripts(DOCS / "guides" / "loaders.md")
     (tmp_path / name).write_text(text.replace('"cuda:0"', '"cpu"'))
     command = [sys.executable, "-W", "ignore", name, method]
@@ -200,14 +200,14 @@ def test_every_public_name_is_in_the_reference_once():
     "name",
     sorted({*pinstage.__all__, *(f"memory.{name}" for name in pinstage.memory.__all__)} - IN_SIGNATURES),
 )
-def test_every_public_name_has_a_page_of_its_own_with_an_example(name):
+def test_every_public_name_has_a_page_and_example(name):
     [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")]
     assert names_of(page)[0] == name
     [example] = python_blocks(page)
     assert name in example or name in MADE_BY_CALLS
 
 
-def test_the_overview_of_the_reference_and_the_site_s_menu_have_every_page_of_it():
+def test_the_reference_overview_and_menu_are_complete():
     overview, menu = (DOCS / "reference" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     for page in REFERENCE:
         assert f"]({page.name})" in overview, page
@@ -233,7 +233,7 @@ def test_every_table_is_what_the_result_files_say(markdown):
     assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
 
 
-def test_the_picture_of_the_loops_is_what_the_result_file_says(markdown):
+def test_the_picture_of_loops_matches_its_result_file(markdown):
     assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 
@@ -242,7 +242,7 @@ def git(*arguments):
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def test_every_commit_that_pages_cite_is_in_this_repository():
+def test_every_cited_commit_is_in_this_repository():
     if git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("this is not a clone with its history")
     pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]

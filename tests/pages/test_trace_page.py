@@ -50,20 +50,20 @@ def test_the_audit_page_s_program_runs(monkeypatch, capsys):
     assert "weather.Sample stops it" in capsys.readouterr().out
 
 
-def test_the_doctor_page_names_every_line_that_a_machine_without_a_gpu_gets(tmp_path):
+def test_the_doctor_page_names_every_line_without_gpu(tmp_path):
     page = (DOCS / "doctor.md").read_text()
     for check in host_checks(tmp_path, {0, 1}):
         assert check.name in page, check.name
 
 
-def test_the_trace_page_shows_what_the_command_prints_of_the_example(capsys):
+def test_the_trace_page_shows_the_example_s_output(capsys):
     with pytest.raises(SystemExit):
         _cli.main(["trace", "--example"])
     (shown,) = blocks("trace.md", "text")
     assert capsys.readouterr().out.startswith(shown)
 
 
-def test_the_model_s_figures_are_those_of_the_page():
+def test_the_model_s_figures_match_the_page():
     from pinstage.inspect._bus import REFERENCE
     from pinstage.inspect._trace import _analysis, _model
 

@@ -24,7 +24,7 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 @pytest.mark.parametrize(("given", "nbytes"), [(1000, 1000), ("1KiB", 1024), ("1.5 MiB", 1536 * 1024)])
-def test_the_cap_is_given_as_bytes_or_text_and_the_stats_say_where_it_comes_from(make_pool, given, nbytes):
+def test_the_cap_is_bytes_or_text(make_pool, given, nbytes):
     stats = make_pool(given).stats()
     assert (stats.max_bytes, stats.max_bytes_reason) == (nbytes, f"given: {given}")
 
@@ -41,7 +41,7 @@ def test_a_cap_that_is_no_size_is_refused(make_pool, senseless):
         make_pool(senseless)
 
 
-def test_the_automatic_cap_is_a_share_of_what_is_available_and_the_stats_say_of_what(monkeypatch):
+def test_the_automatic_cap_is_a_stated_share(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with SlabPool(memory=PageableMemory()) as pool:
         stats = pool.stats()
@@ -50,7 +50,7 @@ def test_the_automatic_cap_is_a_share_of_what_is_available_and_the_stats_say_of_
     assert "available (" in stats.max_bytes_reason
 
 
-def test_a_request_above_the_cap_fails_at_once_even_without_a_timeout(pool, memory):
+def test_a_request_above_the_cap_fails_at_once(pool, memory):
     with pytest.raises(BudgetExceededError):
         pool.acquire(1001)
     assert (memory.allocations, pool.stats().waits) == (0, 0)
@@ -72,7 +72,7 @@ def test_an_allocation_under_way_counts_against_the_cap(pool, memory, background
 
 
 @slow_polling
-def test_the_cap_holds_while_idle_slabs_are_still_being_freed(pool, memory, background):
+def test_the_cap_holds_while_idle_slabs_are_freed(pool, memory, background):
     idle_in_order(pool, 400, 400)
     memory.deallocate_gate = Gate()
     large = background(pool.acquire, 700)
@@ -88,7 +88,7 @@ def test_the_cap_holds_while_idle_slabs_are_still_being_freed(pool, memory, back
     assert memory.peak_live_bytes <= 1000
 
 
-def test_the_room_of_freed_slabs_is_kept_for_the_request_that_freed_them(pool, memory, background):
+def test_freed_room_is_kept_for_its_request(pool, memory, background):
     idle_in_order(pool, 400, 400)
     memory.allocate_gate = Gate()
     large = background(pool.acquire, 800)
@@ -103,7 +103,7 @@ def test_the_room_of_freed_slabs_is_kept_for_the_request_that_freed_them(pool, m
     assert memory.peak_live_bytes <= 1000
 
 
-def test_the_cap_holds_while_a_trim_is_under_way(pool, memory, background):
+def test_the_cap_holds_during_a_trim(pool, memory, background):
     idle_in_order(pool, 448, 448)
     memory.deallocate_gate = Gate()
     trim = background(pool.trim)
@@ -142,7 +142,7 @@ def test_growing_does_not_hold_up_others(pool, memory, background):
 # -- trim
 
 
-def test_at_the_cap_idle_slabs_of_other_classes_make_room_the_least_recently_used_first(pool, memory):
+def test_the_cap_frees_least_recently_used_slabs(pool, memory):
     idle_in_order(pool, 320, 288, 352)
     with pool.acquire(288):  # this one is the most recently used now
         pass
@@ -151,13 +151,13 @@ def test_at_the_cap_idle_slabs_of_other_classes_make_room_the_least_recently_use
     assert pool.stats().trims == 2
 
 
-def test_no_more_idle_slabs_are_freed_than_the_request_needs(pool, memory):
+def test_no_more_idle_slabs_are_freed_than_needed(pool, memory):
     idle_in_order(pool, 208, 192, 176)
     with pool.acquire(512):
         assert memory.freed == [208]
 
 
-def test_trim_frees_the_least_recently_used_first_until_no_more_than_asked_is_held(pool, memory):
+def test_trim_frees_least_recently_used_slabs_first(pool, memory):
     idle_in_order(pool, 96, 208, 112, 192)
     assert pool.trim(to_bytes=400) == 304
     assert memory.freed == [96, 208]
@@ -167,7 +167,7 @@ def test_trim_frees_the_least_recently_used_first_until_no_more_than_asked_is_he
     assert memory.live_bytes == 0
 
 
-def test_two_trims_at_once_free_no_more_than_one(pool, memory, background):
+def test_two_trims_at_once_free_what_one_does(pool, memory, background):
     idle_in_order(pool, 96, 96, 96, 96)
     memory.deallocate_gate = Gate()
     first = background(pool.trim, to_bytes=192)
@@ -181,7 +181,7 @@ def test_two_trims_at_once_free_no_more_than_one(pool, memory, background):
 # -- reserve
 
 
-def test_reserved_slabs_serve_as_many_leases_without_an_allocation(pool, memory):
+def test_reserved_slabs_serve_leases_without_allocating(pool, memory):
     pool.reserve(200, count=4)
     assert memory.allocations == 4
     leases = [pool.acquire(200, timeout=0) for _ in range(4)]
@@ -227,7 +227,7 @@ def test_an_impossible_reservation_fails_before_it_begins(pool, memory, verb, er
     assert memory.allocations == 0
 
 
-def test_a_failed_reservation_raises_where_it_is_waited_for(pool, memory):
+def test_a_failed_background_reservation_raises_in_synchronize(pool, memory):
     memory.fail_allocate(MemoryError("no more"), nth=2)
     fence = pool.reserve(200, count=3, background=True)
     with pytest.raises(MemoryError, match="no more"):
@@ -237,7 +237,7 @@ def test_a_failed_reservation_raises_where_it_is_waited_for(pool, memory):
     pool.acquire(960).release()
 
 
-def test_a_reservation_beyond_the_cap_allocates_nothing_and_says_what_is_missing(pool, memory):
+def test_a_reservation_beyond_the_cap_allocates_nothing(pool, memory):
     with pool.acquire(500):
         before = pool.stats()
         with pytest.raises(BudgetExceededError, match="2 slabs of 256 B are missing") as caught:
@@ -253,7 +253,7 @@ def test_a_senseless_reservation_is_refused(pool, nbytes, count):
         pool.reserve(nbytes, count=count)
 
 
-def test_the_cap_holds_while_a_failed_reservation_is_rolled_back(pool, memory, background):
+def test_the_cap_holds_while_reservations_are_rolled_back(pool, memory, background):
     memory.fail_allocate(MemoryError("no pages"), nth=2)
     memory.deallocate_gate = Gate()
     reservation = background(pool.reserve, 480, count=2)
@@ -298,7 +298,7 @@ def test_a_reservation_wakes_a_waiter(pool, memory, background):
 # -- freeze
 
 
-def test_a_frozen_pool_serves_what_it_has_and_allocates_nothing(pool, memory):
+def test_a_frozen_pool_serves_without_allocating(pool, memory):
     pool.reserve(200, count=2)
     assert not pool.frozen
     pool.freeze()
@@ -307,7 +307,7 @@ def test_a_frozen_pool_serves_what_it_has_and_allocates_nothing(pool, memory):
         assert memory.allocations == 2
 
 
-def test_a_frozen_pool_without_a_slab_as_large_raises_at_once_and_says_what_to_do(pool, memory):
+def test_a_frozen_pool_without_a_large_slab_raises(pool, memory):
     pool.acquire(200).release()
     pool.freeze()
     before = pool.stats()
@@ -317,7 +317,7 @@ def test_a_frozen_pool_without_a_slab_as_large_raises_at_once_and_says_what_to_d
     assert (pool.stats(), memory.allocations) == (before, 1)
 
 
-def test_a_frozen_pool_waits_for_a_slab_that_is_in_use(pool, memory, background):
+def test_a_frozen_pool_waits_for_slabs_in_use(pool, memory, background):
     lease = pool.acquire(200)
     pool.freeze()
     with pytest.raises(AcquireTimeoutError):
@@ -329,7 +329,7 @@ def test_a_frozen_pool_waits_for_a_slab_that_is_in_use(pool, memory, background)
     assert memory.allocations == 1
 
 
-def test_freezing_ends_the_wait_for_room_that_only_an_allocation_could_use(pool, background):
+def test_freezing_ends_waits_that_need_an_allocation(pool, background):
     leases = [pool.acquire(500), pool.acquire(480)]
     waiter = background(pool.acquire, 600)
     wait_until(lambda: pool.stats().waits == 1)
@@ -340,7 +340,7 @@ def test_freezing_ends_the_wait_for_room_that_only_an_allocation_could_use(pool,
         lease.release()
 
 
-def test_a_frozen_pool_can_be_trimmed_by_hand_and_then_says_that_nothing_is_left(pool):
+def test_a_frozen_pool_can_be_trimmed(pool):
     pool.reserve(200)
     pool.freeze()
     assert pool.trim() == 208
@@ -366,7 +366,7 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
         outcome(failing).release()
 
 
-def test_a_slab_whose_freeing_fails_is_never_lent_again_and_the_others_are_as_before(pool, memory):
+def test_a_slab_that_cannot_be_freed_stays_out(pool, memory):
     idle_in_order(pool, 96, 112, 128)
     lost = memory.live_blocks[1]
     memory.fail_deallocate(RuntimeError("device is gone"), nth=2)
@@ -381,9 +381,7 @@ def test_a_slab_whose_freeing_fails_is_never_lent_again_and_the_others_are_as_be
     memory.deallocate(lost)
 
 
-def test_a_failed_freeing_on_behalf_of_a_request_fails_the_request_and_loses_nothing_of_the_cap_but_that_slab(
-    pool, memory
-):
+def test_a_failed_free_fails_only_its_request(pool, memory):
     idle_in_order(pool, 400, 400)
     lost = memory.live_blocks[0]
     memory.fail_deallocate(RuntimeError("device is gone"))
@@ -395,7 +393,7 @@ def test_a_failed_freeing_on_behalf_of_a_request_fails_the_request_and_loses_not
     pool.acquire(1000, timeout=0).release()
 
 
-def test_an_event_whose_query_fails_passes_its_error_through_and_changes_nothing(pool):
+def test_a_failing_event_query_raises_and_changes_nothing(pool):
     good, bad = ManualEvent(), ManualEvent()
     pool.acquire(96).release(after=good)
     pool.acquire(112).release(after=bad)

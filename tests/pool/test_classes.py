@@ -12,7 +12,7 @@ units = st.sampled_from([1, 2, 512, 4096, 65536, 2 << 20])
 
 
 @given(sizes)
-def test_a_class_holds_its_request_and_rounds_by_at_most_an_eighth(nbytes):
+def test_a_class_rounds_by_at_most_an_eighth(nbytes):
     assert nbytes <= size_class(nbytes) <= nbytes * 1.125
 
 
@@ -28,14 +28,14 @@ def test_a_class_is_a_class_of_its_own(nbytes, granularity):
 
 
 @given(st.integers(3, 40))
-def test_there_are_at_least_eight_classes_in_each_doubling(power):
+def test_each_doubling_has_at_least_eight_classes(power):
     low, high = 2**power, 2 ** (power + 1)
     step = max(1, low // 64)
     assert len({size_class(nbytes) for nbytes in range(low + 1, high + 1, step)}) >= CLASSES_PER_DOUBLING >= 8
 
 
 @given(sizes, units)
-def test_classes_are_whole_allocation_units_and_waste_no_more_than_one_of_them_or_an_eighth(nbytes, granularity):
+def test_classes_are_whole_units_with_bounded_waste(nbytes, granularity):
     capacity = size_class(nbytes, granularity)
     assert capacity % granularity == 0
     assert capacity >= nbytes
@@ -48,19 +48,19 @@ def test_sizes_may_be_text(make_pool):
 
 
 @given(st.integers(1, SMALL_SLAB_BYTES // 2))
-def test_of_a_small_slab_that_serves_before_the_pool_grows_at_most_an_eighth_is_waste(nbytes):
+def test_small_slabs_waste_at_most_an_eighth(nbytes):
     limit = reuse_limit(nbytes, size_class(nbytes))
     assert size_class(nbytes) <= limit
     assert (limit - nbytes) / limit <= 1 / 8
 
 
 @given(st.integers(SMALL_SLAB_BYTES, 2**40))
-def test_a_large_slab_serves_up_to_twice_the_class_before_the_pool_grows(nbytes):
+def test_large_slabs_serve_up_to_twice_the_class(nbytes):
     assert reuse_limit(nbytes, size_class(nbytes)) == REUSE_FACTOR * size_class(nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [100, 3000, SMALL_SLAB_BYTES, 5 * SMALL_SLAB_BYTES + 1])
-def test_a_larger_idle_slab_within_the_reuse_limit_serves_before_the_pool_grows(make_pool, memory, nbytes):
+def test_idle_slabs_within_the_reuse_limit_serve_first(make_pool, memory, nbytes):
     larger = size_class(reuse_limit(nbytes, size_class(nbytes)) * 15 // 16)
     assert size_class(nbytes) < larger <= reuse_limit(nbytes, size_class(nbytes))
     pool = make_pool("64MiB")
@@ -71,7 +71,7 @@ def test_a_larger_idle_slab_within_the_reuse_limit_serves_before_the_pool_grows(
 
 
 @pytest.mark.parametrize("nbytes", [100, 3000, SMALL_SLAB_BYTES, 5 * SMALL_SLAB_BYTES + 1])
-def test_a_larger_idle_slab_beyond_the_reuse_limit_does_not_serve_while_the_pool_can_grow(make_pool, memory, nbytes):
+def test_idle_slabs_beyond_the_reuse_limit_wait(make_pool, memory, nbytes):
     pool = make_pool("64MiB")
     pool.reserve(reuse_limit(nbytes, size_class(nbytes)) + 1)
     with pool.acquire(nbytes) as lease:

@@ -21,7 +21,7 @@ def test_close_frees_all_idle_slabs(pool, memory):
     assert memory.live_bytes == pool.stats().held_bytes == 0
 
 
-def test_a_pool_is_closed_at_the_end_of_its_block(memory):
+def test_a_pool_closes_at_its_block_s_end(memory):
     with SlabPool(1000, memory=memory) as pool:
         pool.acquire(100).release()
         assert not pool.closed
@@ -53,7 +53,7 @@ def test_a_closed_pool_refuses_new_leases(pool, memory, verb):
     assert memory.allocations == 0
 
 
-def test_a_closed_pool_can_still_be_looked_at_and_trimmed(pool):
+def test_a_closed_pool_can_be_inspected_and_trimmed(pool):
     pool.reserve(100)
     pool.close()
     assert (pool.stats().trims, pool.trim()) == (1, 0)
@@ -81,7 +81,7 @@ def test_closing_wakes_all_waiters_with_an_error(pool, background):
     lease.release()
 
 
-def test_close_waits_for_slabs_in_flight_and_frees_them(pool, memory, background):
+def test_close_waits_for_and_frees_slabs_in_flight(pool, memory, background):
     event = ManualEvent()
     pool.acquire(100).release(after=event)
     closing = background(pool.close)
@@ -93,7 +93,7 @@ def test_close_waits_for_slabs_in_flight_and_frees_them(pool, memory, background
     assert memory.live_bytes == 0
 
 
-def test_close_waits_for_a_slab_whose_last_view_died_before_its_event_was_done(pool, memory, background):
+def test_close_waits_for_events_after_the_last_view(pool, memory, background):
     event, lease = ManualEvent(), pool.acquire(100)
     view = lease.tensor()
     lease.release(after=event)
@@ -105,7 +105,7 @@ def test_close_waits_for_a_slab_whose_last_view_died_before_its_event_was_done(p
     assert memory.live_bytes == 0
 
 
-def test_a_slab_leased_at_the_close_is_freed_when_it_is_released(pool, memory):
+def test_a_leased_slab_is_freed_after_close(pool, memory):
     with pool.acquire(100) as lease:
         pool.close()
         lease.tensor().fill_(1)
@@ -114,7 +114,7 @@ def test_a_slab_leased_at_the_close_is_freed_when_it_is_released(pool, memory):
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_slab_released_after_the_close_is_freed_when_its_event_is_done(memory, dropped):
+def test_slabs_in_flight_are_freed_after_close(memory, dropped):
     pool, event = SlabPool(1000, memory=memory), ManualEvent()
     with pool.acquire(100) as lease:
         pool.close()
@@ -130,7 +130,7 @@ def test_a_slab_released_after_the_close_is_freed_when_its_event_is_done(memory,
 
 
 @pytest.mark.parametrize("look", [SlabPool.close, SlabPool.stats, SlabPool.trim])
-def test_views_stay_valid_after_the_close_and_their_slab_is_freed_after_the_last_of_them(pool, memory, look):
+def test_views_stay_valid_after_close(pool, memory, look):
     lease = pool.acquire(100)
     view = lease.tensor()
     view.fill_(42)
@@ -144,7 +144,7 @@ def test_views_stay_valid_after_the_close_and_their_slab_is_freed_after_the_last
     assert memory.live_bytes == 0
 
 
-def test_a_lease_forgotten_after_the_close_is_freed_when_the_pool_is_looked_at(pool, memory):
+def test_a_lease_forgotten_after_close_is_freed(pool, memory):
     lease = pool.acquire(100)
     pool.close()
     del lease
@@ -154,7 +154,7 @@ def test_a_lease_forgotten_after_the_close_is_freed_when_the_pool_is_looked_at(p
 
 
 @pytest.mark.parametrize("verb", [SlabPool.acquire, SlabPool.reserve])
-def test_an_allocation_under_way_at_the_close_is_freed(pool, memory, background, verb):
+def test_an_allocation_under_way_at_close_is_freed(pool, memory, background, verb):
     memory.allocate_gate = Gate()
     growing = background(verb, pool, 100)
     memory.allocate_gate.wait_for_arrival()
@@ -169,7 +169,7 @@ def test_an_allocation_under_way_at_the_close_is_freed(pool, memory, background,
     assert pool.stats().leased_slabs == 0
 
 
-def test_an_event_that_fails_at_the_close_passes_through_and_its_slab_is_not_freed(pool, memory):
+def test_a_failing_event_at_close_keeps_its_slab(pool, memory):
     event = ManualEvent()
     pool.acquire(100).release(after=event)
     event.error = RuntimeError("CUDA error")
@@ -191,7 +191,7 @@ def test_a_dropped_pool_frees_its_slabs(memory):
 
 
 @pytest.mark.parametrize("thing", ["lease", "view", "event"])
-def test_a_pool_dropped_in_a_cycle_frees_each_slab_when_nothing_uses_it_any_more(memory, thing):
+def test_a_pool_in_a_cycle_frees_its_slabs(memory, thing):
     pool, event = SlabPool(1000, memory=memory), ManualEvent()
     pool.reserve(100, count=2)
     lease = pool.acquire(100)
@@ -225,7 +225,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
     memory.deallocate(lost)
 
 
-def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
+def test_a_dropped_pool_frees_returned_slabs_after_closing(memory):
     event = ManualEvent()
     with SlabPool(1000, memory=memory) as pool:
         in_flight, forgotten, viewed = (pool.acquire(100) for _ in range(3))
@@ -238,7 +238,7 @@ def test_a_dropped_pool_frees_what_came_back_only_after_its_close(memory):
     wait_until(lambda: memory.live_bytes == 0)
 
 
-def test_a_pool_that_was_never_made_is_dropped_in_silence():
+def test_a_half_made_pool_is_dropped_silently():
     with pytest.raises(ValueError, match="max_bytes"):
         SlabPool(max_bytes=0)
     with pytest.raises(TypeError, match="memory must be a MemoryResource"):
@@ -246,7 +246,7 @@ def test_a_pool_that_was_never_made_is_dropped_in_silence():
     gc.collect()
 
 
-def test_the_counters_of_a_stager_are_to_be_had_while_its_pool_frees_slabs(memory, background):
+def test_stager_stats_work_while_the_pool_frees(memory, background):
     pool = SlabPool(1000, memory=memory)
     stager = Stager("cpu", pool=pool)
     event = ManualEvent()
@@ -283,7 +283,7 @@ class Slow(ps.memory.PageableMemory):
 """
 
 
-def test_a_program_waits_at_its_end_for_what_is_being_freed():
+def test_a_program_waits_for_freeing_at_its_end():
     script = """
 pool = ps.SlabPool(1000, memory=Slow())
 pool.reserve(100)

@@ -27,7 +27,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
-def test_a_forked_child_is_refused_and_told_what_to_do(pool, verb):
+def test_a_forked_child_is_refused_with_a_remedy(pool, verb):
     def claim():
         with pytest.raises(ForkedPoolError, match=f"parent of process {os.getpid()}: .*; make a SlabPool in the child"):
             verb(pool, lease)
@@ -36,7 +36,7 @@ def test_a_forked_child_is_refused_and_told_what_to_do(pool, verb):
         claim_in_child(claim)
 
 
-def test_a_lease_dropped_in_the_child_warns_nothing_and_frees_nothing(memory):
+def test_a_lease_dropped_in_the_child_does_nothing(memory):
     leases = {"pool": SlabPool(1000, memory=memory)}
     leases["plain"] = leases["pool"].acquire(100)
     leases["viewed"] = leases["pool"].acquire(100)
@@ -72,7 +72,7 @@ def test_closing_in_the_child_does_nothing(pool, memory):
     event.finish()
 
 
-def test_the_child_is_refused_and_does_not_hang_when_the_parent_was_in_the_middle_of_something(pool, background):
+def test_a_child_forked_mid_call_doesn_t_hang(pool, background):
     lease = pool.acquire(100)
 
     class ForkingEvent(ManualEvent):
@@ -96,7 +96,7 @@ def test_the_child_is_refused_and_does_not_hang_when_the_parent_was_in_the_middl
     lease.release()
 
 
-def test_a_fork_beside_a_growing_thread_changes_nothing_for_the_parent(pool, memory, background):
+def test_forking_beside_growth_leaves_the_parent_unchanged(pool, memory, background):
     memory.allocate_gate = Gate()
     growing = background(pool.acquire, 100)
     memory.allocate_gate.wait_for_arrival()
@@ -110,7 +110,7 @@ def test_a_fork_beside_a_growing_thread_changes_nothing_for_the_parent(pool, mem
     outcome(growing).release()
 
 
-def test_a_child_may_make_a_pool_of_its_own_and_its_child_is_refused_that_one(pool):
+def test_a_grandchild_is_refused_the_child_s_pool(pool):
     def claim():
         with SlabPool(1000, memory=PageableMemory()) as own:
             with own.acquire(100) as lease:

@@ -139,7 +139,7 @@ def pools(memory):
 # -- one cap -----------------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_that_peak_at_different_times_finish_under_less_than_both_peaks(started):
+def test_ranks_with_different_peaks_share_one_budget(started):
     ranks = [started(rank, mine, 6, {"budget": budget(name="ranks")}, 20) for mine in range(2)]
     for turn in range(4):
         assert [each.hear() for each in ranks] == [{"turn": turn}] * 2
@@ -153,7 +153,7 @@ def test_the_same_two_ranks_fail_with_equal_halves(started, capfd):
     assert "AcquireTimeoutError: no slab came free" in capfd.readouterr().err
 
 
-def test_eight_processes_of_which_some_are_killed_never_hold_more_than_the_cap(started, tmp_path):
+def test_crashing_processes_never_hold_more_than_the_cap(started, tmp_path):
     found = started(crowd, tmp_path, 8, 8 * MIB, 6, {"budget": budget(name="crowd")}).hear()
     assert (found["excesses"], found["held"], found["ended"]) == (0, 0, [0] * 8)
     assert found["served"] > 20
@@ -162,11 +162,11 @@ def test_eight_processes_of_which_some_are_killed_never_hold_more_than_the_cap(s
     assert found["peak"] > 4 * MIB
 
 
-def test_the_watcher_of_that_crowd_sees_when_each_has_a_cap_of_its_own(started, tmp_path):
+def test_the_watcher_sees_separate_caps(started, tmp_path):
     assert started(crowd, tmp_path, 8, 8 * MIB, 2, {"max_bytes": 8 * MIB}).hear()["excesses"]
 
 
-def test_idle_slabs_of_another_process_are_lent_within_two_seconds(started, pools):
+def test_another_process_lends_idle_slabs_within_two_seconds(started, pools):
     process = started(hold, 6 * MIB, True)
     process.hear()
     start = time.monotonic()
@@ -174,7 +174,7 @@ def test_idle_slabs_of_another_process_are_lent_within_two_seconds(started, pool
         assert time.monotonic() - start < 2
 
 
-def test_what_is_in_use_in_another_process_is_not_lent(started, pools):
+def test_slabs_in_use_are_not_lent(started, pools):
     started(hold, 6 * MIB, False).hear()
     pool = pools()
     with pytest.raises(AcquireTimeoutError, match=r"HostBudget\('8.00 MiB', name='held'\), of which other pools of t"):
@@ -205,7 +205,7 @@ def test_errors_name_the_holders_and_a_larger_budget(started, pools):
     assert "other pools" not in pool.stats().max_bytes_reason
 
 
-def test_budgets_of_different_names_have_nothing_to_do_with_one_another(pools):
+def test_budgets_of_different_names_are_independent(pools):
     with (
         pools().acquire("8MiB"),
         pools(budget(name="other")).acquire("8MiB"),
@@ -215,7 +215,7 @@ def test_budgets_of_different_names_have_nothing_to_do_with_one_another(pools):
         assert [usage.budget for usage in budget().usage()] == ["held"]
 
 
-def test_two_caps_for_one_name_are_refused_and_both_are_named(started, pools):
+def test_two_caps_for_one_name_are_refused(started, pools):
     process = started(hold, MIB, True)
     pid = process.pid
     process.hear()
@@ -225,7 +225,7 @@ def test_two_caps_for_one_name_are_refused_and_both_are_named(started, pools):
     pools(budget("9MiB"))  # nobody has the other one any more
 
 
-def test_a_request_that_waits_is_served_when_another_process_frees(pools, background):
+def test_a_waiting_request_gets_what_another_process_frees(pools, background):
     first, second = pools(), pools()
     lease = first.acquire("6MiB")
     waiting = background(second.acquire, "6MiB")
@@ -235,7 +235,7 @@ def test_a_request_that_waits_is_served_when_another_process_frees(pools, backgr
     assert second.stats().waits == 1
 
 
-def test_a_pool_s_own_idle_slabs_make_room_before_it_waits_for_others(pools):
+def test_own_idle_slabs_make_room_before_waiting(pools):
     first, second = pools(), pools()
     with first.acquire("5MiB"):
         second.acquire("1MiB").release()
@@ -253,7 +253,7 @@ def test_a_frozen_pool_lends_nothing(pools):
     assert first.stats().free_bytes == 6 * MIB
 
 
-def test_a_reservation_has_what_others_lend_and_fails_when_they_do_not(pools):
+def test_a_reservation_uses_lent_memory_or_fails(pools):
     first, second = pools(), pools()
     lease = first.acquire("6MiB")
     with pytest.raises(BudgetExceededError, match=r"reserve does not fit: 3 slabs of 1\.00 MiB are missing"):
@@ -264,12 +264,12 @@ def test_a_reservation_has_what_others_lend_and_fails_when_they_do_not(pools):
     assert second.stats().free_bytes == 3 * MIB
 
 
-def test_a_request_larger_than_the_budget_can_never_fit(pools):
+def test_a_request_above_the_budget_never_fits(pools):
     with pytest.raises(BudgetExceededError, match=r"can never fit: requested 9\.00 MiB"):
         pools().acquire("9MiB")
 
 
-def test_an_allocation_that_fails_leaves_the_budget_as_it_was(pools, memory):
+def test_a_failed_allocation_leaves_the_budget_unchanged(pools, memory):
     first, second = pools(), pools()
     memory.fail_allocate(MemoryError("no more"), nth=2)
     with pytest.raises(MemoryError, match="no more"):
@@ -278,7 +278,7 @@ def test_an_allocation_that_fails_leaves_the_budget_as_it_was(pools, memory):
         pass
 
 
-def test_blocks_larger_than_was_asked_for_are_counted_as_they_are(pools):
+def test_blocks_count_with_their_real_size(pools):
     class Generous(CountingMemory):
         def allocate(self, nbytes):
             return super().allocate(2 * nbytes)
@@ -291,7 +291,7 @@ def test_blocks_larger_than_was_asked_for_are_counted_as_they_are(pools):
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_a_pool_that_is_closed_or_dropped_leaves_no_file(end, memory, folder):
+def test_a_closed_or_dropped_pool_leaves_no_file(end, memory, folder):
     pool = ps.SlabPool(memory=memory, budget=budget())
     lease = pool.acquire("1MiB")
     if end == "close":
@@ -317,7 +317,7 @@ def test_empty_pools_that_are_dropped_leave_nothing(memory):
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
-def test_an_interrupt_anywhere_in_the_pool_s_verbs_loses_nothing_of_the_budget(pools):
+def test_interrupts_lose_nothing_of_the_budget(pools):
     first, second = pools(), pools()
 
     def work():
@@ -337,7 +337,7 @@ def test_an_interrupt_anywhere_in_the_pool_s_verbs_loses_nothing_of_the_budget(p
 
 
 @pytest.mark.parametrize("lend", [False, True])
-def test_a_cap_of_its_own_binds_within_the_budget(pools, lend):
+def test_a_pool_s_cap_binds_within_the_budget(pools, lend):
     first, second = pools(max_bytes="3MiB"), pools()
     assert first.max_bytes == 3 * MIB
     with (
@@ -356,7 +356,7 @@ def test_a_cap_of_its_own_binds_within_the_budget(pools, lend):
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_process_that_is_killed_gives_its_share_back_to_the_next_request(started, pools, is_idle):
+def test_a_killed_process_s_share_serves_later_requests(started, pools, is_idle):
     process = started(hold, 6 * MIB, is_idle)
     process.hear()
     pool = pools()
@@ -365,7 +365,7 @@ def test_a_process_that_is_killed_gives_its_share_back_to_the_next_request(start
         pass
 
 
-def test_a_process_that_is_killed_gives_its_share_back_to_a_request_that_waits(started, pools, background):
+def test_a_killed_process_s_share_serves_waiting_requests(started, pools, background):
     process = started(hold, 6 * MIB, False)
     process.hear()
     waiting = background(pools().acquire, "8MiB")
@@ -376,7 +376,7 @@ def test_a_process_that_is_killed_gives_its_share_back_to_a_request_that_waits(s
     assert time.monotonic() - start < 1
 
 
-def test_a_child_that_outlives_a_killed_parent_does_not_keep_its_share(pools, tmp_path):
+def test_a_surviving_child_doesn_t_keep_the_share(pools, tmp_path):
     """A worker of a loader does, for a while: it has what its parent had open."""
     marker = tmp_path / "grandchild"
     pid = os.fork()
@@ -401,7 +401,7 @@ def test_a_child_that_outlives_a_killed_parent_does_not_keep_its_share(pools, tm
         os.kill(int(marker.read_text()), signal.SIGKILL)
 
 
-def test_a_forked_child_is_refused_and_may_make_a_pool_of_its_own(pools):
+def test_a_forked_child_makes_its_own_pool(pools):
     pool = pools()
     lease = pool.acquire("3MiB")
 
@@ -615,7 +615,7 @@ def test_shared_memory_counts_once_by_its_inode(pools, folder):
     assert _host_budget.held_bytes(living()) == 6 * MIB
 
 
-def test_a_removed_folder_is_made_again_with_what_is_held(pools, folder):
+def test_a_removed_folder_is_made_again(pools, folder):
     first = pools()
     lease = first.acquire("6MiB")
     shutil.rmtree(folder)
@@ -628,7 +628,7 @@ def test_a_removed_folder_is_made_again_with_what_is_held(pools, folder):
         pass
 
 
-def test_a_locked_folder_fails_the_request_and_not_the_pool(pools, folder, monkeypatch):
+def test_a_locked_folder_fails_only_the_request(pools, folder, monkeypatch):
     pool = pools()
     pool.acquire("2MiB").release()
     with monkeypatch.context() as patch:
@@ -679,7 +679,7 @@ def test_a_budget_of_nonsense_is_refused(arguments, error, message):
         ps.HostBudget(arguments[0], name=arguments[1] if arguments[1:] else "nonsense")
 
 
-def test_a_budget_is_a_plain_value_that_travels_to_other_processes():
+def test_a_budget_is_a_plain_picklable_value():
     one = ps.HostBudget("64GiB", name="job7")
     assert pickle.loads(pickle.dumps(one)) == one
     assert repr(one) == "HostBudget('64.00 GiB', name='job7')"
@@ -743,7 +743,7 @@ def test_a_program_that_closes_nothing_ends_in_silence():
     assert living() == []
 
 
-def test_a_device_that_fails_does_not_end_the_lending(pools):
+def test_a_failing_device_doesn_t_end_lending(pools):
     first, second = pools(), pools()
     event = ManualEvent()
     event.error = RuntimeError("the device failed")
@@ -761,7 +761,7 @@ def test_a_device_that_fails_does_not_end_the_lending(pools):
         pass
 
 
-def test_a_finaliser_among_the_files_is_refused_and_may_close(pools, background, folder):
+def test_a_finaliser_among_the_files_can_only_close(pools, background, folder):
     pool, other = pools(), pools()
 
     def collected_there():

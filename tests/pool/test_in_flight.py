@@ -13,7 +13,7 @@ def in_flight(pool, owner="offload", nbytes=100):
     return event
 
 
-def test_the_slab_comes_with_the_event_of_its_last_lease(pool):
+def test_the_slab_has_its_last_lease_s_event(pool):
     first, second = in_flight(pool), in_flight(pool)
     lease, event = lease_in_flight(pool, 100, owner="offload")
     assert event is first
@@ -28,7 +28,7 @@ def test_the_slab_comes_with_the_event_of_its_last_lease(pool):
     assert pool.stats().free_slabs == 2
 
 
-def test_a_slab_that_is_idle_or_too_large_or_another_owner_s_is_not_given(pool):
+def test_unsuitable_slabs_are_not_leased_in_flight(pool):
     events = [in_flight(pool, "loader"), in_flight(pool, nbytes=400), in_flight(pool, nbytes=50)]
     assert lease_in_flight(pool, 100, owner="offload") is None
     for event in events:
@@ -37,7 +37,7 @@ def test_a_slab_that_is_idle_or_too_large_or_another_owner_s_is_not_given(pool):
     assert lease_in_flight(pool, 50, owner="offload") is None
 
 
-def test_a_lease_that_is_dropped_leaves_the_slab_behind_the_event(pool):
+def test_a_dropped_lease_leaves_the_event_in_place(pool):
     event = in_flight(pool)
     lease_in_flight(pool, 100, owner="offload")
     with pytest.warns(ResourceWarning, match="never released"):

@@ -27,7 +27,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_after_an_interrupt_all_of_the_cap_can_be_leased(memory, what):
+def test_the_whole_cap_is_leasable_after_an_interrupt(memory, what):
     for number in itertools.count(1):
         pool = SlabPool(1000, memory=memory)
         pool.reserve(100, count=2)
@@ -45,7 +45,7 @@ def test_after_an_interrupt_all_of_the_cap_can_be_leased(memory, what):
     assert number > 5
 
 
-def test_an_interrupted_release_waits_for_its_event_or_was_none(memory):
+def test_an_interrupted_release_waits_or_did_nothing(memory):
     for number in itertools.count(1):
         event = ManualEvent()
         with SlabPool(1000, memory=memory) as pool:
@@ -65,7 +65,7 @@ class PinnedMemory(CountingMemory):
     is_pinned = True
 
 
-def test_an_interrupted_end_of_a_block_waits_for_its_work(monkeypatch):
+def test_an_interrupted_block_end_waits_for_its_work(monkeypatch):
     for number in itertools.count(1):
         event = ManualEvent()
         monkeypatch.setattr("pinstage._pool._pool.record_current_streams", lambda event=event: (event,))

@@ -47,7 +47,7 @@ def full_pool(make_pool):
 # -- what a lease shows
 
 
-def test_all_views_show_the_same_bytes_of_the_slab(pool):
+def test_all_views_show_the_same_bytes(pool):
     with pool.acquire(100) as lease:
         tensor, array, view, numbers = (
             lease.tensor(),
@@ -72,7 +72,7 @@ def test_a_tensor_is_exactly_the_bytes_asked_for(pool):
         del tensor
 
 
-def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(pool):
+def test_arrays_and_memoryviews_are_exact_and_writable(pool):
     with pool.acquire(101) as lease:
         array, view = lease.numpy(), lease.__buffer__(0)
         assert (array.shape, array.dtype, array.flags.writeable) == ((101,), np.uint8, True)
@@ -84,7 +84,7 @@ def test_an_array_and_a_memoryview_are_exactly_the_bytes_asked_for_and_writable(
     ("shape", "dtype"),
     [((4, 6), torch.float32), (96, torch.uint8), ((2, 3, 4), torch.bfloat16), ((), torch.float64), ((96,), torch.bool)],
 )
-def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape, dtype):
+def test_views_have_the_given_shape_and_dtype(pool, shape, dtype):
     with pool.acquire(96) as lease:
         view = lease.tensor(shape, dtype)
         assert view.shape == torch.empty(shape).shape
@@ -92,7 +92,7 @@ def test_a_view_has_the_shape_and_dtype_asked_for_and_is_contiguous(pool, shape,
         del view
 
 
-def test_the_default_device_plays_no_part_in_an_empty_view(pool):
+def test_empty_views_ignore_the_default_device(pool):
     with pool.acquire(4) as lease, torch.device("meta"):
         assert lease.tensor((0, 3), torch.float32).device.type == "cpu"
 
@@ -105,7 +105,7 @@ def test_a_view_without_elements_is_empty(pool, shape):
 
 
 @pytest.mark.parametrize(("shape", "nbytes"), [((26,), 104), ((5, 6), 120), (1000, 4000)])
-def test_a_view_beyond_the_bytes_asked_for_is_refused_with_both_numbers(pool, shape, nbytes):
+def test_a_view_beyond_the_lease_is_refused(pool, shape, nbytes):
     with pool.acquire(101) as lease:
         assert lease.capacity >= 104
         with pytest.raises(ValueError, match=f"{nbytes} bytes, leased 101; acquire more"):
@@ -160,7 +160,7 @@ def test_a_lease_shows_its_sizes_and_state(pool):
 # -- how it ends
 
 
-def test_a_lease_is_released_at_the_end_of_its_block(pool):
+def test_a_lease_is_released_after_its_block(pool):
     with pool.acquire(100) as lease:
         assert states(pool) == LEASED
     assert lease.released
@@ -181,7 +181,7 @@ def test_a_lease_may_be_released_inside_its_block(full_pool):
     assert states(full_pool) == FREE
 
 
-def test_a_lease_may_be_used_and_released_by_another_thread(pool, background):
+def test_another_thread_can_use_and_release_a_lease(pool, background):
     lease = pool.acquire(100)
     outcome(background(lambda: lease.tensor().fill_(3)))
     assert lease.numpy().tolist() == [3] * 100
@@ -200,7 +200,7 @@ def test_a_released_lease_cannot_be_used(pool, name, use):
         use(lease)
 
 
-def test_a_second_release_is_an_error_and_changes_nothing(pool):
+def test_a_second_release_raises_and_changes_nothing(pool):
     lease = pool.acquire(100)
     lease.release()
     before = pool.stats()
@@ -210,7 +210,7 @@ def test_a_second_release_is_an_error_and_changes_nothing(pool):
     assert pool.stats() == before
 
 
-def test_a_second_release_does_not_touch_the_next_holder(full_pool):
+def test_a_second_release_spares_the_next_holder(full_pool):
     first = full_pool.acquire(100)
     first.release()
     second = full_pool.acquire(100)
@@ -243,7 +243,7 @@ def test_of_two_releases_at_once_exactly_one_succeeds(pool, background):
 # -- what keeps the slab out of the pool
 
 
-def test_an_event_is_not_kept_after_it_is_done(full_pool):
+def test_done_events_are_not_kept(full_pool):
     event = ManualEvent()
     full_pool.acquire(100).release(after=event)
     event.finish()
@@ -269,7 +269,7 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
-def test_what_is_derived_from_a_view_keeps_the_slab_too(full_pool, derive):
+def test_derived_views_keep_the_slab(full_pool, derive):
     lease = full_pool.acquire(100)
     derived = derive(lease)
     lease.release()
@@ -304,7 +304,7 @@ def test_a_warm_lease_takes_at_most_six_calls(pool):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_slab_waits_for_all_guards_and_the_release(full_pool, order):
+def test_a_slab_waits_for_guards_and_release(full_pool, order):
     events = [ManualEvent() for _ in range(3)]
     lease = full_pool.acquire(100)
     lease.guard(events[0])
@@ -328,7 +328,7 @@ def test_leaving_the_block_keeps_its_guards(full_pool):
     assert states(full_pool) == FREE
 
 
-def test_a_guard_that_is_done_is_dropped_with_the_next(full_pool):
+def test_done_guards_are_dropped_with_the_next(full_pool):
     with full_pool.acquire(100) as lease:
         for _ in range(100):
             lease.guard(event := ManualEvent())
@@ -341,7 +341,7 @@ def test_a_guard_that_is_done_is_dropped_with_the_next(full_pool):
     last.finish()
 
 
-def test_a_guard_is_added_even_if_an_earlier_one_fails(full_pool):
+def test_a_guard_is_added_though_an_earlier_fails(full_pool):
     broken, good = ManualEvent(), ManualEvent()
     broken.error = RuntimeError("a kernel failed")
     lease = full_pool.acquire(100)
@@ -418,7 +418,7 @@ def pinned_pool(make_pool, recorder):
     return make_pool(128, memory=PinnedMemory())
 
 
-def test_a_slab_waits_for_what_was_begun_in_its_block(pinned_pool, recorder):
+def test_a_slab_waits_for_work_of_its_block(pinned_pool, recorder):
     with pinned_pool.acquire(100):
         assert recorder.events == []
     assert states(pinned_pool) == IN_FLIGHT
@@ -428,14 +428,14 @@ def test_a_slab_waits_for_what_was_begun_in_its_block(pinned_pool, recorder):
     assert states(pinned_pool) == FREE
 
 
-def test_a_slab_waits_for_what_a_failed_block_began(pinned_pool, recorder):
+def test_a_slab_waits_for_work_of_failed_blocks(pinned_pool, recorder):
     with pytest.raises(KeyError), pinned_pool.acquire(100):
         raise KeyError
     assert states(pinned_pool) == IN_FLIGHT
     recorder.events[0].finish()
 
 
-def test_nothing_is_recorded_after_a_release_or_of_pageable_memory(pinned_pool, pool, recorder):
+def test_release_and_pageable_memory_record_nothing(pinned_pool, pool, recorder):
     with pinned_pool.acquire(100) as lease:
         lease.release()
     with pool.acquire(100):
@@ -460,7 +460,7 @@ def hold_after_failure(pool, lease):
 
 
 @pytest.mark.parametrize("error", [LeaseError("captures"), RuntimeError("a kernel failed"), KeyboardInterrupt()])
-def test_a_slab_whose_work_cannot_be_recorded_stays_out(pinned_pool, recorder, error):
+def test_a_slab_with_unrecordable_work_stays_out(pinned_pool, recorder, error):
     leases = [pinned_pool.acquire(100)]
     recorder.error = error
     with pytest.raises(type(error)), leases[0]:
@@ -469,7 +469,7 @@ def test_a_slab_whose_work_cannot_be_recorded_stays_out(pinned_pool, recorder, e
     hold_after_failure(pinned_pool, leases.pop())
 
 
-def test_a_failed_recording_does_not_mask_the_error_of_the_block(pinned_pool, recorder):
+def test_a_failed_recording_doesn_t_mask_the_error(pinned_pool, recorder):
     leases = [pinned_pool.acquire(100)]
     recorder.error = RuntimeError("a kernel failed")
     with pytest.raises(KeyError) as raised, leases[0]:
@@ -484,7 +484,7 @@ def test_a_failed_recording_does_not_mask_the_error_of_the_block(pinned_pool, re
 # -- leases that nobody releases
 
 
-def test_a_forgotten_lease_comes_back_with_a_warning_that_says_what_to_do(full_pool):
+def test_a_forgotten_lease_returns_with_a_warning(full_pool):
     lease = full_pool.acquire(100)
     del lease
     with pytest.warns(UnreleasedLeaseWarning, match=r"100 bytes of 128 .*; use `with pool.acquire\(\.\.\.\)` or call"):
@@ -493,7 +493,7 @@ def test_a_forgotten_lease_comes_back_with_a_warning_that_says_what_to_do(full_p
     full_pool.acquire(100, timeout=0).release()
 
 
-def test_a_forgotten_lease_waits_for_the_event_that_guards_it(full_pool):
+def test_a_forgotten_lease_waits_for_its_guard(full_pool):
     lease = full_pool.acquire(100)
     lease.guard(event := ManualEvent())
     del lease
@@ -508,7 +508,7 @@ def test_a_forgotten_lease_waits_for_the_event_that_guards_it(full_pool):
     assert states(full_pool) == FREE
 
 
-def test_a_forgotten_and_guarded_lease_with_views_waits_for_both(full_pool):
+def test_a_forgotten_lease_waits_for_guard_and_views(full_pool):
     lease = full_pool.acquire(100)
     view = lease.tensor()
     lease.guard(event := ManualEvent())
@@ -522,7 +522,7 @@ def test_a_forgotten_and_guarded_lease_with_views_waits_for_both(full_pool):
     assert states(full_pool) == FREE
 
 
-def test_what_is_named_for_interrupts_alone_is_replaced_by_the_release(full_pool):
+def test_release_replaces_the_event_for_interrupts(full_pool):
     lease = full_pool.acquire(100)
     guard_until_release(lease, ManualEvent())
     lease.release()
@@ -538,7 +538,7 @@ def test_a_released_lease_is_forgotten_without_a_warning(pool):
     event.finish()
 
 
-def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(full_pool):
+def test_a_lease_in_a_cycle_is_returned(full_pool):
     holder = {"lease": full_pool.acquire(100)}
     holder["view"] = holder["lease"].__buffer__(0)
     holder["self"] = holder
@@ -553,7 +553,7 @@ def test_a_lease_forgotten_in_a_cycle_comes_back_when_the_collector_finds_it(ful
     assert states(full_pool) == FREE
 
 
-def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
+def test_collecting_leases_inside_a_call_doesn_t_deadlock(pool):
     class CollectingEvent(ManualEvent):
         def query(self):
             gc.collect()  # the pool holds its lock here
@@ -571,7 +571,7 @@ def test_a_lease_collected_inside_a_call_of_the_pool_does_not_deadlock(pool):
     event.finish()
 
 
-def test_views_that_die_inside_a_call_of_the_pool_do_not_deadlock(pool):
+def test_freeing_views_inside_a_call_doesn_t_deadlock(pool):
     views = []
 
     class DroppingEvent(ManualEvent):
@@ -600,7 +600,7 @@ def test_a_lease_keeps_its_pool_alive(memory):
     wait_until(lambda: memory.live_bytes == 0)
 
 
-def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
+def test_a_view_outlives_the_pool():
     memory = PageableMemory()
     lease = SlabPool(1000, memory=memory).acquire(100)
     view = lease.tensor()
@@ -611,14 +611,14 @@ def test_a_view_stays_valid_when_nobody_has_the_pool_any_more():
     assert view.tolist() == [42] * 100
 
 
-def test_views_of_an_odd_sized_slab_end_at_its_end():
+def test_views_of_odd_slabs_end_at_their_end():
     with SlabPool(4097, memory=PageableMemory()) as pool, pool.acquire(4097) as lease:
         lease.tensor().fill_(255)
         assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
         assert lease.tensor(math.prod((64, 16)), torch.float32).nbytes == 4096
 
 
-def test_a_finaliser_may_use_a_memoryview_that_dies_in_the_same_garbage(make_pool):
+def test_finalisers_can_use_memoryviews_of_the_same_garbage(make_pool):
     pool = make_pool(max_bytes=4096)
     used = []
 

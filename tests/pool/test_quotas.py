@@ -68,7 +68,7 @@ def test_what_nobody_names_is_unnamed(pool):
         assert pool.stats().owners["unnamed"].leased_bytes == 104
 
 
-def test_a_stager_takes_slabs_in_its_name_or_in_one_that_is_given():
+def test_a_stager_leases_under_its_owner_s_name():
     with SlabPool("1MiB", memory=PageableMemory()) as pool:
         Stager("cpu", pool=pool).to_device([1.0])
         Stager("cpu", pool=pool).to_device(torch.ones(400_000)[::2])
@@ -85,7 +85,7 @@ def test_an_owner_without_a_name_is_refused(pool, memory, owner):
     assert (pool.stats().owners, memory.allocations) == ({}, 0)
 
 
-def test_the_room_of_an_owner_is_what_it_can_lease(pool):
+def test_an_owner_can_lease_its_room(pool):
     pool.set_quota("checkpoint", max_bytes=500)
     pool.set_quota("loader", min_bytes=300)
     with pool.acquire(208, owner="checkpoint"), pool.acquire(104, owner="loader"):
@@ -119,7 +119,7 @@ def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
     outcome(first).release()
 
 
-def test_a_failed_allocation_leaves_the_account_as_it_was(pool, memory):
+def test_a_failed_allocation_leaves_the_account_unchanged(pool, memory):
     pool.set_quota("checkpoint", max_bytes=400)
     memory.fail_allocate(MemoryError("no pages"))
     with pytest.raises(MemoryError, match="no pages"):
@@ -127,7 +127,7 @@ def test_a_failed_allocation_leaves_the_account_as_it_was(pool, memory):
     assert pool.stats().owners["checkpoint"].available_bytes == 400
 
 
-def test_a_request_above_its_owners_bound_fails_at_once_and_says_why(pool, memory):
+def test_a_request_above_the_owner_s_limit_fails(pool, memory):
     pool.set_quota("checkpoint", max_bytes="400")
     with pytest.raises(
         BudgetExceededError, match=r"requested 500 B, quotas leave 'checkpoint' at most 400 B.*set_quota"
@@ -137,7 +137,7 @@ def test_a_request_above_its_owners_bound_fails_at_once_and_says_why(pool, memor
 
 
 @slow_polling
-def test_a_release_wakes_the_one_behind_those_at_their_bound(pool, background):
+def test_a_release_wakes_requests_behind_limited_ones(pool, background):
     pool.set_quota("checkpoint", max_bytes=300)
     lease, other = pool.acquire(300, owner="checkpoint"), pool.acquire(640, owner="loader")
     held_back = background(pool.acquire, 300, owner="checkpoint")
@@ -152,7 +152,7 @@ def test_a_release_wakes_the_one_behind_those_at_their_bound(pool, background):
 
 
 @slow_polling
-def test_one_no_longer_at_its_bound_is_served_before_those_behind_it(pool, background):
+def test_a_request_within_its_limit_goes_first(pool, background):
     pool.set_quota("checkpoint", max_bytes=512)
     lease, other = pool.acquire(512, owner="checkpoint"), pool.acquire(480, owner="loader")
     first = background(pool.acquire, 512, owner="checkpoint")
@@ -184,7 +184,7 @@ def test_a_greedy_checkpoint_leaves_the_loader_its_guarantee(pool, background):
 
 
 @slow_polling
-def test_a_quota_that_leaves_no_room_ends_the_wait(pool, background):
+def test_a_quota_that_leaves_no_room_ends_waits(pool, background):
     with pool.acquire(900):
         waiter = background(pool.acquire, 500, owner="eval")
         waits(pool, 1)
@@ -204,7 +204,7 @@ def test_a_wider_quota_ends_the_wait(pool, background):
     assert pool.stats().owners["checkpoint"].max_bytes is None
 
 
-def test_quotas_of_a_frozen_pool_divide_what_it_holds(pool, background):
+def test_quotas_of_a_frozen_pool_divide_its_slabs(pool, background):
     pool.reserve(100, count=4)
     pool.freeze()
     pool.set_quota("loader", min_bytes=208)
@@ -215,7 +215,7 @@ def test_quotas_of_a_frozen_pool_divide_what_it_holds(pool, background):
             pass
 
 
-def test_a_frozen_pool_whose_slabs_are_all_guaranteed_refuses_others_at_once(pool):
+def test_a_fully_guaranteed_frozen_pool_refuses_others(pool):
     pool.reserve(100, count=2)
     pool.freeze()
     pool.set_quota("loader", min_bytes=208)
@@ -259,7 +259,7 @@ def test_a_guarantee_is_of_whole_units():
 # -- a loader
 
 
-def test_a_loader_at_its_bound_goes_on_and_holds_no_more():
+def test_a_loader_at_its_limit_goes_on():
     import torch
 
     import pinstage as ps

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.usefixtures("both_paths")
-def test_random_batches_arrive_as_they_were_and_nothing_is_left_of_them():
+def test_random_batches_arrive_intact_and_leave_nothing():
     run = subprocess.run(
         [sys.executable, Path(soak.__file__), "600"], env=os.environ, capture_output=True, text=True, check=False
     )
@@ -30,7 +30,7 @@ def test_random_batches_arrive_as_they_were_and_nothing_is_left_of_them():
     assert second["beside_pools"] < first["beside_pools"] + 16 * MIB
 
 
-def test_the_soak_sees_a_source_that_is_read_too_late():
+def test_the_soak_detects_a_late_read():
     batches = soak.Batches(soak.random.Random(0))
     seen = 0
     for _ in range(50):

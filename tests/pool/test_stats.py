@@ -85,7 +85,7 @@ def test_waiting_is_counted_for_those_who_wait_only(pool):
     check(pool, waits=0, wait_seconds=0)
 
 
-def test_what_is_being_freed_counts_as_held_until_it_is_gone(pool, memory, background):
+def test_slabs_being_freed_count_as_held(pool, memory, background):
     pool.reserve(400, count=2)
     memory.deallocate_gate = Gate()
     trim = background(pool.trim)
@@ -96,7 +96,7 @@ def test_what_is_being_freed_counts_as_held_until_it_is_gone(pool, memory, backg
     check(pool, held_bytes=0, free_bytes=0, trims=2)
 
 
-def test_what_is_being_allocated_counts_when_it_is_there(pool, memory, background):
+def test_slabs_being_allocated_count_once_there(pool, memory, background):
     memory.allocate_gate = Gate()
     growing = background(pool.acquire, 400)
     memory.allocate_gate.wait_for_arrival()
@@ -114,7 +114,7 @@ def test_a_snapshot_does_not_change(pool):
         before.held_bytes = 1
 
 
-def test_every_counter_is_an_integer_but_for_seconds_and_reason(pool):
+def test_counters_are_integers_except_seconds_and_reason(pool):
     pool.acquire(100).release()
     figures = dataclasses.asdict(pool.stats())
     owners = figures.pop("owners")

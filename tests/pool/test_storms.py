@@ -47,7 +47,7 @@ def storm(*arguments):
 
 
 @pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader"])
-def test_after_interrupts_of_the_main_thread_all_is_back_and_nothing_was_printed(what):
+def test_everything_is_returned_after_interrupts_without_output(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
     assert (found["wrong"], told) == ([], "")
@@ -175,7 +175,7 @@ THRESHOLDS = gc.get_threshold()
 
 @pytest.mark.filterwarnings("ignore:lease was never released")
 @pytest.mark.parametrize("what", USES)
-def test_garbage_that_holds_anything_of_ours_may_be_collected_at_any_point_of_a_call(house, what):
+def test_our_garbage_can_be_collected_anywhere(house, what):
     use = getattr(house, f"use_{what}")
     for point in itertools.count(1, 7 if what == "loader" else 1):  # which has the most
         house.leave_garbage()
@@ -203,7 +203,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
         gc.collect(0)  # where the use allocated less: garbage would fill the pool
 
 
-def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
+def test_finalisers_can_ask_for_stats_anywhere(background):
     """From Python 3.12 on the collector runs between any two lines, also where nothing is allocated."""
     asked = 0
 
@@ -235,7 +235,7 @@ def test_a_finaliser_may_ask_for_the_stats_at_any_point_of_a_call(background):
 
 
 @pytest.mark.filterwarnings("ignore:lease was never released")
-def test_the_end_of_a_collected_generator_does_not_release_what_is_another_ones_by_now(background):
+def test_a_collected_generator_releases_only_its_own(background):
     pool = ps.SlabPool("4KiB", memory=ps.memory.PageableMemory())
     found = []
 

@@ -111,7 +111,7 @@ class Worker:
     ids=["tight", "one at a time", "wide"],
 )
 @pytest.mark.parametrize("reserved", [False, True], ids=["growing", "frozen"])
-def test_many_threads_neither_deadlock_nor_starve_nor_exceed_the_cap_nor_share_a_slab(
+def test_threads_neither_deadlock_nor_starve_nor_share_slabs(
     make_pool, memory, background, max_bytes, largest, reserved
 ):
     pool = make_pool(max_bytes)
@@ -139,7 +139,7 @@ def test_many_threads_neither_deadlock_nor_starve_nor_exceed_the_cap_nor_share_a
     assert stats.waits > 0 or max_bytes > 100_000
 
 
-def test_a_small_pool_serves_every_thread_in_its_turn(make_pool, background):
+def test_a_small_pool_serves_threads_in_turn(make_pool, background):
     """With a single slab each thread gets it once in every round, since whoever comes queues behind all others."""
     pool = make_pool(1000)
     order = []
@@ -211,7 +211,7 @@ def test_forgotten_leases_of_many_threads_all_come_back(make_pool, background):
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.hits + stats.misses) == (0, 0, 320)
 
 
-def test_a_pool_may_be_closed_while_many_threads_use_it(make_pool, memory, background):
+def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
     pool = make_pool(5_000)
     start = threading.Barrier(9)
 
@@ -251,26 +251,26 @@ def lose_a_thread(monkeypatch):
     assert not losses
 
 
-def test_an_allocation_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
+def test_an_allocation_whose_thread_fails_is_retried(pool, lose_a_thread):
     lose_a_thread()
     with pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS):
         pass
     assert pool.stats().held_slabs == 1
 
 
-def test_a_reservation_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
+def test_a_reservation_whose_thread_fails_is_retried(pool, lose_a_thread):
     lose_a_thread()
     pool.reserve(400, count=2)
     assert pool.stats().free_slabs == 2
 
 
-def test_a_trim_whose_thread_never_begins_is_tried_again(pool, lose_a_thread):
+def test_a_trim_whose_thread_fails_is_retried(pool, lose_a_thread):
     pool.reserve(1000)
     lose_a_thread()
     assert pool.trim() == 1000
 
 
-def test_a_growth_that_fails_before_its_first_step_gives_its_bytes_back(pool, monkeypatch):
+def test_growth_that_fails_early_returns_its_bytes(pool, monkeypatch):
     class Full(dict):
         def __setitem__(self, key, value):
             raise MemoryError

@@ -29,7 +29,7 @@ def waiters(pool, count):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
-def test_a_request_that_must_wait_longer_than_its_timeout_fails_with_the_numbers(full_pool, timeout):
+def test_a_timeout_fails_with_the_numbers(full_pool, timeout):
     event = ManualEvent()
     full_pool.acquire(300).release(after=event)
     with full_pool.acquire(500), pytest.raises(AcquireTimeoutError) as caught:
@@ -50,7 +50,7 @@ def test_a_request_that_must_wait_longer_than_its_timeout_fails_with_the_numbers
     )
 
 
-def test_a_request_that_times_out_has_waited_that_long_and_leaves_the_pool_as_it_was(full_pool):
+def test_a_timeout_is_exact_and_changes_nothing(full_pool):
     with full_pool.acquire(500):
         before = full_pool.stats()
         with pytest.raises(AcquireTimeoutError):
@@ -74,7 +74,7 @@ def test_a_negative_timeout_is_refused(full_pool, timeout):
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e12])
-def test_a_timeout_without_end_is_no_error_at_any_place_in_the_queue(full_pool, background, timeout):
+def test_an_infinite_timeout_works_anywhere_in_the_queue(full_pool, background, timeout):
     lease = full_pool.acquire(1000)
     futures = []
     for count in (1, 2):
@@ -85,7 +85,7 @@ def test_a_timeout_without_end_is_no_error_at_any_place_in_the_queue(full_pool, 
     outcome(futures[1]).release()
 
 
-def test_a_waiter_behind_others_times_out_too_and_counts_them(full_pool, background):
+def test_a_waiter_behind_others_times_out_too(full_pool, background):
     lease = full_pool.acquire(1000)
     first = background(full_pool.acquire, 1000)
     waiters(full_pool, 1)
@@ -96,7 +96,7 @@ def test_a_waiter_behind_others_times_out_too_and_counts_them(full_pool, backgro
 
 
 @slow_polling
-def test_a_waiter_that_gives_up_makes_room_for_the_one_behind_it(full_pool, background):
+def test_a_waiter_that_gives_up_makes_room(full_pool, background):
     lease = full_pool.acquire(512)
     impatient = background(full_pool.acquire, 1000, timeout=0.5)
     waiters(full_pool, 1)
@@ -124,7 +124,7 @@ def test_a_release_ends_the_wait(full_pool, background):
 
 
 @slow_polling
-def test_a_release_that_lets_idle_slabs_be_trimmed_ends_the_wait(full_pool, memory, background):
+def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, background):
     leases = [full_pool.acquire(320) for _ in range(3)]
     waiter = background(full_pool.acquire, 600)
     waiters(full_pool, 1)
@@ -136,7 +136,7 @@ def test_a_release_that_lets_idle_slabs_be_trimmed_ends_the_wait(full_pool, memo
     leases[2].release()
 
 
-def test_an_event_that_gets_done_ends_the_wait_though_nobody_touches_the_pool(full_pool, background):
+def test_a_done_event_ends_the_wait_by_itself(full_pool, background):
     event = ManualEvent()
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)
@@ -146,7 +146,7 @@ def test_an_event_that_gets_done_ends_the_wait_though_nobody_touches_the_pool(fu
     outcome(waiter).release()
 
 
-def test_a_view_that_dies_ends_the_wait_though_nobody_touches_the_pool(full_pool, background):
+def test_a_freed_view_ends_the_wait_by_itself(full_pool, background):
     lease = full_pool.acquire(1000)
     view = lease.tensor()
     lease.release()
@@ -169,7 +169,7 @@ def test_a_forgotten_lease_ends_the_wait(full_pool, background):
 
 
 @slow_polling
-def test_a_trim_under_way_ends_the_wait_when_it_is_done(full_pool, memory, background):
+def test_a_finished_trim_ends_the_wait(full_pool, memory, background):
     full_pool.reserve(480, count=2)
     memory.deallocate_gate = Gate()
     trim = background(full_pool.trim)
@@ -181,7 +181,7 @@ def test_a_trim_under_way_ends_the_wait_when_it_is_done(full_pool, memory, backg
     outcome(waiter).release()
 
 
-def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, background):
+def test_waiting_polls_events_now_and_then(full_pool, background):
     event = ManualEvent()
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)
@@ -198,7 +198,7 @@ def test_waiting_asks_events_now_and_then_and_not_all_the_time(full_pool, backgr
 
 
 @slow_polling
-def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, background):
+def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
     leases = [full_pool.acquire(480), full_pool.acquire(480)]
     large = background(full_pool.acquire, 900)
     waiters(full_pool, 1)
@@ -217,7 +217,7 @@ def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(full_pool, b
 
 
 @slow_polling
-def test_one_release_serves_as_many_waiters_as_there_is_room_for(full_pool, background):
+def test_one_release_serves_all_waiters_that_fit(full_pool, background):
     held, released = full_pool.acquire(320), full_pool.acquire(480)
     large = background(full_pool.acquire, 640)
     waiters(full_pool, 1)
@@ -272,7 +272,7 @@ def test_a_waiter_interrupted_behind_another_leaves_the_queue(full_pool, backgro
     full_pool.acquire(1000, timeout=0).release()
 
 
-def test_a_waiter_interrupted_while_it_asks_an_event_leaves_the_queue_and_the_slab(full_pool, background):
+def test_a_waiter_interrupted_at_an_event_leaves_nothing(full_pool, background):
     event = ManualEvent()
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)

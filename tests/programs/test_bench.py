@@ -47,7 +47,7 @@ def a_result(rows, **settings):
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def test_a_smoke_run_stages_every_shape_with_every_variant(tmp_path):
+def test_a_smoke_run_stages_every_shape(tmp_path):
     out = tmp_path / "results" / "staging.json"
     done = command("--smoke", "--out", out)
 
@@ -73,7 +73,7 @@ def test_a_smoke_run_stages_every_shape_with_every_variant(tmp_path):
         assert re.search(rf"^{status}: .*\b{variant}\b", done.stdout, re.MULTILINE)
 
 
-def test_a_rival_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkeypatch, capsys):
+def test_a_missing_rival_is_a_row_saying_so(tmp_path, monkeypatch, capsys):
     ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
     monkeypatch.setattr(rivals, "VARIANTS", (*rivals.VARIANTS, ghost))
     out = tmp_path / "staging.json"
@@ -87,7 +87,7 @@ def test_a_rival_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkeypat
     assert capsys.readouterr().out.splitlines() == ["not installed: ghost", "needs CUDA: pin_to"]
 
 
-def test_the_c_rival_gets_the_plain_batch_and_is_waited_for(tmp_path, monkeypatch):
+def test_the_c_rival_is_waited_for(tmp_path, monkeypatch):
     package = tmp_path / "accvlab" / "multi_tensor_copier"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
@@ -121,7 +121,7 @@ def test_wrong_bits_are_named_by_their_path():
     assert list(batches.differences(batch, other, CPU)) == ["sample_0000/stream_1/times: other bytes"]
 
 
-def test_one_run_measures_the_issue_s_batches_and_both_series_as_far_as_asked():
+def test_one_run_measures_the_chosen_batches_and_series():
     tabled, series = chosen_shapes(Settings(plot=Path("p.png")))
     assert {"64x1KiB", "528x284B", "1000x256B", "10000x512B", "1000x16KiB", "64x1MiB", "300x1MiB", "1000x256KiB"} < {
         shape.id for shape in tabled
@@ -152,7 +152,7 @@ print("@outcome " + json.dumps({"case": "1B", "status": "ok", "detail": "", "tot
 """
 
 
-def test_a_variant_that_crashes_is_rows_with_its_last_words_and_keeps_what_it_had(tmp_path, capsys):
+def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
     first, second = collected(tmp_path, EMIT + "sys.stderr.write('x' * 300_000)\nsys.exit('\\nout of luck')\n")
 
     assert (first.status, first.median) == ("ok", 500.0)
@@ -160,7 +160,7 @@ def test_a_variant_that_crashes_is_rows_with_its_last_words_and_keeps_what_it_ha
     assert capsys.readouterr().err.endswith("exit status 1: out of luck\n")
 
 
-def test_processes_at_a_time_give_the_rows_of_processes_in_turn(tmp_path):
+def test_parallel_processes_give_the_rows_of_sequential_ones(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(EMIT.replace("0.5", "int(sys.argv[-1])"))
     variants = [Variant(str(number), print, "") for number in range(1, 6)]
@@ -170,7 +170,7 @@ def test_processes_at_a_time_give_the_rows_of_processes_in_turn(tmp_path):
     assert [(row.variant, row.median, row.repeats) for row in rows] == [(str(n), float(n), 2) for n in range(1, 6)]
 
 
-def test_rows_are_kept_after_each_process_but_the_last(tmp_path):
+def test_rows_are_saved_after_each_process(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(EMIT)
     variants = [Variant(name, print, "") for name in "ab"]
@@ -192,7 +192,7 @@ def test_rows_are_kept_after_each_process_but_the_last(tmp_path):
     assert [(row.variant, row.repeats) for row in rows] == [("a", 2), ("b", 2)]
 
 
-def test_a_run_that_is_killed_leaves_what_it_had_measured_in_a_file_that_says_so(tmp_path):
+def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
     out = tmp_path / "killed.json"
     whole = [sys.executable, str(ROOT / "benchmarks" / "pool_latency.py")]
     whole += ["--smoke", "--device", "cpu", "--rounds", "3", "--out", str(out)]
@@ -220,7 +220,7 @@ def test_a_way_that_is_gone_is_not_shown(tmp_path, capsys):
     assert "to" in shown.split()
 
 
-def test_a_file_that_is_incomplete_is_shown_with_a_word_about_it(tmp_path, capsys):
+def test_an_incomplete_file_is_shown_as_such(tmp_path, capsys):
     part = record.result_of("staging", {}, [a_row("to", "a", 4.0)], "9 of 28 processes")
     record.save(tmp_path / "part.json", json.loads(json.dumps(part)))
     assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
@@ -233,7 +233,7 @@ def test_a_variant_that_hangs_is_ended(tmp_path):
     assert (second.status, second.detail) == ("error", "took more than 2 s")
 
 
-def test_the_bar_ends_full_even_if_a_process_does_not_come_to_all_cases(tmp_path):
+def test_the_bar_ends_full_after_failed_processes(tmp_path):
     from rich.console import Console
     from rich.progress import Progress
 
@@ -250,7 +250,7 @@ def test_the_bar_ends_full_even_if_a_process_does_not_come_to_all_cases(tmp_path
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_the_best_rival_s_time_over_each(capsys):
+def test_the_table_has_the_best_rival_s_time(capsys):
     rows = [
         a_row("to", "a", 4.0),
         a_row("to", "b", 1.0),
@@ -275,7 +275,7 @@ def test_the_table_has_the_best_rival_s_time_over_each(capsys):
     assert lines[-2:] == [["not", "installed:", "ghost"], ["pin_to", "on", "b:", "error:", "out", "of", "luck"]]
 
 
-def test_calls_beside_a_busy_gpu_have_a_table_where_they_were_measured(capsys):
+def test_calls_beside_a_busy_gpu_have_a_table(capsys):
     rows = [a_row("to", "a", 4.0), a_row("pinstage", "a", 1.0, ours=True)]
     table.comparison(rows)
     assert "kernels" not in capsys.readouterr().out
@@ -291,7 +291,7 @@ def test_calls_beside_a_busy_gpu_have_a_table_where_they_were_measured(capsys):
     ]
 
 
-def test_a_mixed_batch_has_three_dtypes_of_the_same_size():
+def test_a_mixed_batch_has_three_dtypes():
     shape = BatchShape(6, 64, mixed=True)
     assert shape.id == "6x64B-mixed"
     leaves = []
@@ -300,7 +300,7 @@ def test_a_mixed_batch_has_three_dtypes_of_the_same_size():
     assert {leaf.nbytes for leaf in leaves} == {64}
 
 
-def test_a_series_is_measured_drawn_and_drawn_again_from_its_file(tmp_path):
+def test_a_series_is_measured_and_drawn_again(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     out, picture, again = tmp_path / "series.json", tmp_path / "series.png", tmp_path / "again.svg"
     done = command("--smoke", "--series", "leaves", "--only", "to,pinstage", "--out", out, "--plot", picture)
@@ -318,7 +318,7 @@ def test_a_series_is_measured_drawn_and_drawn_again_from_its_file(tmp_path):
     assert b"<svg" in again.read_bytes()
 
 
-def test_a_picture_takes_its_series_from_files_that_share_them(tmp_path):
+def test_a_picture_combines_series_of_several_files(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     ids = [shape.id for shape in batches.SERIES["bytes"][:2]]
     files = []
@@ -341,7 +341,7 @@ def test_the_committed_result_is_shown_with_its_ratios(capsys):
     assert ours.count("x") >= 8
 
 
-def test_a_commit_is_that_of_the_file_s_own_repository(tmp_path, monkeypatch):
+def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
     monkeypatch.delenv("PINSTAGE_COMMIT", raising=False)
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
@@ -374,7 +374,7 @@ def test_a_commit_is_that_of_the_file_s_own_repository(tmp_path, monkeypatch):
         (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("not JSON")
     Path("other.json").write_text('{"benchmark": "loader", "rows": []}')

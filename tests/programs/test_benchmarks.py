@@ -60,7 +60,7 @@ def test_the_scripts_write_the_same_schema(smoke, script):
     assert "ok" in {row["status"] for row in result["rows"]}
 
 
-def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
+def test_the_loader_benchmark_has_all_rows(tmp_path):
     result = run("loader.py", tmp_path / "loader.json", "--only", "torch_to,spdl,pinstage")
 
     check_schema(result)
@@ -74,7 +74,7 @@ def test_the_loader_benchmark_has_a_row_for_each_way_and_scenario(tmp_path):
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
-def test_the_loops_have_a_row_for_each_way_and_say_how_idle_the_device_was(smoke):
+def test_the_loops_have_rows_and_idle_times(smoke):
     result = smoke("loops.py")
 
     check_schema(result)
@@ -85,7 +85,7 @@ def test_the_loops_have_a_row_for_each_way_and_say_how_idle_the_device_was(smoke
     assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
 
 
-def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts):
+def test_the_table_of_loops_has_rates_and_utilisation(scripts):
     import markdown
 
     rows = [
@@ -128,7 +128,7 @@ def test_the_table_of_loops_says_steps_a_second_and_how_busy_the_gpu_was(scripts
         ("loops", "performance.md", "| tokens | "),
     ],
 )
-def test_a_result_file_becomes_a_table_of_its_page(tmp_path, scripts, smoke, monkeypatch, name, page, expected):
+def test_a_result_file_becomes_its_page_s_table(tmp_path, scripts, smoke, monkeypatch, name, page, expected):
     import markdown
 
     result = smoke(f"{name}.py")
@@ -152,7 +152,7 @@ def test_a_result_file_becomes_a_table_of_its_page(tmp_path, scripts, smoke, mon
     assert markdown.filled(on_page) == on_page  # pages stand without the file
 
 
-def test_what_doctor_printed_is_drawn_again_for_dark_pages(tmp_path, scripts, monkeypatch):
+def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch):
     import markdown
 
     drawn = []
@@ -187,7 +187,7 @@ def test_a_mistyped_variant_is_named_without_a_traceback():
     assert done.stderr.startswith("no such variant: pol; known: ")
 
 
-def test_the_staging_table_takes_files_with_and_without_the_newer_rivals(scripts):
+def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
     import markdown
 
     older = markdown.load("staging")

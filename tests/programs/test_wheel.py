@@ -88,14 +88,14 @@ def content(installed: Path) -> set[Path]:
     return {path for path in files if not path.parts[0].endswith(".dist-info")}
 
 
-def test_the_wheel_has_the_package_and_the_extension_and_nothing_else(installed):
+def test_the_wheel_has_package_and_extension_only(installed):
     suffixes = (".py", ".pyi", ".typed")
     sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in suffixes}
     assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
     assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
 
 
-def test_it_is_for_every_python_from_3_11_on_and_for_this_machine(installed):
+def test_it_is_for_python_3_11_on(installed):
     (info,) = installed.glob("*.dist-info")
     machine = sysconfig.get_platform().replace("-", "_")
     assert HeaderParser().parsestr((info / "WHEEL").read_text())["Tag"] == f"cp311-abi3-{machine}"
@@ -135,7 +135,7 @@ def test_other_platforms_are_refused_at_installation(source, change, text):
     assert re.match(text, done.stderr)
 
 
-def test_without_its_extension_the_package_says_what_to_install(installed, tmp_path):
+def test_without_the_extension_the_error_names_the_remedy(installed, tmp_path):
     shutil.copytree(installed, tmp_path, dirs_exist_ok=True)
     (tmp_path / EXTENSION).unlink()
     done = run(tmp_path, "import pinstage")
@@ -169,7 +169,7 @@ def test_a_release_has_absolute_links(source, tmp_path):
     assert HeaderParser().parsestr(text).get_all("Project-URL")[0] == "Repository, https://example.org/pinstage"
 
 
-def test_its_links_to_the_docs_lead_to_the_site_if_there_is_one(source, tmp_path):
+def test_its_doc_links_lead_to_the_site(source, tmp_path):
     addresses = {"PINSTAGE_REPOSITORY": "https://example.org/pinstage", "PINSTAGE_SITE": "https://docs.example.org/"}
     done = build(source, "egg_info", "--egg-base", tmp_path, **addresses)
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,7 @@ def test_its_links_to_the_docs_lead_to_the_site_if_there_is_one(source, tmp_path
     assert not [link for link in links if link.endswith(".md") and "/docs/" in link]
 
 
-def test_it_stages_a_batch_with_the_core_dependencies_alone(installed):
+def test_it_stages_with_core_dependencies_alone(installed):
     done = run(installed, STAGE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"

@@ -39,7 +39,7 @@ def test_rows_go_into_a_region_in_place(make, cuda, borrowing, part):
     assert out["rows"].data_ptr() == address + (part.start or 0) * ROW
 
 
-def test_a_write_into_a_region_waits_for_its_bytes(make, cuda, borrowing, background, monkeypatch):
+def test_a_write_into_a_region_waits(make, cuda, borrowing, background, monkeypatch):
     opened, calls = threading.Event(), []
 
     def wait():

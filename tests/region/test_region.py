@@ -53,7 +53,7 @@ def test_chunks_are_registered_one_by_one(make, cuda, shared):
     assert region.nbytes == 3 * MIB + 5
 
 
-def test_the_first_chunk_is_registered_before_the_constructor_returns(make, cuda, gate):
+def test_the_first_chunk_is_registered_by_the_constructor(make, cuda, gate):
     region = make(device=0)
     assert len(cuda.registered) == 1
     assert not region.query()
@@ -150,7 +150,7 @@ def test_where_registering_is_refused_memory_is_allocated(make, cuda):
     wait_until(lambda: not cuda.allocated)
 
 
-def test_where_the_host_uses_its_page_tables_memory_is_allocated(make, cuda):
+def test_driver_memory_serves_where_page_tables_are_shared(make, cuda):
     cuda.attributes["PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"] = 1
     region = make(device=0)
     assert (region.kind, region.reason) == (
@@ -174,7 +174,7 @@ def test_where_both_are_refused_it_is_pageable(make, cuda, shared):
     cuda.last_error = 0
 
 
-def test_chunks_are_the_remedy_where_large_calls_are_refused(make, cuda):
+def test_chunks_work_where_large_calls_are_refused(make, cuda):
     cuda.most_registered = MIB
     region = make(device=0)
     region.synchronize()
@@ -223,7 +223,7 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_more_than_is_left_is_refused_with_the_numbers(make, tree, monkeypatch):
+def test_more_than_is_left_is_refused(make, tree, monkeypatch):
     root = tree({"proc/meminfo": "MemAvailable:    2048 kB\n", "proc/self/cgroup": ""})
     left = _limits._left
     monkeypatch.setattr(_limits, "_left", lambda _: left(root))
@@ -242,7 +242,7 @@ def test_a_groups_headroom_is_asked_before(make, tree, monkeypatch):
         make()
 
 
-def test_missing_huge_pages_are_an_error_that_names_them(make):
+def test_missing_huge_pages_are_a_named_error(make):
     with pytest.raises((MemoryError, OSError)) as caught:
         make(1 << 50, huge_pages="1GiB")
     assert (

@@ -23,7 +23,7 @@ def make(tree, **options):
     return ps.HostRegion.empty_like(tree, **options)
 
 
-def test_views_have_the_shapes_dtypes_and_strides_of_the_tree():
+def test_views_have_the_tree_s_shapes_and_strides():
     tree = {
         "weight": torch.empty(30, 50, dtype=torch.bfloat16),
         "pair": Pair(torch.tensor(True), np.zeros((3, 4), np.int16)),
@@ -89,7 +89,7 @@ def test_chunks_end_where_tensors_end():
 
 
 @pytest.mark.parametrize("row_bytes", [None, 3 * KIB])
-def test_a_large_tensor_without_such_rows_is_one_chunk(row_bytes):
+def test_a_large_tensor_without_rows_is_one_chunk(row_bytes):
     tree = [torch.empty(10), torch.empty(200, 1024, dtype=torch.uint8), torch.empty(10)]
     ends, places = borders(tree, row_bytes=row_bytes)
     assert ends == (places[1].offset, places[2].offset)
@@ -102,7 +102,7 @@ def test_a_large_tensor_is_cut_between_its_rows():
     assert ends == (begin, begin + 64 * KIB, begin + 128 * KIB, begin + 192 * KIB)
 
 
-def test_a_tensor_whose_rows_are_not_outermost_is_not_cut():
+def test_a_tensor_with_inner_rows_isn_t_cut():
     tree = [torch.empty(200, 1024, dtype=torch.uint8).t()]
     assert borders(tree, row_bytes=KIB)[0] == ()
 
@@ -135,7 +135,7 @@ def test_chunks_hold_whole_pieces_or_whole_units(sizes, units, chunk):
         (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "NestedTensor"),
     ],
 )
-def test_what_has_no_place_is_refused_by_its_path(leaf, text):
+def test_what_has_no_place_is_refused(leaf, text):
     with pytest.raises(LayoutError, match=rf"tree\['a'\]\[1\] has no place in a region: {text}") as caught:
         make({"a": [torch.ones(2), leaf]})
     assert caught.value.path == "['a'][1]"

@@ -135,7 +135,7 @@ HERE = {
     [*((make, True) for make in IN_A_THREAD.values()), *((make, False) for make in HERE.values())],
     ids=[*IN_A_THREAD, *HERE],
 )
-def test_auto_is_a_thread_where_nothing_is_drawn_in_next(stager, make, expected):
+def test_auto_uses_a_thread_where_next_draws_nothing(stager, make, expected):
     assert stager.prefetch(make())._background is expected
     assert stager.prefetch(make(), depth=0)._background is False
     assert stager.prefetch(make(), background=False)._background is False
@@ -146,7 +146,7 @@ def test_a_thread_needs_a_depth(stager):
         stager.prefetch([], depth=0, background=True)
 
 
-def test_a_prepared_loader_is_never_read_in_a_thread(stager):
+def test_a_prepared_loader_is_never_read_in_background(stager):
     with pytest.raises(ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"):
         stager.prefetch(Prepared(), background=True)
 
@@ -157,7 +157,7 @@ def test_background_is_auto_or_a_bool(stager, background):
         stager.prefetch([], background=background)
 
 
-def test_the_pass_and_its_first_batch_begin_in_the_caller(stager):
+def test_the_first_batch_is_read_in_the_caller(stager):
     begun = []
 
     class Source(Held):
@@ -174,7 +174,7 @@ def test_the_pass_and_its_first_batch_begin_in_the_caller(stager):
     assert here not in source.threads[1:]
 
 
-def test_without_a_thread_to_be_had_the_caller_reads(stager, monkeypatch):
+def test_without_threads_the_caller_reads(stager, monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
@@ -185,7 +185,7 @@ def test_without_a_thread_to_be_had_the_caller_reads(stager, monkeypatch):
     assert set(source.threads) == {_thread.get_ident()}
 
 
-def test_a_slow_source_and_a_slow_step_take_the_time_of_one(stager):
+def test_a_slow_source_and_a_slow_step_overlap(stager):
     def read():
         for batch in numbered(60):
             time.sleep(0.006)
@@ -239,7 +239,7 @@ def coloured(colour):
         lambda: coloured("red"),
     ],
 )
-def test_the_thread_is_as_the_caller_was_when_the_pass_began(stager, mode):
+def test_the_thread_inherits_the_caller_s_state(stager, mode):
     seen = []
 
     class Source:
@@ -260,7 +260,7 @@ def test_the_thread_is_as_the_caller_was_when_the_pass_began(stager, mode):
     batches.close()
 
 
-def test_a_thread_that_cannot_be_as_the_caller_was_is_an_error(stager, monkeypatch):
+def test_a_thread_without_the_caller_s_state_fails(stager, monkeypatch):
     def refuse(_):
         raise ZeroDivisionError
 
@@ -298,7 +298,7 @@ def test_what_is_no_exception_reaches_the_loop_too(stager, kind):
     assert len(seen) == 2
 
 
-def test_a_state_before_the_first_batch_is_that_of_the_beginning(stager):
+def test_the_state_before_any_batch_is_the_beginning(stager):
     class Source(Held):
         def state_dict(self):
             return self.calls
@@ -339,7 +339,7 @@ def large(index):
         (None, False),
     ],
 )
-def test_what_torchs_loader_page_locked_is_not_packed_again(prefetch, stager, monkeypatch, options, borrows):
+def test_batches_page_locked_by_torch_are_not_packed(prefetch, stager, monkeypatch, options, borrows):
     monkeypatch.setattr("pinstage._stage._stager.pieces_of", lambda tensor: [(0, tensor.nbytes)])
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
@@ -397,7 +397,7 @@ LEAVE = [leave_by_break, leave_by_an_exception, leave_by_dropping, leave_in_a_cy
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("leave", LEAVE)
-def test_a_pass_that_is_left_ends_at_the_next_return_of_the_source(stager, leave):
+def test_an_abandoned_pass_ends_when_the_source_returns(stager, leave):
     source = Held()
     leave(stager.prefetch(source, background=True), in_the_second(source))
     assert _background._threads
@@ -415,7 +415,7 @@ def test_a_pass_that_is_left_ends_at_the_next_return_of_the_source(stager, leave
 @pytest.mark.usefixtures("interruptible", "slabs_for_all")
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("leave", LEAVE)
-def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
+def test_an_abandoned_pass_waits_for_no_slab(leave, is_first, background):
     source, held, others = Held(), [], []
 
     def in_the_line():
@@ -438,7 +438,7 @@ def test_a_pass_that_is_left_waits_for_no_slab(leave, is_first, background):
             other.result(PATIENCE_SECONDS).release()
 
 
-def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
+def test_a_waiting_thread_keeps_no_cycle_alive(stager):
     read = []
 
     class Reader:
@@ -457,7 +457,7 @@ def test_a_thread_that_waits_for_room_keeps_no_cycle_alive(stager):
     assert len(read) == 3
 
 
-def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
+def test_waiting_batches_are_returned_when_abandoned(make_stager):
     stager = make_stager()
     batches = iter(stager.prefetch(numbered(10), background=True))
     next(batches)
@@ -468,7 +468,7 @@ def test_batches_that_wait_are_given_back_when_the_pass_is_left(make_stager):
     assert len(kept) == 4
 
 
-def test_a_new_pass_waits_until_the_source_has_returned(stager, background):
+def test_a_new_pass_waits_for_the_source(stager, background):
     source = Held()
     leave_by_break(stager.prefetch(source, background=True), in_the_second(source))
     again = background(iter, stager.prefetch(source, background=True))
@@ -479,7 +479,7 @@ def test_a_new_pass_waits_until_the_source_has_returned(stager, background):
 
 
 @pytest.mark.parametrize("what", ["a pass", "a state that is loaded"])
-def test_a_source_that_does_not_return_is_an_error_that_says_where_it_is(stager, monkeypatch, what):
+def test_a_stuck_source_is_named_with_its_place(stager, monkeypatch, what):
     class Source(Held):
         def state_dict(self):
             return None
@@ -498,7 +498,7 @@ def test_a_source_that_does_not_return_is_an_error_that_says_where_it_is(stager,
     source.go_on()
 
 
-def test_a_loaders_timeout_is_how_long_a_new_pass_waits(stager):
+def test_a_new_pass_waits_for_the_timeout(stager):
     class Source(DataLoader):
         def __iter__(self):
             return iter(held)
@@ -512,7 +512,7 @@ def test_a_loaders_timeout_is_how_long_a_new_pass_waits(stager):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_begin_again_after_a_break_with_the_same_workers(stager, persistent):
+def test_a_pass_can_restart_with_the_same_workers(stager, persistent):
     source = loader(num_workers=2, batch_size=1, persistent_workers=persistent, shuffle=True)
     for taken in range(6):
         for number, _ in enumerate(stager.prefetch(source)):
@@ -521,7 +521,7 @@ def test_begin_again_after_a_break_with_the_same_workers(stager, persistent):
     assert sorted(int(batch) for batch in stager.prefetch(source)) == list(range(8))
 
 
-def test_passes_at_once_over_the_same_workers_lose_no_batch(stager):
+def test_simultaneous_passes_over_shared_workers_lose_nothing(stager):
     source = loader(num_workers=2, batch_size=1, persistent_workers=True)
     older = iter(stager.prefetch(source))
     assert int(next(older)) == 0
@@ -531,7 +531,7 @@ def test_passes_at_once_over_the_same_workers_lose_no_batch(stager):
     assert set(seen) == set(range(8))
 
 
-def test_a_pass_whose_thread_was_stopped_goes_on_in_the_caller(stager):
+def test_a_stopped_pass_goes_on_in_the_caller(stager):
     source = Held()
     source.go_on(2)
     batches = iter(stager.prefetch(source, background=True))
@@ -543,7 +543,7 @@ def test_a_pass_whose_thread_was_stopped_goes_on_in_the_caller(stager):
     assert source.threads[-1] == _thread.get_ident()
 
 
-def test_a_stager_that_is_closed_meanwhile_is_an_error_of_the_loop(slabs_for_all):
+def test_closing_the_stager_fails_the_loop(slabs_for_all):
     stager = ps.Stager("cpu", max_bytes="1MiB")
     source = Held()
     batches = iter(stager.prefetch(source, background=True))
@@ -555,7 +555,7 @@ def test_a_stager_that_is_closed_meanwhile_is_an_error_of_the_loop(slabs_for_all
         next(batches)
 
 
-def test_a_forked_child_is_told_that_the_thread_is_not_there(stager):
+def test_a_forked_child_reports_the_missing_thread(stager):
     batches = stager.prefetch(numbered(9), background=True)
     iterator = iter(batches)
     next(iterator)
@@ -651,7 +651,7 @@ print("end", flush=True)
     assert seconds < 10  # with the time that a busy machine takes to end any program
 
 
-def test_a_program_waits_at_its_end_for_what_is_being_staged():
+def test_a_program_waits_for_staging_at_its_end():
     program = """
 import threading, time, torch, pinstage as ps
 staging = threading.Event()

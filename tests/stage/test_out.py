@@ -113,7 +113,7 @@ def page_locked(stager, batch, out):
     few=st.sampled_from([0, 8]),
     direct=st.sampled_from([16, 64 * 1024]),
 )
-def test_destinations_are_as_a_loop_of_copies_writes_them(shared_stager, drawn, way, few, direct):
+def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, few, direct):
     sources, (expected, places), (wanted, memory) = drawn
     if way is not to_device:  # arrays are on the host already
         sources = [torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources]
@@ -149,7 +149,7 @@ def test_autograd_sees_that_a_saved_tensor_was_written(stager):
         loss.backward()
 
 
-def test_a_batch_larger_than_the_cap_goes_in_parts(make_stager):
+def test_a_batch_above_the_cap_goes_in_parts(make_stager):
     stager = make_stager("1MiB")
     sources = [numbers(torch.uint8, (5 * MIB + 3,)), numbers(torch.float32, (MIB, 2)).t(), torch.arange(5)]
     places = [torch.empty_like(source) for source in sources[:1]] + [torch.empty(2, MIB), torch.empty(5)]
@@ -174,7 +174,7 @@ def test_scratch_is_bounded(make_stager, monkeypatch):
     assert max(sizes) <= 1024
 
 
-def test_a_batch_into_what_to_device_returned_takes_as_many_copies(make_stager):
+def test_out_from_to_device_takes_as_many_copies(make_stager):
     stager = make_stager("8MiB")
     batch = [numbers(torch.float32, (64,), seed) for seed in range(1000)] + [torch.arange(3)]
     static = stager.to_device(batch)
@@ -195,7 +195,7 @@ def test_bytes_between_destinations_are_left_alone(stager):
 # -- what is returned --------------------------------------------------------------------------------------------------
 
 
-def test_other_leaves_are_the_batchs_and_out_keeps_its_own(stager):
+def test_other_leaves_are_the_batch_s(stager):
     out = {"x": torch.zeros(3), "id": "old", "note": [1, 3.5]}
     batch = {"x": torch.ones(3), "id": "new", "note": [2, b"raw"]}
     staged = stager.to_device(batch, out=out)
@@ -217,7 +217,7 @@ def test_what_stays_on_the_host_is_not_written(make_stager):
     assert place.tolist() == [0, 0]
 
 
-def test_tensors_that_cannot_be_packed_are_copied_by_torch(stager):
+def test_unpackable_tensors_are_copied_by_torch(stager):
     sparse, place = torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()
     transfer = stager.stage([sparse, torch.ones(2)], out=[place, torch.zeros(2)])
     assert transfer.passthrough_leaves == stager.stats().passthrough_leaves == 1
@@ -228,7 +228,7 @@ def test_an_empty_batch_writes_nothing(stager):
     assert stager.to_device({"x": torch.zeros(0), "y": "text"}, out={"x": torch.zeros(0), "y": 3})["y"] == "text"
 
 
-def test_a_source_that_comes_twice_is_written_to_both_places(stager):
+def test_a_repeated_source_is_written_to_both_places(stager):
     source, places = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
     stager.to_device([source, source], out=places)
     assert [place.tolist() for place in places] == [[1, 1, 1]] * 2
@@ -254,7 +254,7 @@ def test_parameters_are_written_without_grad_mode(stager):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inference_tensors_can_be_written_outside_of_inference_mode(stager, dtype):
+def test_inference_tensors_are_writable_outside_inference_mode(stager, dtype):
     with torch.inference_mode():
         static = [torch.zeros(3), torch.zeros(3)]
     stager.to_device([torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)], out=static)
@@ -281,7 +281,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("out", "says"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
-def test_a_destination_that_cannot_be_written_is_refused_by_path(stager, method, out, says):
+def test_an_unwritable_destination_is_refused_by_path(stager, method, out, says):
     with pytest.raises(LayoutError, match=says) as caught:
         getattr(stager, method)({"x": torch.ones(3)}, out=out)
     assert caught.value.path in ("", "['x']")
@@ -306,7 +306,7 @@ def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, say
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_strided_views_of_one_storage_are_written_in_order(stager, order):
+def test_strided_views_of_one_storage_keep_order(stager, order):
     found, expected = torch.zeros(6), torch.zeros(6)
     views = [lambda x: x[::2], lambda x: x, lambda x: x[1::2]]
     sources = [torch.full((3,), 1.0), torch.full((6,), 2.0), torch.full((3,), 3.0)]
@@ -325,7 +325,7 @@ def test_a_call_that_is_refused_has_written_nothing(stager):
 
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
-def test_an_object_that_moves_by_itself_has_no_destination(stager):
+def test_a_self_moving_object_has_no_destination(stager):
     class Movable:
         def __init__(self):
             self.x = torch.ones(3)
@@ -357,7 +357,7 @@ def test_a_closed_pool_refuses_before_anything_is_written():
 # -- calls that fail later ---------------------------------------------------------------------------------------------
 
 
-def test_a_time_out_names_what_may_be_written_in_part(make_stager):
+def test_a_timeout_names_partly_written_destinations(make_stager):
     stager = make_stager("4MiB", timeout=0.01)
     held = stager.pool.acquire("3MiB")
     batch = {"small": torch.ones(3), "large": torch.ones(MIB // 2)}
@@ -438,7 +438,7 @@ def test_small_batches_are_work_of_the_current_stream(queue):
     assert not any("waits for" in entry for entry in queue._target.log)
 
 
-def test_large_leaves_start_behind_the_current_stream_and_it_waits_for_them(queue):
+def test_large_leaves_are_ordered_with_the_current_stream(queue):
     queue.to_device(torch.ones(MIB), out=torch.zeros(MIB))
     log = queue._target.log
     assert log[:2] == [("event", "current"), ("for copies", "waits for", 0)]
@@ -446,7 +446,7 @@ def test_large_leaves_start_behind_the_current_stream_and_it_waits_for_them(queu
     assert ("copy", "for copies") in log
 
 
-def test_the_consumer_of_a_transfer_waits_for_its_copies(queue):
+def test_a_transfer_s_consumer_waits_for_its_copies(queue):
     transfer = queue.stage(torch.ones(MIB), out=torch.zeros(MIB))
     assert ("current", "waits for") not in [entry[:2] for entry in queue._target.log]
     transfer.wait("another")
@@ -535,7 +535,7 @@ def test_a_copy_and_destinations_exclude_each_other(stager):
         stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
 
 
-def test_what_cannot_be_packed_is_copied_to_its_place(stager):
+def test_unpackable_leaves_are_copied_into_place(stager):
     place = torch.zeros(2, 2).to_sparse()
     fetched = stager.to_host([torch.eye(2).to_sparse(), "text"], out=[place, "other"])
     assert fetched[0] is place

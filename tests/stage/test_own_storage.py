@@ -74,7 +74,7 @@ def way(request):
 
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("own_storage", ["auto", True])
-def test_leaves_of_a_small_batch_have_exactly_their_bytes(way, own_storage):
+def test_small_batches_leaves_have_exactly_their_bytes(way, own_storage):
     batch = few()
     staged = way(batch, own_storage)
     assert_same(batch, staged, "cpu")
@@ -82,7 +82,7 @@ def test_leaves_of_a_small_batch_have_exactly_their_bytes(way, own_storage):
 
 
 @pytest.mark.usefixtures("both_paths")
-def test_leaves_of_a_large_batch_share_blocks_with_their_like(way):
+def test_large_batches_leaves_share_blocks(way):
     batch = many()
     staged = way(batch, "auto")
     assert_same(batch, staged, "cpu")
@@ -99,7 +99,7 @@ def test_every_leaf_has_its_own_memory_by_choice(way):
 
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("make", [few, many])
-def test_all_leaves_are_views_of_one_slab_by_choice(way, make):
+def test_leaves_can_all_be_views_of_one_slab(way, make):
     batch = make()
     staged = way(batch, False)
     assert_same(batch, staged, "cpu")
@@ -117,7 +117,7 @@ def test_the_number_of_leaves_decides(make_stager, count):
 
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("make", [few, samples])
-def test_a_tensor_that_comes_twice_comes_back_as_one(way, own_storage, make):
+def test_a_repeated_tensor_is_returned_as_one(way, own_storage, make):
     batch = make()
     staged = way([*batch, *batch[:2]], own_storage)
     assert staged[0] is staged[-2]
@@ -128,7 +128,7 @@ def test_a_tensor_that_comes_twice_comes_back_as_one(way, own_storage, make):
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("others", [0, 20])
-def test_dense_strides_empty_and_0_d_leaves_arrive_as_they_were(way, own_storage, others):
+def test_strides_and_empty_leaves_arrive_unchanged(way, own_storage, others):
     odd = [
         tensor_of(torch.float16, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
         tensor_of(torch.float16, (4, 6)).t(),
@@ -177,7 +177,7 @@ def through_queue(tensors):
 
 
 @pytest.mark.parametrize(("make", "own_storage"), [(few, "auto"), (samples, True), (many, True)])
-def test_own_leaves_are_saved_and_sent_as_those_of_to(way, make, own_storage):
+def test_own_leaves_are_saved_like_those_of_to(way, make, own_storage):
     batch = make()
     staged, moved = way(batch, own_storage), [leaf.clone() for leaf in batch]
     assert saved_bytes(staged) == saved_bytes(moved)
@@ -192,7 +192,7 @@ def test_own_leaves_are_saved_and_sent_as_those_of_to(way, make, own_storage):
     assert list(map(storage_bytes, received)) == [leaf.nbytes for leaf in batch]
 
 
-def test_a_batch_in_blocks_is_saved_whole_and_each_leaf_with_its_block(way):
+def test_leaves_in_blocks_are_saved_with_their_block(way):
     batch = samples()
     staged = way(batch, "auto")
     payload = sum(leaf.nbytes for leaf in batch)
@@ -223,7 +223,7 @@ def test_an_own_leaf_grows_without_its_neighbours(way, make, own_storage):
 
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("make", [few, samples])
-def test_a_change_of_one_leaf_is_no_change_of_others(way, make, own_storage):
+def test_changing_a_leaf_changes_no_other(way, make, own_storage):
     batch = make()
     staged = way(batch, own_storage)
     versions = [leaf._version for leaf in staged]
@@ -248,7 +248,7 @@ def test_autograd_needs_only_the_leaf_that_it_saved(make_stager):
 
 
 @pytest.mark.parametrize("others", [0, 18])
-def test_a_compiled_function_changes_one_leaf_beside_a_parameter(make_stager, others):
+def test_compiled_functions_can_change_a_leaf_in_place(make_stager, others):
     batch = [torch.arange(6.0), torch.arange(6), *(torch.full((6,), float(number)) for number in range(others))]
     staged = make_stager().to_device(batch)
     weight = torch.full((6,), 2.0, requires_grad=True)
@@ -275,7 +275,7 @@ def group_of(slot):
 
 
 @pytest.mark.usefixtures("both_paths")
-def test_blocks_are_ranges_of_one_size_group_and_dtype():
+def test_blocks_are_ranges_of_one_dtype_and_size():
     slots = sorted(ps.Layout.of(many()).slots, key=lambda slot: (slot.offset, slot.nbytes))
     assert [slot.block for slot in slots] == sorted(slot.block for slot in slots)
     assert [slot.block for slot in ps.Layout.of(many()).slots] != [slot.block for slot in slots]
@@ -288,7 +288,7 @@ def test_blocks_are_ranges_of_one_size_group_and_dtype():
 
 
 @pytest.mark.parametrize("make", [few, many, samples])
-def test_the_table_does_not_depend_on_who_shares_memory(make_stager, make):
+def test_the_table_ignores_own_storage(make_stager, make):
     batch = make()
     tables = [make_stager("64MiB", own_storage=own).stage(batch)._table for own in ("auto", True, False)]
     assert tables[0] == tables[1] == tables[2] == content_of(ps.Layout.of(batch))[1]
@@ -296,7 +296,7 @@ def test_the_table_does_not_depend_on_who_shares_memory(make_stager, make):
 
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("make", [few, many, samples])
-def test_unpack_gives_views_of_the_tensor_it_is_given(make):
+def test_unpack_returns_views_of_its_tensor(make):
     batch = make()
     unpacked = known.through_slab(batch)
     assert_same(batch, unpacked, "cpu")
@@ -318,7 +318,7 @@ def test_transfers_and_stats_count_device_tensors(make_stager, make):
         assert stager.stats().blocks == 2 * blocks
 
 
-def test_a_small_batch_of_one_dtype_is_one_copy(make_stager):
+def test_small_batches_of_one_dtype_are_one_copy(make_stager):
     batch = [tensor_of(torch.float32, (10,), seed) for seed in range(OWN_LEAVES + 1)]
     transfer = make_stager().stage(batch)
     assert (transfer.blocks, transfer.copies) == (1, 1)
@@ -357,7 +357,7 @@ BATCHES = {"large": lambda: [of_bytes(LARGE)], "small": lambda: [of_bytes(70 * K
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("run_ahead", [1, RUN_AHEAD, 5])
-def test_the_host_waits_for_the_batch_before_the_last_ones(monkeypatch, kind, run_ahead):
+def test_the_host_waits_for_the_run_ahead_limit(monkeypatch, kind, run_ahead):
     made, waited = record_work(monkeypatch)
     with ps.Stager("cpu", max_bytes="64MiB", run_ahead=run_ahead) as stager:
         for number in range(1, 10):
@@ -417,7 +417,7 @@ def moved_directly(monkeypatch):
     return found
 
 
-def test_a_few_leaves_may_be_overwritten_right_after_the_call(stager, moved_directly):
+def test_few_leaves_can_change_after_the_call(stager, moved_directly):
     batch = {"x": tensor_of(torch.float32, (100,)), "n": np.arange(12.0).reshape(3, 4), "text": "text", "none": None}
     expected = known.through_slab(batch)
     staged = stager.to_device(batch)
@@ -463,20 +463,20 @@ def test_a_few_plain_small_leaves_are_moved_directly(stager, moved_directly, mak
 
 
 @pytest.mark.parametrize("make", NOT_DIRECT.values(), ids=NOT_DIRECT)
-def test_other_leaves_take_the_other_path_and_arrive_right(stager, moved_directly, make):
+def test_unsuitable_leaves_take_the_slab_path(stager, moved_directly, make):
     batch = make()
     assert_same(batch, stager.to_device(batch), "cpu")
     assert moved_directly == [False]
 
 
-def test_a_tensor_that_comes_twice_takes_the_other_path(stager, moved_directly):
+def test_a_repeated_tensor_takes_the_slab_path(stager, moved_directly):
     x = torch.ones(3)
     staged = stager.to_device([x, torch.zeros(2), x])
     assert staged[0] is staged[2]
     assert moved_directly == [False]
 
 
-def test_what_is_kept_takes_the_other_path_and_stays(stager, moved_directly):
+def test_kept_leaves_take_the_slab_path(stager, moved_directly):
     kept = torch.ones(3)
     staged = stager.to_device({"kept": ps.on_host(kept), "x": torch.zeros(2)})
     assert staged["kept"] is kept
@@ -485,7 +485,7 @@ def test_what_is_kept_takes_the_other_path_and_stays(stager, moved_directly):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # torch's own, in its decompositions
-def test_a_dual_tensor_takes_the_other_path_and_keeps_its_tangent(stager, moved_directly):
+def test_a_dual_tensor_takes_the_slab_path(stager, moved_directly):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
         primal, tangent = forward_ad.unpack_dual(stager.to_device([dual, torch.ones(2)])[0])
@@ -506,7 +506,7 @@ def test_some_options_need_the_other_path(make_stager, moved_directly, options):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_few_leaves_are_as_to_makes_them_in_a_mode(stager, moved_directly, mode):
+def test_few_leaves_respect_modes_like_to(stager, moved_directly, mode):
     with mode():
         (staged,) = stager.to_device([torch.ones(3)])
         expected = torch.ones(3).clone()
@@ -533,7 +533,7 @@ def test_a_closed_pool_refuses_a_few_small_leaves():
         stager.to_device([torch.ones(3), torch.zeros(2)])
 
 
-def test_in_a_forked_child_a_few_small_leaves_are_refused():
+def test_few_leaves_are_refused_in_a_forked_child():
     with ps.Stager("cpu", max_bytes="64MiB") as stager:
 
         def claim():

@@ -37,7 +37,7 @@ def test_a_second_pass_yields_every_batch_again(prefetch, stager):
     assert stager.stats().batches == 18
 
 
-def test_a_pass_after_one_that_was_left_begins_at_the_start(prefetch):
+def test_a_pass_after_an_abandoned_one_starts_over(prefetch):
     batches = prefetch(loader())
     assert numbers(itertools.islice(batches, 2)) == [0, 2]
     assert numbers(batches) == [0, 2, 4, 6, 8, 10]
@@ -54,7 +54,7 @@ def test_an_iterator_is_read_once(prefetch):
     assert numbers(batches) == []
 
 
-def test_the_source_is_not_read_before_the_first_batch_is_asked_for(prefetch):
+def test_the_source_is_read_when_first_needed(prefetch):
     read = []
     iterator = iter(prefetch(map(read.append, [1, 2, 3])))
     assert read == []
@@ -107,7 +107,7 @@ def test_an_attribute_that_is_set_is_the_sources(stager):
         stager.prefetch([]).epoch = 3
 
 
-def test_a_source_learns_only_what_is_not_the_prefetchers(prefetch):
+def test_only_foreign_attributes_reach_the_source(prefetch):
     source = StatefulDataLoader(Counting(), 4)
     before = vars(source).copy()
     batches = prefetch(source)
@@ -117,7 +117,7 @@ def test_a_source_learns_only_what_is_not_the_prefetchers(prefetch):
     assert vars(source).keys() == before.keys()
 
 
-def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(prefetch):
+def test_a_copied_prefetcher_shares_its_source(prefetch):
     class Source(list):
         def __copy__(self):
             raise AssertionError
@@ -129,7 +129,7 @@ def test_a_copy_is_a_prefetcher_and_not_a_copy_of_the_source(prefetch):
         copy.deepcopy(batches)
 
 
-def test_a_batch_that_the_loop_dropped_is_kept_by_nobody(prefetch, stager):
+def test_a_dropped_batch_is_kept_by_nothing(prefetch, stager):
     iterator = iter(prefetch(loader()))
     batch = next(iterator)
     gone = weakref.ref(batch)
@@ -194,7 +194,7 @@ def source(request):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 10])
-def test_a_state_is_that_of_the_batches_that_were_yielded(prefetch, source, depth):
+def test_the_state_is_that_of_yielded_batches(prefetch, source, depth):
     plain, ahead = source(), prefetch(source(), depth=depth)
     for _ in range(2):
         assert same(ahead.state_dict(), plain.state_dict())
@@ -205,7 +205,7 @@ def test_a_state_is_that_of_the_batches_that_were_yielded(prefetch, source, dept
 
 
 @pytest.mark.parametrize("taken", [1, 3, 5])
-def test_a_state_of_a_loop_that_was_left_goes_on_with_the_next_batch(prefetch, source, taken):
+def test_an_abandoned_loop_s_state_continues_after_it(prefetch, source, taken):
     expected = list(source())
     batches = prefetch(source(), depth=2)
     for number, _ in enumerate(batches, 1):
@@ -217,7 +217,7 @@ def test_a_state_of_a_loop_that_was_left_goes_on_with_the_next_batch(prefetch, s
         assert same(list(again), expected[taken:])
 
 
-def test_a_state_may_be_loaded_into_a_prefetcher_that_was_used(prefetch, source):
+def test_a_used_prefetcher_can_load_a_state(prefetch, source):
     batches = prefetch(source(), depth=2)
     expected = []
     for number, batch in enumerate(batches):
@@ -254,14 +254,14 @@ class Stateless(list):
         raise AssertionError
 
 
-def test_a_state_that_cannot_be_told_is_an_error_when_it_is_asked_for(prefetch):
+def test_an_unavailable_state_fails_when_asked_for(prefetch):
     batches = prefetch(Stateless([torch.ones(1)] * 3))
     for _ in batches:
         with pytest.raises(RuntimeError, match="no state today"):
             batches.state_dict()
 
 
-def test_a_state_that_needs_arguments_is_the_sources_own(prefetch):
+def test_a_state_with_arguments_is_the_source_s(prefetch):
     class Source(list):
         def state_dict(self, samples, from_beginning):
             return {"samples": samples, "from_beginning": from_beginning}
@@ -296,7 +296,7 @@ class Prepared:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 7, 8, 20])
-def test_flags_of_a_source_are_those_of_the_batch_that_the_loop_has(stager, depth):
+def test_flags_are_those_of_the_loop_s_batch(stager, depth):
     source = Prepared(*map(torch.tensor, range(8)))
     for done in range(2):
         seen = []

@@ -56,7 +56,7 @@ def walled(make_pool):
 # -- the pool
 
 
-def test_a_refused_request_without_a_slab_as_large_raises_what_the_memory_said(walled):
+def test_a_refused_request_raises_the_memory_s_error(walled):
     memory, pool = walled(500)
     with pytest.raises(MemoryError, match="refused 640"):
         pool.acquire(600)
@@ -66,7 +66,7 @@ def test_a_refused_request_without_a_slab_as_large_raises_what_the_memory_said(w
     pool.acquire(300).release()  # less is asked for
 
 
-def test_a_refused_pool_goes_on_with_the_slabs_that_are_there_and_says_so_once(walled, background):
+def test_a_refused_pool_goes_on_and_warns_once(walled, background):
     memory, pool = walled(500)
     lease = pool.acquire(400)
     with warnings.catch_warnings(record=True) as told:
@@ -86,7 +86,7 @@ def test_a_refused_pool_goes_on_with_the_slabs_that_are_there_and_says_so_once(w
 
 
 @quietly
-def test_a_refused_pool_frees_nothing_that_it_might_not_get_back(walled):
+def test_a_refused_pool_frees_nothing(walled):
     memory, pool = walled(500)
     pool.acquire(200).release()
     with pytest.raises(MemoryError):
@@ -97,7 +97,7 @@ def test_a_refused_pool_frees_nothing_that_it_might_not_get_back(walled):
     pool.acquire(200).release()
 
 
-def test_what_was_refused_is_asked_for_again_after_a_while_or_by_reserve(walled, monkeypatch):
+def test_a_refusal_is_retried_later_or_by_reserve(walled, monkeypatch):
     memory, pool = walled(500)
     with pytest.raises(MemoryError):
         pool.acquire(600)
@@ -130,7 +130,7 @@ def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
         ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks some 1.00 GiB"),
     ],
 )
-def test_the_remedy_is_that_of_the_limit_that_binds(tree, files, text, monkeypatch):
+def test_the_remedy_names_the_binding_limit(tree, files, text, monkeypatch):
     monkeypatch.setattr("pinstage._host.locked_limit", lambda root: None)
     assert text in remedy(4096, tree(files))
 
@@ -138,7 +138,7 @@ def test_the_remedy_is_that_of_the_limit_that_binds(tree, files, text, monkeypat
 # -- a stager
 
 
-def test_a_batch_larger_than_what_can_be_had_goes_in_parts_through_a_smaller_slab(walled):
+def test_an_oversized_batch_goes_through_a_smaller_slab(walled):
     memory, pool = walled(3 * MIB)
     stager = Stager("cpu", pool=pool)
     batch = {"a": torch.randn(5, 1000, 777), "b": [torch.arange(100_003), "text"], "c": torch.randn(300, 400).t()}
@@ -159,7 +159,7 @@ def test_a_batch_larger_than_what_can_be_had_goes_in_parts_through_a_smaller_sla
 
 
 @quietly
-def test_a_batch_goes_from_pageable_memory_where_nothing_can_be_had(walled):
+def test_pageable_memory_serves_where_all_is_refused(walled):
     _, pool = walled(0)
     stager = Stager("cpu", pool=pool)
     batch = torch.randn(3 * MIB)
@@ -192,7 +192,7 @@ def test_the_users_cap_is_no_refusal(walled):
 
 
 @quietly
-def test_a_part_is_not_written_again_before_its_copy_is_done(walled, background, monkeypatch):
+def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatch):
     _, pool = walled(MIB)
     stager = Stager("cpu", pool=pool)
     target = stager._target = HeldTarget()
@@ -207,7 +207,7 @@ def test_a_part_is_not_written_again_before_its_copy_is_done(walled, background,
 
 @quietly
 @given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
-def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
+def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     parts = take_apart(batch)
     whole = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8)
     pack(parts, whole)
@@ -225,7 +225,7 @@ def test_the_runs_of_a_batch_are_the_bytes_of_its_slab(batch, size):
 
 @quietly
 @pytest.mark.parametrize("kind", [RegisteredMemory, HostAllocMemory])
-def test_many_refusals_leave_no_wrong_byte_no_slab_and_no_error_in_cuda(kind, cuda, monkeypatch):
+def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("pinstage._stage._stager._LEAST_SLAB_BYTES", 4096)
     monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")  # it reads files, 10,000 times

@@ -119,7 +119,7 @@ def test_the_source_may_be_changed_right_after_stage(stager):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
+def test_earlier_batches_are_untouched_by_later_ones(stager):
     transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
     assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
     staged = [transfer.wait() for transfer in transfers]
@@ -129,7 +129,7 @@ def test_what_was_staged_before_is_not_touched_by_what_is_staged_later(stager):
     assert_same(some_batch(9)["image"], stager.to_device(some_batch(9))["image"], "cpu")
 
 
-def test_changing_a_staged_leaf_that_autograd_needs_is_still_an_error(stager):
+def test_changing_a_leaf_autograd_needs_is_an_error(stager):
     weight = torch.ones(3, requires_grad=True)
     staged = stager.to_device([torch.ones(3), torch.ones(3)])
     loss = (staged[0] * weight).sum()
@@ -138,7 +138,7 @@ def test_changing_a_staged_leaf_that_autograd_needs_is_still_an_error(stager):
         loss.backward()
 
 
-def test_a_staged_leaf_may_be_made_to_require_grad(stager):
+def test_a_staged_leaf_can_require_grad(stager):
     staged = stager.to_device([torch.ones(3), torch.ones(2)])
     staged[0].requires_grad_()
     (staged[0] * 2).sum().backward()
@@ -181,7 +181,7 @@ def test_a_batch_of_empty_tensors_needs_no_slab(stager):
 # -- what is not packed ------------------------------------------------------------------------------------------------
 
 
-def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(stager):
+def test_unpackable_tensors_arrive_by_to_and_are_counted(stager):
     batch = {
         "parameter": torch.nn.Parameter(torch.ones(3)),
         "sparse": torch.eye(3).to_sparse(),
@@ -198,7 +198,7 @@ def test_tensors_that_cannot_be_packed_arrive_by_their_own_to_and_are_counted(st
     assert stager.stats().packed_leaves == 1
 
 
-def test_a_batch_of_nothing_but_those_needs_no_slab(stager):
+def test_a_batch_of_unpackable_tensors_needs_no_slab(stager):
     batch = [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
     transfer = stager.stage(batch)
     assert (transfer.copies, transfer.passthrough_leaves) == (0, 2)
@@ -213,7 +213,7 @@ def test_gradients_flow_through_what_is_not_packed(stager):
     assert torch.equal(leaf.grad, torch.full((3,), 2.0))
 
 
-def test_an_error_of_to_is_torchs_own_and_gives_the_slab_back(stager):
+def test_an_error_in_to_returns_the_slab(stager):
     with pytest.raises(NotImplementedError, match="meta"):
         stager.stage([torch.ones(3), torch.ones(3, device="meta")])
     assert stager.stats().pool.leased_slabs == 0
@@ -234,7 +234,7 @@ def test_a_transfer_knows_what_travels(stager):
     assert f"nbytes={Layout.of(batch).nbytes} copies=4 to cpu done" in repr(transfer)
 
 
-def test_on_the_cpu_a_transfer_is_done_at_once(stager):
+def test_a_transfer_to_cpu_is_done_at_once(stager):
     transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
     assert transfer.query()
     transfer.synchronize()
@@ -251,7 +251,7 @@ def test_a_transfer_gives_the_same_batch_each_time(stager):
 # -- what travels at once ----------------------------------------------------------------------------------------------
 
 
-def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager):
+def test_only_larger_batches_take_a_slab(make_stager):
     stager = make_stager()
     for nbytes, slabs in ((1, 0), (AT_ONCE_BYTES, 0), (AT_ONCE_BYTES + 1, 1), (AT_ONCE_BYTES, 1)):
         source = tensor_of(torch.uint8, (nbytes,))
@@ -261,7 +261,7 @@ def test_a_small_batch_takes_no_slab_and_a_larger_one_does(make_stager):
         assert stager.pool.stats().hits + stager.pool.stats().misses == slabs
 
 
-def test_a_small_batch_waits_for_no_slab_and_needs_none(make_stager):
+def test_a_small_batch_never_waits_for_a_slab(make_stager):
     stager = make_stager(max_bytes=4096, timeout=0)
     stager.pool.freeze()
     assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
@@ -300,7 +300,7 @@ class Done(str):
         return True
 
 
-def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_stream(make_stager, log):
+def test_a_small_batch_uses_the_current_stream(make_stager, log):
     stager = make_stager()
     stager.to_device(torch.ones(3))
     assert log == [("copy", "current")]
@@ -309,7 +309,7 @@ def test_a_small_batch_travels_on_the_current_stream_and_its_event_is_of_that_st
     assert log == [("copy", "current"), ("event", "current")]
 
 
-def test_the_stream_that_a_batch_travels_on_has_nothing_to_wait_for(make_stager, log, monkeypatch):
+def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatch):
     given = []
     monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
     stager = make_stager(max_bytes="8MiB")
@@ -339,7 +339,7 @@ def test_the_host_slab_is_free_when_stage_returns(stager):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
+def test_a_batch_above_the_cap_is_refused(make_stager):
     stager = make_stager(max_bytes=4096)
     stager.to_device([torch.zeros(100)])
     before = stager.stats()
@@ -351,7 +351,7 @@ def test_a_batch_larger_than_the_cap_is_refused_with_the_numbers(make_stager):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_stage_waits_while_the_pool_is_at_its_cap(make_stager, background):
+def test_stage_waits_while_the_pool_is_full(make_stager, background):
     stager = make_stager(max_bytes=4096)
     lease = stager.pool.acquire(4096)
     staging = background(stager.to_device, [torch.ones(1000)])
@@ -370,7 +370,7 @@ def in_itself():
 @pytest.mark.parametrize(
     "batch", [refused, in_itself, lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])]]
 )
-def test_a_batch_that_cannot_be_staged_leaves_everything_as_it_was(stager, batch):
+def test_an_unstageable_batch_changes_nothing(stager, batch):
     stager.to_device(some_batch())
     before = stager.stats()
     with pytest.raises(LayoutError):
@@ -379,7 +379,7 @@ def test_a_batch_that_cannot_be_staged_leaves_everything_as_it_was(stager, batch
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_a_failed_allocation_that_is_no_refusal_leaves_everything_as_it_was(memory, stager):
+def test_a_failed_allocation_changes_nothing(memory, stager):
     memory.fail_allocate(RuntimeError("no more"))
     with pytest.raises(RuntimeError, match="no more"):
         stager.stage(some_batch())
@@ -401,7 +401,7 @@ def device_memory_runs_out(monkeypatch):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_an_error_that_is_kept_does_not_keep_the_slab(stager, device_memory_runs_out):
+def test_a_kept_error_doesn_t_keep_the_slab(stager, device_memory_runs_out):
     source = torch.ones(1000)
     with pytest.raises(torch.OutOfMemoryError) as kept:
         stager.stage([source])
@@ -434,7 +434,7 @@ def test_an_error_of_unflatten_is_the_callers(stager):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_very_large_batch_is_copied_in_chunks_and_says_so(make_stager, threads):
+def test_a_very_large_batch_is_copied_in_chunks(make_stager, threads):
     stager = make_stager(max_bytes="256MiB", pack_threads=threads)
     batch = [
         tensor_of(torch.uint8, (32 * MIB + 7,)),
@@ -503,7 +503,7 @@ def batch_of_many_chunks(seed):
     ("how", "lag"),
     [("reused", 0), ("reused", 1), ("reused", 3), ("reused", 100), ("captured", 1), ("cannot demote", 1)],
 )
-def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stager, monkeypatch, lag, how):
+def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
     stager = make_stager(max_bytes="512MiB", pack_threads=1 if lag == 1 else 3)
     target = stager._target = LateTarget(lag, is_capturing=how == "captured")
@@ -521,7 +521,7 @@ def test_chunks_are_packed_where_earlier_ones_lay_and_no_byte_is_wrong(make_stag
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("nbytes", [2 * KIB, 62 * KIB])  # one batch takes a slab, the other does not
-def test_a_small_batch_of_one_kind_is_copied_once(make_stager, threads, nbytes):
+def test_small_batches_of_one_kind_are_one_copy(make_stager, threads, nbytes):
     stager = make_stager(max_bytes="256MiB", pack_threads=threads)
     batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [tensor_of(torch.uint8, (3, 5)).t()]
     transfer = stager.stage(batch)
@@ -600,7 +600,7 @@ def test_prefetch_yields_every_batch_in_order(prefetch, count, depth):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
-def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(prefetch, stager, depth):
+def test_prefetch_reads_exactly_the_depth_ahead(prefetch, stager, depth):
     reading = Reading(10)
     prefetching = iter(prefetch(reading, depth=depth))
     assert reading.read == 0
@@ -612,7 +612,7 @@ def test_prefetch_has_read_the_depth_ahead_when_it_yields_and_no_more(prefetch, 
     assert next(prefetching, "exhausted") == "exhausted"
 
 
-def test_prefetch_does_not_let_the_loop_run_away_from_the_device(prefetch, monkeypatch):
+def test_prefetch_bounds_how_far_the_loop_runs(prefetch, monkeypatch):
     made, waited = record_work(monkeypatch)
     for number, _ in enumerate(itertools.islice(prefetch(Reading(20)), 15)):
         assert len(made) == number
@@ -621,7 +621,7 @@ def test_prefetch_does_not_let_the_loop_run_away_from_the_device(prefetch, monke
 
 
 @pytest.mark.parametrize("depth", [None, 1.5, "2"])
-def test_a_depth_that_is_no_number_of_batches_is_refused(stager, depth):
+def test_an_invalid_depth_is_refused(stager, depth):
     with pytest.raises(TypeError, match=f"depth must be an int: {depth!r}"):
         stager.prefetch([], depth=depth)
 
@@ -649,7 +649,7 @@ def leave_by_close(batches):
 
 
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_an_exception, leave_by_close])
-def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(prefetch, make_stager, leave):
+def test_leaving_early_returns_slabs_and_stops_reading(prefetch, make_stager, leave):
     stager = make_stager()
     reading = Reading(10)
     leave(prefetch(reading, depth=3, stager=stager))
@@ -658,14 +658,14 @@ def test_leaving_the_loop_early_gives_every_slab_back_and_ends_the_reading(prefe
     assert len(kept) == 5
 
 
-def test_an_exception_of_the_iterable_comes_after_the_batches_before_it(prefetch):
+def test_an_error_of_the_iterable_comes_in_order(prefetch):
     seen = []
     with pytest.raises(ZeroDivisionError):
         seen.extend(prefetch(Reading(10, fail_at=4), depth=5))
     assert len(seen) == 3
 
 
-def test_a_batch_that_cannot_be_staged_is_an_error_of_prefetch_too(prefetch):
+def test_an_unstageable_batch_fails_in_prefetch_too(prefetch):
     with pytest.raises(LayoutError):
         list(prefetch([some_batch(), refused(), some_batch()]))
 
@@ -680,7 +680,7 @@ def test_a_stager_has_a_device_and_a_pool():
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_the_pool_that_is_made_has_the_cap_that_was_given_and_plain_memory_on_the_cpu(device):
+def test_the_made_pool_has_the_given_cap(device):
     with Stager(device, max_bytes="3MiB") as stager:
         assert stager.pool.max_bytes == 3 << 20
         assert isinstance(stager.pool.memory, PageableMemory)
@@ -708,7 +708,7 @@ def test_a_cuda_device_without_cuda_is_refused(device):
 
 
 @without_cuda
-def test_without_a_device_and_without_cuda_batches_go_to_the_cpu():
+def test_without_cuda_batches_go_to_the_cpu():
     with Stager(max_bytes="1MiB") as stager:
         assert stager.device == torch.device("cpu")
         assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
@@ -719,7 +719,7 @@ def test_less_than_one_thread_is_refused():
         Stager("cpu", pack_threads=0)
 
 
-def test_after_close_nothing_is_staged_and_what_was_staged_stays():
+def test_after_close_staged_batches_stay_valid():
     with Stager("cpu", max_bytes="1MiB") as stager:
         staged = stager.to_device(some_batch())
         transfer = stager.stage(some_batch(1))
@@ -780,7 +780,7 @@ def test_in_a_forked_child_nothing_is_staged():
         assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
 
 
-def test_a_transfer_does_not_keep_the_batch_it_was_made_of(stager):
+def test_a_transfer_doesn_t_keep_its_source_batch(stager):
     source = torch.ones(10)
     gone = weakref.ref(source)
     transfer = stager.stage({"x": source, "label": "a"})
@@ -801,13 +801,13 @@ class Ended:
         return cls()
 
 
-def test_a_stop_iteration_of_a_batch_is_not_taken_for_the_end(prefetch):
+def test_stop_iteration_in_a_batch_ends_nothing(prefetch):
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Sparse")
-def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
+def test_memory_of_non_strided_tensors_is_their_parts():
     eye = torch.eye(4)
     plain = torch.ones(3)
     assert memory_of(plain) == [plain]
@@ -819,7 +819,7 @@ def test_the_memory_of_a_tensor_that_is_not_strided_is_that_of_its_parts():
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
-def test_an_interrupt_anywhere_frees_no_slab_that_is_being_copied(make_stager):
+def test_interrupts_never_free_a_slab_during_its_copy(make_stager):
     stager = make_stager()
     began_before = 0
     for number in itertools.count(1):

@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_ten_thousand_random_batches_allocate_nothing_and_leave_nothing_behind():
+def test_random_batches_allocate_nothing_and_leave_nothing():
     before, after = long_run("cpu", 10_000)
     assert after.pool.misses == before.pool.misses
     assert after.pool.total_held_slabs == before.pool.total_held_slabs

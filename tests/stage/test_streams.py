@@ -24,7 +24,7 @@ def test_an_event_that_nobody_has_is_recorded_again(events):
     assert len(made) == 1
 
 
-def test_an_event_that_somebody_has_stays_as_it_was(events):
+def test_an_event_still_in_use_isn_t_reused(events):
     kept = [events.record(number) for number in range(5)]
     others = [events.record(number).at for number in range(5, 30)]
     assert others == list(range(5, 30))
@@ -41,7 +41,7 @@ def test_whoever_has_it_in_whatever_way_counts(events, hold):
     assert "first" not in [event.at for event in events._made]
 
 
-def test_a_loop_that_runs_ahead_needs_no_more_events_than_it_has_at_once(events):
+def test_running_ahead_needs_a_bounded_number_of_events(events):
     held, seen = [], set()
     for number in range(200):
         held.append(events.record(number))
@@ -50,7 +50,7 @@ def test_a_loop_that_runs_ahead_needs_no_more_events_than_it_has_at_once(events)
     assert len(seen) <= 6
 
 
-def test_events_that_are_never_given_back_are_let_go(events):
+def test_events_never_returned_are_freed(events):
     kept = [events.record(number) for number in range(3 * _EVENTS_KEPT)]
     assert len(events._made) <= _EVENTS_KEPT + 1
     assert [event.at for event in kept] == list(range(3 * _EVENTS_KEPT))

@@ -90,7 +90,7 @@ def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copy", [False, True])
-def test_leaves_of_every_dtype_are_gathered_bit_for_bit(stager, dtype, copy):
+def test_leaves_of_every_dtype_are_gathered_exactly(stager, dtype, copy):
     tree = [
         tensor_of(dtype, (3,), 1),
         tensor_of(dtype, (2, 3), 2),
@@ -113,7 +113,7 @@ def test_channels_last_tensors_keep_their_strides(stager):
     assert torch.equal(fetched[0], image)
 
 
-def test_a_tensor_met_twice_travels_once_and_comes_back_as_one(stager):
+def test_a_repeated_tensor_is_copied_once(stager):
     tensor = torch.ones(100)
     transfer = stager.fetch({"a": tensor, "b": [tensor]}, copy=False)
     fetched = transfer.wait()
@@ -121,7 +121,7 @@ def test_a_tensor_met_twice_travels_once_and_comes_back_as_one(stager):
     assert transfer.nbytes == 400
 
 
-def test_arrays_and_values_come_back_as_the_objects_they_are(stager):
+def test_arrays_and_values_are_returned_unchanged(stager):
     tree = {"array": np.ones(3), "text": "abc", "tensor": torch.ones(2)}
     fetched = stager.fetch(tree, copy=False).wait()
     assert fetched["array"] is tree["array"]
@@ -135,19 +135,19 @@ def test_a_tree_without_tensors_needs_no_slab(stager):
     assert stager.pool.stats().misses == 0
 
 
-def test_tensors_that_require_grad_come_by_their_own_to(stager):
+def test_tensors_requiring_grad_move_by_their_own_to(stager):
     weight = torch.ones(3, requires_grad=True)
     fetched = stager.fetch({"w": weight, "x": torch.ones(2)}, copy=False).wait()
     assert fetched["w"] is weight  # as weight.to("cpu") is
     assert torch.equal(fetched["x"], torch.ones(2))
 
 
-def test_an_object_that_hides_a_tensor_is_an_error_with_its_path(stager):
+def test_an_object_hiding_a_tensor_is_an_error(stager):
     with pytest.raises(LayoutError, match=r"batch\['a'\]\[0\] holds tensors"):
         stager.to_host({"a": [{torch.ones(1)}]})
 
 
-def test_large_dense_tensors_are_copied_from_where_they_are(stager, held):
+def test_large_dense_tensors_are_copied_directly(stager, held):
     large = [torch.randn(DIRECT_BYTES // 4), torch.randn(2, 3, DIRECT_BYTES // 16).transpose(0, 1)]
     strided = torch.randn(DIRECT_BYTES // 4, 2)[:, 0]
     small = [torch.randn(SOME_FLOATS) for _ in range(50)]
@@ -160,7 +160,7 @@ def test_large_dense_tensors_are_copied_from_where_they_are(stager, held):
     assert_same([small[:25], large, strided, small[25:]], transfer.wait(), "cpu")
 
 
-def test_a_tree_met_again_is_fetched_with_its_new_values(stager):
+def test_a_repeated_tree_is_fetched_with_new_values(stager):
     for seed in range(6):
         tree = {"x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)], "n": seed}
         assert_same(tree, stager.fetch(tree, copy=False).wait(), "cpu")
@@ -195,7 +195,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
 # -- no way to see half-copied data ------------------------------------------------------------------------------------
 
 
-def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, background):
+def test_bytes_are_inaccessible_until_the_copy_is_done(stager, held, background):
     tree = some_tree()
     transfer = stager.fetch(tree, copy=False)
     assert not transfer.query()
@@ -210,7 +210,7 @@ def test_the_bytes_are_out_of_reach_until_the_copy_is_done(stager, held, backgro
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_failed_copy_is_an_error_and_shows_nothing(stager, held, copy):
+def test_a_failed_copy_raises_and_shows_nothing(stager, held, copy):
     transfer = stager.fetch([torch.ones(3)], copy=copy)
     held.event.error = RuntimeError("device-side assert")
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_failed_copy_is_an_error_and_shows_nothing(stager, held, copy):
     held.finish()
 
 
-def test_the_slab_of_a_transfer_that_is_dropped_stays_away_until_its_copy_is_done(stager, held):
+def test_a_dropped_transfer_holds_its_slab_until_copied(stager, held):
     stager.fetch([torch.ones(3)])
     gc.collect()
     assert stager.pool.stats().in_flight_slabs == 1
@@ -243,7 +243,7 @@ def test_several_events_are_done_when_all_are():
 # -- who keeps the slab ------------------------------------------------------------------------------------------------
 
 
-def test_the_slab_goes_back_when_the_last_view_has_died(stager):
+def test_the_last_view_returns_the_slab(stager):
     fetched = stager.fetch([torch.ones(100), torch.ones(50)], copy=False).wait()
     assert stager.pool.stats().in_flight_slabs == 1
     part = fetched[1][10:]
@@ -255,13 +255,13 @@ def test_the_slab_goes_back_when_the_last_view_has_died(stager):
     assert (stats.in_flight_slabs, stats.free_slabs) == (0, 1)
 
 
-def test_views_are_not_overwritten_by_what_is_fetched_later(stager):
+def test_views_aren_t_overwritten_by_later_fetches(stager):
     kept = [stager.fetch([torch.full((100,), float(i))], copy=False).wait() for i in range(5)]
     assert [int(tree[0][0]) for tree in kept] == [0, 1, 2, 3, 4]
     assert stager.pool.stats().held_slabs == 5
 
 
-def test_with_copy_the_slab_is_free_once_the_result_is_there(stager):
+def test_with_copy_the_slab_is_free_afterwards(stager):
     tree = some_tree()
     fetched = stager.to_host(tree)
     assert stager.pool.stats().in_flight_slabs == 0
@@ -275,7 +275,7 @@ def test_the_result_is_the_same_object_each_time(stager):
     assert transfer.wait() is transfer.wait()
 
 
-def test_the_sources_may_be_changed_and_freed_after_the_call(stager):
+def test_sources_can_be_changed_after_the_call(stager):
     source = torch.ones(100)
     transfer = stager.fetch([source], copy=False)
     source.zero_()
@@ -295,7 +295,7 @@ def test_the_steady_state_allocates_nothing(stager):
 
 @pytest.mark.usefixtures("slabs_for_all")
 @pytest.mark.parametrize("call", ["fetch", "to_host", "stage", "to_device"])
-def test_living_results_that_fill_the_pool_are_an_error_that_says_so(make_stager, call):
+def test_results_that_fill_the_pool_are_an_error(make_stager, call):
     stager = make_stager(max_bytes=4096, timeout=0.01)
     kept = stager.fetch([torch.ones(1000)], copy=False).wait()
     text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or leave copy=False out"
@@ -323,7 +323,7 @@ def test_a_closed_or_frozen_pool_is_an_error(make_stager):
         stager.to_host([torch.ones(1)])
 
 
-def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
+def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
     def fail(*pieces, **_):
         note = f"of {len(pieces)}"
         del pieces  # frames that are not pinstage's keep what they have
@@ -340,7 +340,7 @@ def test_an_error_on_the_way_gives_the_slab_back(stager, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
-def test_an_interrupt_anywhere_frees_no_slab_that_is_being_written(stager):
+def test_interrupts_never_free_a_slab_being_written(stager):
     began_before = 0
     for number in itertools.count(1):
         source = stager._sources._made[torch.device("cpu")] = HeldSource()

@@ -114,7 +114,7 @@ def test_dtypes_are_those_of_the_module(stager, source):
     assert torch.equal(module.head.weight, expected["head.weight"].to(torch.bfloat16))
 
 
-def test_names_and_results_are_those_of_load_state_dict(stager, source):
+def test_names_and_results_match_load_state_dict(stager, source):
     ours, torchs, state = Tied(), Tied(), content_of(Tied(seed=1))
     state["more"] = torch.zeros(3)
     del state["conv.bias"], state["norm.running_mean"]
@@ -123,7 +123,7 @@ def test_names_and_results_are_those_of_load_state_dict(stager, source):
     assert_same(ours, content_of(torchs))
 
 
-def test_a_name_loaded_under_another_name_is_not_missing(stager, source):
+def test_a_name_loaded_by_alias_counts(stager, source):
     state = content_of(Tied(seed=1))
     del state["head.weight"]
     module = Tied()
@@ -138,7 +138,7 @@ def test_memory_that_is_shared_counts_as_one(stager):
     assert whole.sum() == 4
 
 
-def test_of_two_names_of_a_tensor_the_last_counts(stager, source):
+def test_the_last_of_two_names_counts(stager, source):
     state = content_of(Tied(seed=1))
     state["head.weight"] = torch.full((50, 16), 3.0)
     module, other = Tied(), Tied()
@@ -150,7 +150,7 @@ def test_of_two_names_of_a_tensor_the_last_counts(stager, source):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_load_state_dict_and_nothing_is_written(stager, source):
+def test_errors_match_load_state_dict_and_write_nothing(stager, source):
     state = content_of(Tied(seed=1))
     state["more"], state["norm.bias"] = torch.zeros(3), torch.zeros(2, 3)
     del state["conv.bias"]
@@ -342,7 +342,7 @@ def test_real_tensors_beside_meta_ones_are_not_touched(stager, source):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_tensors_left_on_meta_are_named_before_anything_is_written(stager, source, strict):
+def test_tensors_left_on_meta_are_named_first(stager, source, strict):
     module, state = Tied(), content_of(Tied(seed=1))
     module.angles = module.angles.to("meta")
     before = content_of(module)
@@ -351,7 +351,7 @@ def test_tensors_left_on_meta_are_named_before_anything_is_written(stager, sourc
     assert_same(module, before)
 
 
-def test_a_parameter_left_on_meta_is_an_error_without_strict(stager, source):
+def test_a_meta_parameter_fails_without_strict(stager, source):
     module, state = Tied(device="meta"), content_of(Tied(seed=1))
     del state["conv.bias"]
     with pytest.raises(RuntimeError, match=r'Still on meta after loading: "conv\.bias"'):
