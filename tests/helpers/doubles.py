@@ -19,7 +19,7 @@ import torch
 
 from pinstage._memory import Block
 from pinstage._stage import Arrival
-from pinstage._stage._device import CpuTarget
+from pinstage._stage._device import Target
 
 PATIENCE_SECONDS = 20
 """How long a test waits for what must happen, before it fails instead of hanging."""
@@ -201,7 +201,7 @@ def shared_files() -> set[int]:
     return found
 
 
-class HeldTarget(CpuTarget):
+class HeldTarget(Target):
     """A device whose copies are under way until the test says so."""
 
     def __init__(self):
@@ -296,8 +296,8 @@ def record_work(monkeypatch):
         return None
 
     monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("pinstage._stage._device.CpuTarget.consumer", lambda _, stream: stream or "the loop's")
-    monkeypatch.setattr("pinstage._stage._device.CpuTarget.record", record)
+    monkeypatch.setattr("pinstage._stage._device.Target.consumer", lambda _, stream: stream or "the loop's")
+    monkeypatch.setattr("pinstage._stage._device.Target.record", record)
     return made, waited
 
 

@@ -1,9 +1,9 @@
 """Runs a script under torchrun, and leaves none of its processes behind.
 
-Each rank runs this file too, which works around two bugs that gloo's threads meet on busy CPUs, in one of some fifty runs:
+Each rank runs this file too, which works around two bugs that gloo's threads meet on busy CPUs, in one of fifty runs:
 
-- A child that is forked while one of them enters the interpreter, to drop a tensor, waits forever for a lock of CPython's
-  (python/cpython#112275, until 3.11.9). So a rank pauses before it forks, until they have nothing left to do.
+- A child that is forked while one of them enters the interpreter, to drop a tensor, waits forever for a lock of
+  CPython's (python/cpython#112275, until 3.11.9). So a rank pauses before it forks, until they have nothing left to do.
 - They outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
   interpreter ends aborts the process (pytorch/pytorch#179291). So the rank leaves without taking the interpreter down.
 """

@@ -458,17 +458,17 @@ def test_backward_finds_tensors_that_set_out_before(pool, shuttle):
 
 
 def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
-    from pinstage._stage._shuttle import CpuShuttle
+    from pinstage._stage._shuttle import Shuttle
 
     arrived = []
-    fetch = CpuShuttle.fetch
+    fetch = Shuttle.fetch
 
     def counted(self, here, after):
         arrival = fetch(self, here, after)
         arrived.append(weakref.ref(arrival.there.untyped_storage()))
         return arrival
 
-    monkeypatch.setattr(CpuShuttle, "fetch", counted)
+    monkeypatch.setattr(Shuttle, "fetch", counted)
     most = 0
 
     class Watch(torch.autograd.Function):
@@ -680,7 +680,7 @@ def test_a_failed_copy_gives_its_slab_back(pool, monkeypatch, shuttle):
         raise ZeroDivisionError
 
     x = torch.randn(40, 40, requires_grad=True)
-    kind = type(shuttle) if shuttle is not None else ps._stage._shuttle.CpuShuttle
+    kind = type(shuttle) if shuttle is not None else ps._stage._shuttle.Shuttle
     with monkeypatch.context() as patch:
         patch.setattr(kind, "leave", fail)
         with save_on_cpu(pool, min_bytes=KIB), pytest.raises(ZeroDivisionError):

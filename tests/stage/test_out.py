@@ -13,7 +13,7 @@ from strategies import bits
 
 import pinstage as ps
 from pinstage._stage import _out, _to_host
-from pinstage._stage._device import CpuSource, CpuTarget
+from pinstage._stage._device import Source, Target
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
 
 MIB = 1 << 20
@@ -163,9 +163,9 @@ def test_a_batch_above_the_cap_goes_in_parts(make_stager):
 def test_scratch_is_bounded(make_stager, monkeypatch):
     monkeypatch.setattr(_out, "SCRATCH_BYTES", 1000)
     sizes = []
-    blocks = CpuTarget.blocks
+    blocks = Target.blocks
     monkeypatch.setattr(
-        CpuTarget, "blocks", lambda self, table, *more: sizes.append(table.nbytes) or blocks(self, table, *more)
+        Target, "blocks", lambda self, table, *more: sizes.append(table.nbytes) or blocks(self, table, *more)
     )
     sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(3)] + [torch.ones(3)]
     places = [torch.empty(source.shape, dtype=torch.float64) for source in sources]
@@ -392,7 +392,7 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
 # -- order and lifetime ------------------------------------------------------------------------------------------------
 
 
-class Queue(CpuTarget):
+class Queue(Target):
     """Streams with names, whose order is written down."""
 
     stream = "for copies"
@@ -480,7 +480,7 @@ def test_no_live_bytes_are_left():
 # -- to the host -------------------------------------------------------------------------------------------------------
 
 
-class HeldSource(CpuSource):
+class HeldSource(Source):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):

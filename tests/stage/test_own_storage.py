@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 import pinstage as ps
 from pinstage._batch import content_of
 from pinstage._batch._blocks import OWN_LEAVES
-from pinstage._stage._device import CpuTarget
+from pinstage._stage._device import Target
 from pinstage._stage._run_ahead import RUN_AHEAD
 from pinstage._stage._stager import SMALL_BYTES
 
@@ -406,14 +406,14 @@ def test_a_few_small_leaves_are_not_bounded(monkeypatch):
 def moved_directly(monkeypatch):
     """List of each call, whether the leaves were moved as a few small ones."""
     found = []
-    whole = CpuTarget.move_few
+    whole = Target.move_few
 
     def move_few(target, leaves):
         moved = whole(target, leaves)
         found.append(moved is not None)
         return moved
 
-    monkeypatch.setattr(CpuTarget, "move_few", move_few)
+    monkeypatch.setattr(Target, "move_few", move_few)
     return found
 
 

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pack_sequence
 from pinstage import Layout, SlabPool, Stager, Transfer, _native
 from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
-from pinstage._stage._device import AT_ONCE_BYTES, CpuTarget
+from pinstage._stage._device import AT_ONCE_BYTES, Target
 from pinstage._stage._run_ahead import RUN_AHEAD
 from pinstage.errors import (
     BudgetExceededError,
@@ -280,14 +280,14 @@ def test_a_small_batch_needs_an_open_pool(make_stager):
 def log(monkeypatch):
     """What streams are given; an event is the name of its stream."""
     log = []
-    monkeypatch.setattr(CpuTarget, "stream", "for copies")
-    monkeypatch.setattr(CpuTarget, "consumer", lambda _, stream: stream or "current")
-    monkeypatch.setattr(CpuTarget, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
-    monkeypatch.setattr(CpuTarget, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
-    monkeypatch.setattr(CpuTarget, "move_few", lambda *_: None)
+    monkeypatch.setattr(Target, "stream", "for copies")
+    monkeypatch.setattr(Target, "consumer", lambda _, stream: stream or "current")
+    monkeypatch.setattr(Target, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
+    monkeypatch.setattr(Target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
+    monkeypatch.setattr(Target, "move_few", lambda *_: None)
     for name in ("copy", "fill", "pack_and_copy"):
-        monkeypatch.setattr(CpuTarget, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
-    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, consumer: None)
+        monkeypatch.setattr(Target, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
+    monkeypatch.setattr(Target, "hand_over", lambda _, event, tensors, consumer: None)
     return log
 
 
@@ -311,7 +311,7 @@ def test_a_small_batch_uses_the_current_stream(make_stager, log):
 
 def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatch):
     given = []
-    monkeypatch.setattr(CpuTarget, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
+    monkeypatch.setattr(Target, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
     stager = make_stager(max_bytes="8MiB")
     small = stager.stage(torch.ones(3))
     small.wait()
@@ -391,13 +391,13 @@ def test_a_failed_allocation_changes_nothing(memory, stager):
 @pytest.fixture
 def device_memory_runs_out(monkeypatch):
     """Tensors cannot be made once, as when the device is full."""
-    blocks = CpuTarget.blocks
+    blocks = Target.blocks
 
     def fail_once(*args, **kwargs):
-        monkeypatch.setattr(CpuTarget, "blocks", blocks)
+        monkeypatch.setattr(Target, "blocks", blocks)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(CpuTarget, "blocks", fail_once)
+    monkeypatch.setattr(Target, "blocks", fail_once)
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -447,7 +447,7 @@ def test_a_very_large_batch_is_copied_in_chunks(make_stager, threads):
     assert_same(batch, transfer.wait(), "cpu")
 
 
-class LateTarget(CpuTarget):
+class LateTarget(Target):
     """A device whose copies read their bytes late: when so many later ones are under way, or somebody waits."""
 
     def __init__(self, lag, *, is_capturing):

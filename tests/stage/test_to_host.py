@@ -16,7 +16,7 @@ from strategies import DTYPES, assert_same, batches, bits, tensor_of
 from pinstage import Stager
 from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._stage import _device
-from pinstage._stage._device import CpuSource, Events
+from pinstage._stage._device import EventGroup, Source
 from pinstage.errors import AcquireTimeoutError, LayoutError, PoolClosedError, PoolFrozenError
 
 SOME_FLOATS = 40
@@ -27,7 +27,7 @@ def stager(make_stager):
     return make_stager("16MiB")
 
 
-class HeldSource(CpuSource):
+class HeldSource(Source):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):
@@ -231,7 +231,7 @@ def test_a_dropped_transfer_holds_its_slab_until_copied(stager, held):
 
 def test_several_events_are_done_when_all_are():
     events = [ManualEvent(), ManualEvent()]
-    both = Events(events)
+    both = EventGroup(events)
     events[1].finish()
     assert not both.query()
     events[0].finish()
@@ -329,7 +329,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
         del pieces  # frames that are not pinstage's keep what they have
         raise RuntimeError("out of device memory", note)
 
-    monkeypatch.setattr(_device.CpuSource, "fetch", fail)
+    monkeypatch.setattr(_device.Source, "fetch", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.to_host([torch.ones(3)])
     stats = stager.pool.stats()

@@ -19,8 +19,8 @@ from ._classes import reuse_limit
 from ._growth import Growth, Plan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
 from ._lease import Lease
-from ._slab import Fence
-from ._state import PoolState, take_free
+from ._slab import Fence, take_free
+from ._state import PoolState
 from ._stats import PoolStats
 from ._waiting import Account, Waiter, check_timeout
 

@@ -91,6 +91,22 @@ class Slab:
         return self.guards if self.event is None else (*self.guards, self.event)
 
 
+def take_free(stack: dict[Slab, Any]) -> Slab | None:
+    """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
+    # The stack is touched by single calls of C: a release in another thread may add to it at any moment.
+    if not stack:
+        return None
+    last: Slab = stack.popitem()[0]
+    if last.is_free():
+        return last
+    found = next((slab for slab in list(stack) if slab.is_free()), None)
+    if found is not None:
+        stack.pop(found, None)
+    if last.fences():  # else its release, or the end of its last view, puts it there again
+        last.put(None)
+    return found
+
+
 class Holdings:
     """A pool's slabs and counters.
 

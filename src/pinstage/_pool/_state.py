@@ -294,22 +294,6 @@ class PoolState(Holdings):
         return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
 
 
-def take_free(stack: dict[Slab, Any]) -> Slab | None:
-    """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
-    # The stack is touched by single calls of C: a release in another thread may add to it at any moment.
-    if not stack:
-        return None
-    last: Slab = stack.popitem()[0]
-    if last.is_free():
-        return last
-    found = next((slab for slab in list(stack) if slab.is_free()), None)
-    if found is not None:
-        stack.pop(found, None)
-    if last.fences():  # else its release, or the end of its last view, puts it there again
-        last.put(None)
-    return found
-
-
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
     """Return the smallest slab of at least `nbytes` and at most `bound`; of several, the one used last."""
     fitting = [slab for slab in reversed(idle) if nbytes <= slab.capacity <= bound]

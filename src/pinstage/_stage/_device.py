@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -165,47 +165,42 @@ class AtOnce:
             self._marks.append((self._record(stream), copies, nbytes))
 
 
-class Target(Protocol):
-    """A device that batches are staged to."""
+class Target:
+    """A device that batches are staged to. This one is the CPU: a copy is done when the call returns."""
 
-    device: torch.device
-    stream: Any
-    """The stream of its own for copies, which is done when none is under way; None where there are no streams, and a
-    copy is done when the call returns."""
+    device = torch.device("cpu")
+    stream: Any = None
+    """The stream of its own for copies, which is done when none is under way; None where there are no streams."""
 
     def is_capturing(self) -> bool:
         """Say whether a graph is being captured on the caller's current stream: no event may be asked then."""
-        ...
+        return False
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
-        ...
+        return NOTHING
 
     def in_background(self) -> AbstractContextManager[Any]:
         """Make the device current in our thread, which may send and ask events whatever the others do."""
-        ...
+        return NOTHING
 
     def use_own_stream(self) -> None:
         """Let all further work of this thread on the device go to `stream`."""
-        ...
 
-    def empty(self, nbytes: int, stream: Any) -> torch.Tensor:
-        """Make a device slab, uint8 ``[nbytes]``, that belongs to a stream. While the device is `selected`."""
-        ...
-
-    def blocks(self, table: Table, sharing: Sharing, stream: Any, slab: torch.Tensor | None = None) -> Blocks:
+    def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
         """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
 
         Args:
             table: of the batch.
             sharing: which leaves share memory.
             stream: that writes them first.
-            slab: made by `empty`: the one tensor to be used.
         """
-        ...
+        return make_blocks(table, sharing, self.device)
 
-    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
         """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
+
+        Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time.
 
         Args:
             blocks: of the batch.
@@ -215,11 +210,12 @@ class Target(Protocol):
             stream: on which.
             pinned: whether the slab is page-locked.
         """
-        ...
+        return blocks.copy(host, start, end, 0, False)
 
     def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
         """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
-        ...
+        pack(parts, lease)
+        return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
 
     def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
@@ -232,34 +228,42 @@ class Target(Protocol):
             What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
             too many, too large, or not plain, the stream is captured, or the copies would wait for the device.
         """
-        ...
+        more = () if existing is None else (existing,)
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
         """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
-        ...
+        return blocks.copy_leaves(leaves, 0)
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
 
         For a stream that is not captured. Otherwise as `copy`.
         """
-        ...
+        return self._fill_plainly(blocks, parts, stream) if parts.has_lazy else blocks.fill(parts.sources, 0)
+
+    def _fill_plainly(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """Do what `fill` does with leaves that torch computes."""
+        nbytes = parts.table.nbytes
+        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        check_is_plain(host)
+        pack(parts, host)
+        return self.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
 
     def has_room(self) -> bool:
         """Say whether `fill` will not wait for the device."""
-        ...
+        return True
 
-    def consumer(self, stream: Any) -> Any:
+    def consumer(self, stream: Any) -> Any:  # noqa: ARG002
         """Return the stream that is meant: the current one for None; None where there are no streams."""
-        ...
+        return None
 
-    def record(self, stream: Any) -> Fence | None:
+    def record(self, stream: Any) -> Fence | None:  # noqa: ARG002
         """Mark this point of a stream; None where there are no streams."""
-        ...
+        return None
 
     def wait(self, event: Any, stream: Any) -> None:
         """Let a stream wait for an event."""
-        ...
 
     def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
         """Order the consumer's stream behind an event, and keep tensors' memory while that stream uses it.
@@ -269,10 +273,9 @@ class Target(Protocol):
             tensors: on the device.
             consumer: what `consumer` returned.
         """
-        ...
 
 
-class CudaTarget:
+class CudaTarget(Target):
     """A GPU, with a stream for copies of its own.
 
     Why device slabs are made on the copy stream: memory made on the consumer's stream may still be in use by earlier
@@ -295,8 +298,7 @@ class CudaTarget:
             )
         self._events = EventCache(partial(DeviceEvent.of, self.device.index))
         self._at_once = AtOnce(self._events.record)  # no cycle: a forked child that collected events would be ended
-        self._sample = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._last_consumer = ids_of(self.stream), self.stream
+        self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -316,32 +318,15 @@ class CudaTarget:
         """See `Target`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def empty(self, nbytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
-        """See `Target`. Not by ``torch.cuda.stream``, which takes 20 us."""
-        cuda, ids = self._cuda, ids_of(stream)
-        before = cuda.stream(self.device.index)
-        try:
-            if before != ids:
-                cuda.set_stream(*ids)
-            slab = self._sample.new_empty(nbytes)  # its dtype and device need no parsing: a third of the call
-        finally:
-            if before != ids:
-                cuda.set_stream(*before)
-        if type(slab) is not torch.Tensor:
-            check_is_plain(slab)
-        return slab
-
-    def blocks(
-        self, table: Table, sharing: Sharing, stream: torch.cuda.Stream, slab: torch.Tensor | None = None
-    ) -> Blocks:
+    def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
         """See `Target`."""
         cuda, ids = self._cuda, ids_of(stream)
         before = cuda.stream(self.device.index)
         try:
             if before != ids:
                 cuda.set_stream(*ids)
-            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, slab)
-            return make_publicly(table, sharing, self.device, slab) if made is None else made
+            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, None)
+            return make_publicly(table, sharing, self.device) if made is None else made
         finally:
             if before != ids:
                 cuda.set_stream(*before)
@@ -394,7 +379,7 @@ class CudaTarget:
     def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
         """See `Target`."""
         if parts.has_lazy:
-            copies = fill_plainly(self, blocks, parts, stream)
+            copies = self._fill_plainly(blocks, parts, stream)
         else:
             copies = blocks.fill(parts.sources, stream.cuda_stream)
         if copies < 0:
@@ -443,88 +428,6 @@ class CudaTarget:
                 tensor.record_stream(consumer)
 
 
-class CpuTarget:
-    """No GPU: a copy is done when the call returns, and there is nothing to wait for."""
-
-    device = torch.device("cpu")
-    stream: Any = None
-
-    def is_capturing(self) -> bool:
-        """See `Target`."""
-        return False
-
-    def selected(self) -> AbstractContextManager[Any]:
-        """See `Target`."""
-        return NOTHING
-
-    def in_background(self) -> AbstractContextManager[Any]:
-        """See `Target`."""
-        return NOTHING
-
-    def use_own_stream(self) -> None:
-        """See `Target`."""
-
-    def empty(self, nbytes: int, stream: Any = None) -> torch.Tensor:  # noqa: ARG002
-        """See `Target`."""
-        slab = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if type(slab) is not torch.Tensor:
-            check_is_plain(slab)
-        return slab
-
-    def blocks(self, table: Table, sharing: Sharing, stream: Any = None, slab: torch.Tensor | None = None) -> Blocks:  # noqa: ARG002
-        """See `Target`."""
-        return make_blocks(table, sharing, self.device, slab)
-
-    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
-        """See `Target`. Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time."""
-        return blocks.copy(host, start, end, 0, False)
-
-    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
-        """See `Target`."""
-        pack(parts, lease)
-        return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
-
-    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
-        """See `Target`."""
-        more = () if existing is None else (existing,)
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
-
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
-        """See `Target`."""
-        return blocks.copy_leaves(leaves, 0)
-
-    def has_room(self) -> bool:
-        """See `Target`."""
-        return True
-
-    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
-        """See `Target`."""
-        if parts.has_lazy:
-            return fill_plainly(self, blocks, parts, stream)
-        return blocks.fill(parts.sources, 0)
-
-    def consumer(self, stream: Any) -> None:
-        """See `Target`."""
-
-    def record(self, stream: Any) -> None:
-        """See `Target`."""
-
-    def wait(self, event: Any, stream: Any) -> None:
-        """See `Target`."""
-
-    def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: Any) -> None:
-        """See `Target`."""
-
-
-def fill_plainly(target: Target, blocks: Blocks, parts: Parts, stream: Any) -> int:
-    """Do what `Target.fill` does with leaves that torch computes."""
-    nbytes = parts.table.nbytes
-    host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    check_is_plain(host)
-    pack(parts, host)
-    return target.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
-
-
 def target_for(device: torch.device | str | int | None) -> Target:
     """Return the target for a device; for None, the current CUDA device where there is one, else the CPU.
 
@@ -542,7 +445,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
     if device.type == "cuda":
         return CudaTarget(device)
     if device.type == "cpu":
-        return CpuTarget()
+        return Target()
     raise ValueError(f"cannot stage to {device}: only CUDA devices and the CPU are supported")
 
 
@@ -560,13 +463,13 @@ class HostCopy(NamedTuple):
     """Whether only the copy uses `there`; else it is the caller's tensor itself."""
 
 
-class Source(Protocol):
-    """A device that tensors are fetched from."""
+class Source:
+    """A device that tensors are fetched from. This one is the CPU: a copy is done when the call returns."""
 
-    stream: Any
+    stream: Any = None
     """See `Target`."""
 
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:
+    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:  # noqa: ARG002
         """Copy pieces to the host, behind what the caller's current stream was given so far.
 
         Args:
@@ -578,10 +481,12 @@ class Source(Protocol):
             The event behind the copies; None where they are done when the call returns. If the call raises, it has
             waited for the begun copies.
         """
-        ...
+        for there, here, _ in pieces:  # not torch's ``copy_``, as in `Target.copy`
+            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
+        return None
 
 
-class CudaSource:
+class CudaSource(Source):
     """A GPU, with a stream for copies to the host of its own: the bus carries both directions at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -608,17 +513,6 @@ class CudaSource:
         return event
 
 
-class CpuSource:
-    """No GPU: a copy is done when the call returns."""
-
-    stream: Any = None
-
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> None:  # noqa: ARG002
-        """See `Source`. Not torch's ``copy_``, as in `CpuTarget`."""
-        for there, here, _ in pieces:
-            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
-
-
 class Sources:
     """The sources of a stager, made when a device is first met. May be used by several threads.
 
@@ -635,11 +529,11 @@ class Sources:
         """Return the source for a device that tensors are on."""
         source = self._made.get(device)
         if source is None:  # no lock: if two threads make one, one of them is used
-            source = self._made.setdefault(device, CudaSource(device) if device.type == "cuda" else CpuSource())
+            source = self._made.setdefault(device, CudaSource(device) if device.type == "cuda" else Source())
         return source
 
 
-class Events:
+class EventGroup:
     """Several events as one: done when all are."""
 
     def __init__(self, events: Sequence[Fence]) -> None:
@@ -657,6 +551,6 @@ class Events:
 
 def wait_here(event: Fence | None) -> None:
     """Let the current stream of each device wait for its part of an event; the host does not."""
-    for part in event.parts if isinstance(event, Events) else [event]:
+    for part in event.parts if isinstance(event, EventGroup) else [event]:
         if isinstance(part, DeviceEvent):
             part.wait(torch.cuda.current_stream(part.index))

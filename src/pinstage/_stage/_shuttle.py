@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,26 +39,29 @@ class Arrival(NamedTuple):
     """The ids of the stream that its memory belongs to."""
 
 
-class Shuttle(Protocol):
-    """A device, and the way from there to the host and back. May be used by several threads."""
+class Shuttle:
+    """The way from a device to the host and back. This one is the CPU's: a copy is done when the call returns.
 
-    device: torch.device
-    all_leaving: Fence | None
+    May be used by several threads.
+    """
+
+    device = torch.device("cpu")
+    all_leaving: Fence | None = None
     """Done when no copy to the host is under way; None where a copy is done when the call returns."""
 
     def stream(self) -> tuple[int, int, int]:
         """Return the ids of the caller's current stream of this device."""
-        ...
+        return NO_STREAM
 
-    def is_default(self, stream: tuple[int, int, int]) -> bool:
+    def is_default(self, stream: tuple[int, int, int]) -> bool:  # noqa: ARG002
         """Say whether ids are those of the device's default stream."""
-        ...
+        return True
 
     def is_capturing(self) -> bool:
         """Say whether a graph is being captured on the caller's current stream."""
-        ...
+        return False
 
-    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence | None:
+    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence | None:  # noqa: ARG002
         """Copy to the host, behind what the caller's current stream was given so far.
 
         Args:
@@ -69,33 +72,35 @@ class Shuttle(Protocol):
         Returns:
             The event behind the copy; None where it is done when the call returns.
         """
-        ...
+        ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())  # not torch's ``copy_``, as in `Target.copy`
+        return None
 
-    def fetch(self, here: torch.Tensor, after: Any) -> Arrival:
+    def fetch(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
         """Copy to the device, into fresh memory of the caller's current stream.
 
         Args:
             here: uint8 ``[n]`` on the host; to be kept, unchanged, until the event is done.
             after: an event that the copy has to wait for.
         """
-        ...
+        there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
+        check_is_plain(there)
+        ctypes.memmove(there.data_ptr(), here.data_ptr(), here.numel())
+        return Arrival(there, None, NO_STREAM)
 
     def hand_over(self, arrival: Arrival) -> None:
         """Order the caller's current stream behind the copy, and keep the memory while that stream uses it."""
-        ...
 
     def wait(self, event: Any) -> None:
         """Order the caller's current stream behind an event."""
-        ...
 
 
-class CudaShuttle:
+class CudaShuttle(Shuttle):
     """A GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.all_leaving: Fence | None = self._out
+        self.all_leaving = self._out
         self._events = EventCache(partial(DeviceEvent.of, device.index))
         self._default = ids_of(torch.cuda.default_stream(device))
 
@@ -152,43 +157,6 @@ class CudaShuttle:
         event.wait(torch.cuda.current_stream(self.device))
 
 
-class CpuShuttle:
-    """No GPU: a copy is done when the call returns."""
-
-    device = torch.device("cpu")
-    all_leaving: Fence | None = None
-
-    def stream(self) -> tuple[int, int, int]:
-        """See `Shuttle`."""
-        return NO_STREAM
-
-    def is_default(self, stream: tuple[int, int, int]) -> bool:  # noqa: ARG002
-        """See `Shuttle`."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """See `Shuttle`."""
-        return False
-
-    def leave(self, there: torch.Tensor, here: torch.Tensor, after: Any) -> Fence | None:  # noqa: ARG002
-        """See `Shuttle`. Not torch's ``copy_``, as in `CpuTarget`."""
-        ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
-        return None
-
-    def fetch(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
-        """See `Shuttle`."""
-        there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
-        check_is_plain(there)
-        ctypes.memmove(there.data_ptr(), here.data_ptr(), here.numel())
-        return Arrival(there, None, NO_STREAM)
-
-    def hand_over(self, arrival: Arrival) -> None:
-        """See `Shuttle`."""
-
-    def wait(self, event: Any) -> None:
-        """See `Shuttle`."""
-
-
 _made: dict[torch.device, Shuttle] = {}
 
 
@@ -196,5 +164,5 @@ def shuttle_for(device: torch.device) -> Shuttle:
     """Return the process's shuttle for a device that tensors are on: CUDA's streams are few."""
     shuttle = _made.get(device)
     if shuttle is None:  # no lock: if two threads make one, one of them is used
-        shuttle = _made.setdefault(device, CudaShuttle(device) if device.type == "cuda" else CpuShuttle())
+        shuttle = _made.setdefault(device, CudaShuttle(device) if device.type == "cuda" else Shuttle())
     return shuttle

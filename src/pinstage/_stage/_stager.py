@@ -563,11 +563,12 @@ class Stager:
         return transfer
 
     def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
-        return fetch(tree, self.device, self._acquire_or_pageable, self._sources, copy=copy)
+        return fetch(tree, self.device, partial(self._acquire, is_whole=True), self._sources, copy=copy)
 
     def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
         self._refuse_capture()
-        transfer, written = fetch_into(tree, out, self.device, self._acquire_or_pageable, self._sources)
+        acquire = partial(self._acquire, is_whole=True)
+        transfer, written = fetch_into(tree, out, self.device, acquire, self._sources)
         self._keep_until(event_of(transfer), written)
         return transfer
 
@@ -661,20 +662,8 @@ class Stager:
         """Return a snapshot of the counters."""
         pool = self._pool.stats()  # not with the lock: it may free slabs
         with self._lock:
-            return StagerStats(
-                batches=self._batches,
-                copies=self._copies,
-                blocks=self._blocks,
-                packed_leaves=self._packed_leaves,
-                packed_bytes=self._packed_bytes,
-                padding_bytes=self._padding_bytes,
-                passthrough_leaves=self._passthrough_leaves,
-                fallback_batches=self._fallback_batches,
-                fetches=self._fetches,
-                fetch_copies=self._fetch_copies,
-                fetched_bytes=self._fetched_bytes,
-                pool=pool,
-            )
+            counters = {name: getattr(self, f"_{name}") for name in StagerStats.__slots__ if name != "pool"}
+            return StagerStats(**counters, pool=pool)
 
     def close(self) -> None:
         """Close the pool if the stager made it. Batches that were yielded stay valid."""
@@ -753,12 +742,12 @@ class Stager:
             make: returns the tensors that it goes to.
             stream: that copies.
             borrows: see `_stage`.
-            into: whether these tensors exist; see `_acquire_or_less`.
+            into: whether these tensors exist; see `_acquire`.
         """
         target = self._target
         borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
         rest = parts if borrowed is None else borrowed.rest
-        lease = self._acquire_or_less(rest.table.nbytes, into=into) if rest.table.nbytes else None
+        lease = self._acquire(rest.table.nbytes, into=into) if rest.table.nbytes else None
         if lease is not None:
             guard_until_release(lease, stream)  # an interrupt may come before the release
         copies = 0
@@ -913,7 +902,7 @@ class Stager:
             with step("pack"):
                 copies = target.fill(blocks, parts, stream) if nbytes else 0
             return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
-        lease = self._acquire_or_less(nbytes, into=into)
+        lease = self._acquire(nbytes, into=into)
         guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
             blocks = make()
@@ -997,48 +986,35 @@ class Stager:
         with step("copy"):
             return self._target.copy(blocks, host, start, end, stream, pinned=self._is_pinned)
 
-    def _acquire(self, nbytes: int) -> Lease:
-        try:
-            return self._pool.acquire(nbytes, timeout=self._timeout, owner=self._owner)
-        except AcquireTimeoutError as error:
-            error.add_note(
-                "results of Stager.fetch(copy=False) hold their slabs until their tensors die: drop them sooner, or "
-                "leave copy=False out"
-            )
-            raise
-
-    def _acquire_or_less(self, nbytes: int, *, into: bool = False) -> Lease:
+    def _acquire(self, nbytes: int, *, into: bool = False, is_whole: bool = False) -> Lease:
         """Lease a slab for a batch, or a smaller one, through which the batch goes in parts.
 
-        The cases: the platform refuses to page-lock that much: half of it, and so on, and at last a pageable slab. The
-        cap is smaller than a batch that goes into existing tensors: half of the cap, so that others have some.
+        The cases: the platform refuses to page-lock that much: half of it, and so on, and at last a pageable slab; or
+        that at once, for what has to be whole. The cap is smaller than a batch that goes into existing tensors: half of
+        the cap, so that others have some.
         """
         size = nbytes
         while True:
             try:
-                return self._acquire(size)
+                return self._pool.acquire(size, timeout=self._timeout, owner=self._owner)
             except BudgetExceededError:
                 if not into or size < 2 * _LEAST_OF_CAP_BYTES:
                     raise
                 size = min(size, self._pool.max_bytes) // 2
+            except AcquireTimeoutError as error:
+                error.add_note(
+                    "results of Stager.fetch(copy=False) hold their slabs until their tensors die: drop them sooner, "
+                    "or leave copy=False out"
+                )
+                raise
             except REFUSALS as error:
                 if isinstance(error, PoolError):
                     raise
                 if size == nbytes:
-                    self._count_refusal(nbytes, "the batch goes in parts through a smaller slab", error)
+                    self._count_refusal(nbytes, is_whole, error)
                 size //= 2
-                if size < _LEAST_SLAB_BYTES:
+                if is_whole or size < _LEAST_SLAB_BYTES:
                     return self._acquire_pageable(nbytes)
-
-    def _acquire_or_pageable(self, nbytes: int) -> Lease:
-        """Lease a slab for what has to be in one; a pageable one where the platform refuses."""
-        try:
-            return self._acquire(nbytes)
-        except REFUSALS as error:
-            if isinstance(error, PoolError):
-                raise
-            self._count_refusal(nbytes, "tensors come to the host in pageable memory", error)
-            return self._acquire_pageable(nbytes)
 
     def _acquire_pageable(self, nbytes: int) -> Lease:
         with self._lock:
@@ -1050,13 +1026,16 @@ class Stager:
         )
         return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
 
-    def _count_refusal(self, nbytes: int, what: str, error: Exception) -> None:
+    def _count_refusal(self, nbytes: int, is_whole: bool, error: Exception) -> None:
         with self._lock:
             self._fallback_batches += 1
             is_first = self._fallback_batches == 1
         if is_first:
+            way = "the batch goes in parts through a smaller slab"
+            if is_whole:
+                way = "tensors come to the host in pageable memory"
             warnings.warn(
-                f"page-locking of {format_bytes(nbytes)} was refused, {what}: {error}; {remedy(nbytes)}; this is said "
+                f"page-locking of {format_bytes(nbytes)} was refused, {way}: {error}; {remedy(nbytes)}; this is said "
                 "once",
                 StagingWarning,
                 stacklevel=5,

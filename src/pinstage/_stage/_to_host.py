@@ -41,7 +41,7 @@ from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._region import pieces_of
 from .._steps import step
-from ._device import Events, HostCopy, Sources
+from ._device import EventGroup, HostCopy, Sources
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
 from ._out import DIRECT_FROM_BYTES, check, copy_all, in_order, make_readable, results, writing
@@ -381,14 +381,14 @@ def _copy_out(
         return None, None, 0
     lease = acquire(nbytes) if nbytes else None
     streams = [sources.of(share.device).stream for share in shares]
-    after: Any = Events([stream for stream in streams if stream is not None])
+    after: Any = EventGroup([stream for stream in streams if stream is not None])
     if lease is not None:
         guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
     host = event = None
     try:
         host = None if lease is None else lease.tensor()
         events, copies = _start(shares, leaves, direct, host, sources, hold)
-        after = event = events[0] if len(events) == 1 else Events(events) if events else None
+        after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
         if direct:
             with suppress(Exception):  # of a device that has failed

@@ -10,7 +10,7 @@ import torch
 
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
-from .._stage import Arrival, Events, Kept, Shuttle
+from .._stage import Arrival, EventGroup, Kept, Shuttle
 from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
@@ -110,7 +110,7 @@ class OffloadedBlock:
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
         ends = [event for event in (after, shuttle.all_leaving) if event is not None]
-        self.event: Fence | None = Events(ends) if ends else None  # an interrupt may come before the next one
+        self.event: Fence | None = EventGroup(ends) if ends else None  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
         self.event = shuttle.leave(source, self.here, after)
