@@ -1,4 +1,4 @@
-"""Check pages, docstrings and messages for words that readers stumble over, and pages for long sentences; `make docs`.
+"""Check pages, docstrings, comments and messages for words that readers stumble over, and pages for long sentences.
 
 proselint has the rules of style, without those for typography. `INSTEAD` has the patterns of this project, `HEADLESS`
 those of sentences. Code and names in backticks are left out.
@@ -17,6 +17,7 @@ from proselint.tools import LintFile
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = sorted(path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
+EXTENSION = sorted((ROOT / "src").rglob("*.[ch]"))
 MOST_WORDS = 42
 """Of a sentence of a page."""
 
@@ -122,9 +123,19 @@ def findings_in_docstrings(module: Path) -> list[str]:
     return [f"{module.relative_to(ROOT)}:{line}: {message}" for line, message in sorted(found)]
 
 
+def findings_in_c(source: Path) -> list[str]:
+    """Return what `words` finds in the comments of a C file, a line each."""
+    text = source.read_text()
+    found = []
+    for match in re.finditer(r"/\*\s*(.*?)\*/", text, re.DOTALL):
+        found += words(blanked(match[1], CODE, QUOTED, r"^ \*"), 1 + text.count("\n", 0, match.start()))
+    return [f"{source.relative_to(ROOT)}:{line}: {message}" for line, message in sorted(found)]
+
+
 if __name__ == "__main__":
     CheckRegistry().register_many(checks)
     wrong = [line for page in PAGES for line in findings(page)]
     wrong += [line for module in MODULES for line in findings_in_docstrings(module)]
+    wrong += [line for source in EXTENSION for line in findings_in_c(source)]
     sys.stderr.write("".join(f"{line}\n" for line in wrong))
     sys.exit(bool(wrong))

@@ -1,8 +1,8 @@
 /* Where the leaves of one batch live: tensors made from the offset table, and the copies into them.
  *
  * Tensors are made by torch's stable C shim, and made objects of Python's by libtorch_python's `THPVariable_Wrap`; see
- * `pinstage._compat`, which looks whether both do what is expected. A block is one tensor. A leaf that is alone in its block is that tensor itself, as `.to()` would make it; leaves that
- * share one are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
+ * `pinstage._compat`, which probes both. A block is one tensor. A leaf that is alone in its block is that tensor itself,
+ * as `.to()` would make it; leaves that share a block are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
  * what one copy of all its bytes costs (300 leaves of 1 MiB: 5.80 ms, as one of 300 MiB; a call for each 6.50). */
 #include "core.h"
 
@@ -86,7 +86,7 @@ static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) 
 enum { MEMORY_TYPE = 2, INVALID_VALUE = 1 }; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CUDA_ERROR_INVALID_VALUE */
 
 /* Whether CUDA knows neither the first nor the last of these bytes, so that a small copy from them has read them when the
- * call returns. A tensor may begin in ordinary memory and end in a range that somebody registered. */
+ * call returns. A tensor may begin in ordinary memory and end in a registered range. */
 static bool is_pageable(const char *memory, size_t nbytes) {
     int type;
     return driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory) == INVALID_VALUE &&
@@ -111,7 +111,7 @@ static int copy_at_once(char *to, const char *from, int64_t nbytes, char *buffer
     return driver.copy((uintptr_t)to, is_direct ? from : buffer, size, stream);
 }
 
-/* Send at once what is page-locked; say whether that was done. The driver refuses it on the legacy default stream, and
+/* Send page-locked ranges in one call; say whether that was done. The driver refuses it on the legacy default stream, and
  * while a graph is captured. */
 static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from, size_t *nbytes, void *stream) {
     Attributes attributes = {.order = IN_STREAM_ORDER};
@@ -275,8 +275,8 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
-/* Whether one copy may write what goes to two blocks, and the bytes between. Of a block that was made here, these are padding;
- * in a storage that was there before, they are somebody's. */
+/* Whether one copy may write two blocks and the bytes between them. In a block that was made here, these are padding; in
+ * a storage that existed before, they belong to other tensors. */
 static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int64_t between) {
     const char *memory = self->blocks[number].memory;
     return number == next ? between < ALIGNMENT : between == 0 && memory != NULL && memory == self->blocks[next].memory;
@@ -494,7 +494,7 @@ static PyObject *blocks_run_bytes(PyObject *object, UNUSED PyObject *nothing) {
     return result;
 }
 
-/* packed_as(table): be told that the host slab has other places, and perhaps not all of the leaves. */
+/* packed_as(table): take the places of another host slab, which may lack some of the leaves. */
 static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     Blocks *self = (Blocks *)object;
     Py_buffer buffer;

@@ -1,4 +1,4 @@
-/* What the parts of the extension share. Limited API of Python 3.11; no headers of torch, CUDA or numpy. */
+/* Shared by all parts of the extension. Limited API of Python 3.11; no headers of torch, CUDA or numpy. */
 #ifndef PINSTAGE_CORE_H
 #define PINSTAGE_CORE_H
 
@@ -62,7 +62,7 @@ int64_t place_rows(Header *table, char *rows, int64_t *order);
 /* The packed rows of a table in the order of their offsets, to be freed; how many there are. NULL with an error. */
 int64_t *rows_by_offset(const Header *table, int64_t *packed);
 
-/* -- torch, as it was found when the extension was told of it ------------------------------------------------------- */
+/* -- torch, as found when the extension was set up ------------------------------------------------------------------- */
 
 typedef struct {
     uint8_t code, bits;
@@ -122,7 +122,7 @@ extern Torch torch;
 /* The at::Tensor in a tensor object, as the C shim takes it. */
 static inline void *handle_of(PyObject *object) { return (char *)object + torch.handle_at; }
 
-/* Whether a level of forward-mode AD is open, or it cannot be told. */
+/* Whether a level of forward-mode AD is open, or that can't be known. */
 bool may_be_dual(void);
 
 /* -- helpers -------------------------------------------------------------------------------------------------------- */
@@ -151,7 +151,7 @@ PyObject *tuple_of(int64_t count, const int64_t *numbers);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
-/* What a leaf is, for now. */
+/* The description of a leaf. */
 typedef struct {
     int kind, dtype;
     int32_t ndim;
@@ -176,7 +176,8 @@ typedef struct {
     int64_t count, nbytes;
 } Work;
 
-/* `skip`: a byte for each row, `skips` of them, which is not 0 where somebody else writes it; or NULL. False with an error. */
+/* `skip`: a byte for each row, `skips` of them, which is not 0 if the row is written elsewhere; or NULL. False with an
+ * error. */
 bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 

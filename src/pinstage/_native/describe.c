@@ -96,7 +96,7 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
     leaf->ndim = tensor.ndim;
     leaf->data = (const char *)tensor.data + tensor.byte_offset;
     if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
-    /* What the exchange does not tell. */
+    /* Missing in the exchange: */
     if (torch.requires_grad(*(void **)handle) || torch.is_neg(handle)) return NOT_PLAIN;
     if (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle)) return NOT_PLAIN;
     if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides))) return NOT_PLAIN;
@@ -146,7 +146,7 @@ static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     return 0;
 }
 
-/* See `pinstage._batch._describe.Described`. What has to be kept alive goes to `kept`. */
+/* See `pinstage._batch._describe.Described`. Objects to be kept alive go to `kept`. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *number = PyLong_FromSsize_t(index);
     if (number == NULL) return -1;
@@ -318,7 +318,7 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         row->offset = -1;
         if (first != i) {
             Row *same = (Row *)(table.rows + row_bytes(table.width) * (size_t)first);
-            if (same->kind == OTHER) { /* an object that is no tensor may come as often as it likes */
+            if (same->kind == OTHER) { /* objects that aren't tensors may repeat */
                 header.others++;
             } else {
                 row->kind = ALIAS;
@@ -383,7 +383,7 @@ static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     for (Py_ssize_t i = 0; i < count && found == 0; i++) {
         PyObject *sample = PySequence_GetItem(samples, i);
         found = sample == NULL ? -1 : Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, &leaf) : NOT_PLAIN;
-        Py_XDECREF(sample); /* whoever has the samples keeps it */
+        Py_XDECREF(sample); /* the caller's list keeps it */
         if (found != 0) break;
         size_t sizes = sizeof(int64_t) * (size_t)leaf.ndim;
         if (i == 0) {

@@ -1,4 +1,4 @@
-/* The module, and what it is told of torch. */
+/* The module, and torch's functions and classes that Python passes to it. */
 #include "core.h"
 
 #include <string.h>
@@ -15,7 +15,7 @@ typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a header that stay
 
 enum { DLPACK_MAJOR = 1 };
 
-/* Keep an object in place of the one that was there. */
+/* Replace the object at a place. */
 static void keep(PyObject **place, PyObject *object) {
     PyObject *before = *place;
     Py_INCREF(object);
@@ -76,7 +76,7 @@ static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The owner is None where it can't be told. */
+/* The owner is None if torch doesn't say. */
 bool may_be_dual(void) {
     PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
     long found = level == NULL ? 0 : PyLong_AsLong(level);
@@ -208,7 +208,7 @@ static int fill(PyObject *module) {
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core",
                                         .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1};
 
-/* In one phase: what is known of torch, and the threads that pack, are the process's, so subinterpreters are refused. */
+/* Single-phase: torch's functions and the packing threads belong to the process, so subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;

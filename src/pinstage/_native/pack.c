@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-/* What one thread takes at once: 12 us of work, long against taking it, and short enough that a dozen threads end at
+/* The share that a thread takes at once: 12 us of work, long against taking it, and short enough that a dozen threads end at
  * about the same time. */
 static const int64_t PIECE_BYTES = 128 * 1024;
 
@@ -31,10 +31,10 @@ static const int64_t STREAM_BYTES = 1024;
 static const int64_t FIRST_CHUNK = 512 * 1024;
 static const int64_t LARGEST_CHUNK = 4 * 1024 * 1024;
 
-/* How long a job that ends waits before it looks again. */
+/* Poll interval of a job that ends. */
 enum { WAIT_MS = 20 };
 
-/* Set in the place of a chunk that somebody has begun: it lies there from then on. */
+/* Set in the place of a chunk when a thread begins it: the place is final then. */
 static const int64_t BEGUN = INT64_MIN;
 
 /* -- copying ------------------------------------------------------------------------------------------------------ */
@@ -76,7 +76,7 @@ bool can_demote(void) {
     return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 25)) != 0;
 }
 
-/* What was written past the caches is seen by others before what follows. */
+/* Order stores past the caches before all later stores. */
 static void end_streams(void) { _mm_sfence(); }
 
 #else
@@ -175,7 +175,7 @@ typedef struct {
 
 typedef struct {
     int64_t start, end;    /* in the batch */
-    _Atomic int64_t place; /* in the slab: `start`, or the place of an earlier chunk, which has travelled */
+    _Atomic int64_t place; /* in the slab: `start`, or the place of an earlier chunk, which has been sent */
     int64_t room;          /* bytes of this place */
     atomic_int left;       /* pieces that are not moved */
 } Chunk;
@@ -191,7 +191,7 @@ struct Job {
     int64_t chunk_count;
     Stores stores;
     int64_t reused;       /* chunks before this one were begun, or have a place already */
-    _Atomic int64_t next; /* piece that nobody has taken */
+    _Atomic int64_t next; /* the first piece that no thread has taken */
     int64_t forks;        /* as many as there were when it was made */
     int helpers;          /* as many are asked for when it begins; 0 from then on */
     int wanted;           /* helpers that may still come; under the lock of the helpers */
@@ -199,7 +199,7 @@ struct Job {
     Job *behind;          /* in the line of jobs; under the same lock */
 };
 
-/* How many bytes lie between a leaf and the next one. */
+/* The bytes between a leaf and the next one. */
 static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, int64_t nbytes) {
     int64_t next = index + 1 < count ? leaves[index + 1].offset : nbytes;
     return next - leaves[index].offset - leaves[index].nbytes;
@@ -209,7 +209,7 @@ static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, 
 static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding, Stores stores) {
     int64_t unit = leaf->strides != NULL ? leaf->itemsize : 1;
     if (leaf->source == NULL || from == to) {
-        /* somebody else wrote it, or there is nothing to write */
+        /* it was written elsewhere, or there is nothing to write */
     } else if (leaf->strides != NULL) {
         copy_strided(at, leaf, from, to);
     } else {
@@ -313,7 +313,7 @@ static void wait_while(atomic_int *word, int value, int milliseconds) {
 
 static void wake(atomic_int *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
 
-/* Move a piece that nobody has taken; say whether there was one. */
+/* Move the next piece; say whether there was one. */
 static bool step(Job *job) {
     if (atomic_load_explicit(&job->next, memory_order_relaxed) >= job->piece_count) return false;
     int64_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
@@ -356,7 +356,7 @@ static void *help(void *nothing) {
         while (step(job)) {
         }
         pthread_mutex_lock(&lock);
-        /* Under the lock, so that whoever waits for 0 does not free the job before this thread is done with it. */
+        /* Under the lock, so that a thread that waits for 0 does not free the job before this thread is done with it. */
         if (atomic_fetch_sub(&job->helping, 1) == 1) wake(&job->helping, INT_MAX);
     }
     return nothing;

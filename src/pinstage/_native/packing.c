@@ -1,13 +1,13 @@
-/* Packing as Python sees it: `pack`, and `Job` where a batch travels in chunks. */
+/* Packing as Python sees it: `pack`, and `Job` for batches that are sent in chunks. */
 #include "core.h"
 
 #include <stdlib.h>
 
 /* From here on other threads of Python may run meanwhile; below, handing over the interpreter costs as much. And a
- * smaller batch may stay in the caches: it gains nothing past them, and one of at most 64 KiB is read by the cpu. */
+ * smaller batch may stay in the caches: it gains nothing past them, and one of at most 64 KiB is read by the CPU. */
 static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
 
-/* How long a thread may work before it looks whether Ctrl-C was pressed. */
+/* Interval at which a working thread looks whether Ctrl-C was pressed. */
 enum { ANSWER_MS = 20 };
 
 void work_end(Work *work) {
@@ -98,10 +98,10 @@ typedef struct {
     int waiting;     /* calls of `wait` that are under way */
 } JobObject;
 
-/* How long the end of a job that nobody closed waits for its threads: one piece takes microseconds. */
+/* Time that the end of a job that was never closed waits for its threads: one piece takes microseconds. */
 enum { END_MS = 2 * 1000 };
 
-/* What a thread still touches after `milliseconds` (-1: never mind how long) is never freed. */
+/* Memory that a thread still touches after `milliseconds` (-1: no limit) is never freed. */
 static void job_close(JobObject *self, int milliseconds) {
     if (self->job == NULL) return;
     Job *job = self->job;
@@ -205,7 +205,7 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* The end of a `with` block: return when no thread touches slab or leaves any more. What nobody has begun is left out. */
+/* The end of a `with` block: return when no thread touches slab or leaves any more. Pieces that no thread has begun are left out. */
 static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
     if (((JobObject *)object)->waiting > 0) return PyErr_Format(PyExc_RuntimeError, "this job is being waited for");
     job_close((JobObject *)object, -1);

@@ -148,7 +148,7 @@ typedef struct {
 
 static int find(Walk *walk, PyObject *object);
 
-/* What the table has for a class, held; a class that it doesn't have yet is looked up by its `__missing__`. */
+/* The table's handler of a class, held; a class that it doesn't have yet is looked up by its `__missing__`. */
 static PyObject *handler_of(PyObject *handlers, PyObject *type) {
     PyObject *handler = PyDict_GetItemWithError(handlers, type);
     if (handler != NULL || PyErr_Occurred()) return held(handler);
