@@ -1,4 +1,4 @@
-"""A paged cache of keys and values: blocks go to the host when the device is full, and come back when they are needed.
+"""A paged cache of keys and values: blocks go to the host when the device is full, and return when they are needed.
 
     python examples/paged_cache.py                              # small, on the CPU where there is no GPU
     python examples/paged_cache.py --host 48GiB --device cuda:0
@@ -86,7 +86,7 @@ def make_pinned(device: torch.device, shape: Sequence[int]) -> tuple[torch.Tenso
 
 
 def swap(cache: PagedCache, rounds: int, among: int) -> float:
-    """Swap random blocks out to some of the host's, and in again; see that all come back as they went.
+    """Swap random blocks out to some of the host's, and in again; see that none has changed.
 
     Returns:
         The seconds that this took, until the blocks were on the device again.
@@ -110,7 +110,7 @@ def swap(cache: PagedCache, rounds: int, among: int) -> float:
         wait(cache.there.device)
         seconds += time.perf_counter() - began
         if not torch.equal(cache.there, expected):
-            raise AssertionError("a block didn't come back as it went")
+            raise AssertionError("a block has changed on the way")
     return seconds
 
 

@@ -45,6 +45,8 @@ INSTEAD = {
     r"for everybody|where there is none": "always, otherwise",
     r"(?<!there )(?:is|are|was) no(?! (?:longer|more|less|faster|slower|way|need|other|use|such|room))": "isn't a",
     rf"{UNITS} an? (?:step|second|leaf|batch|call|tensor|copy|minute|save)(?![\w-])": "per step, steps/s",
+    r"(?:comes?|came|coming) back": "is returned",
+    r"of which an? \w+ is": "that has",
     r"times as fast": "1.7x faster, a speed-up of 1.7",
     r"travels?|travell?(?:ed|ing)|comes? home|lies|lay|dies|died": "is sent, is stored, is freed",
 }

@@ -101,7 +101,7 @@ def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
 
 
 def locked_limit(root: Path = Path("/")) -> int | None:
-    """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited or not told."""
+    """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited or unknown."""
     match = re.search(r"^Max locked memory\s+(\d+)", text(root / "proc/self/limits"), re.MULTILINE)
     return int(match[1]) if match else None
 
@@ -116,7 +116,7 @@ def shm_bytes(root: Path = Path("/")) -> int | None:
 
 
 def huge_pages(root: Path = Path("/")) -> str:
-    """Return who gets transparent huge pages: ``always``, ``madvise`` or ``never``; empty if it is not told."""
+    """Return who gets transparent huge pages: ``always``, ``madvise`` or ``never``; empty if unknown."""
     match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     return match[1] if match else ""
 
@@ -152,7 +152,7 @@ def pci_node(address: str, root: Path = Path("/")) -> int | None:
 
 
 def pci_cpus(address: str, root: Path = Path("/")) -> frozenset[int]:
-    """Return the CPUs that are nearest to a PCI device; empty if it is not told."""
+    """Return the CPUs that are nearest to a PCI device; empty if unknown."""
     return _numbers(pci_device(address, root) / "local_cpulist")
 
 

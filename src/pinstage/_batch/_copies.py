@@ -39,7 +39,7 @@ def unshared(cls: type, handler: Handler, is_leaf: Callable[[Any], bool]) -> Han
     Args:
         cls: the class.
         handler: takes it apart by its attributes.
-        is_leaf: says whether an attribute comes back as the same object.
+        is_leaf: says whether an attribute is returned as the same object.
     """
     base, duplicate = builtin_base(cls), _way_to_copy(cls)
 

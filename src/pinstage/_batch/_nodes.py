@@ -250,7 +250,7 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
     """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a class decorator.
 
     Its memory is sent like any tensor's, and the result has the same class. The object's ``__dict__`` stays on the host
-    and comes back unchanged. A class that wraps other tensors needs ``__tensor_flatten__`` and
+    and is returned unchanged. A class that wraps other tensors needs ``__tensor_flatten__`` and
     ``__tensor_unflatten__``, as for torch's compiler. Subclasses are registered too. Tensors that require grad move by
     their own ``.to()``.
 

@@ -129,7 +129,7 @@ BORROW_FROM_BYTES = 256 * 1024
 
 
 class Borrowed(NamedTuple):
-    """A batch of which some leaves are not packed."""
+    """A batch, some leaves of which are not packed."""
 
     leaves: list[tuple[int, int, int, int]]
     """Ranges of their bytes: row, where the range begins and ends in the leaf, and the address of its first byte."""

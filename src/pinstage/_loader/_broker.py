@@ -385,7 +385,7 @@ class SlabBroker:
         self._incoming = None
         for _, loan in self._leased:
             if loan is not None:
-                loan.lease.release()  # its worker was not told of it
+                loan.lease.release()  # its worker doesn't know of it
         self._leased.clear()
         events = dict(self._copying)
         loans, self._loans = self._loans, {}

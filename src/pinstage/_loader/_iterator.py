@@ -45,7 +45,7 @@ class LoaderIterator:
     """
 
     closed = False
-    """Whether the workers were told to end."""
+    """Whether the workers were asked to end."""
     _is_closed_by_loader = False
 
     def __init__(self, batches: Any, slabs: Slabs, most_slabs: int = 1) -> None:
@@ -176,7 +176,7 @@ class Ending:
         self._pid = os.getpid()
         self._broker = broker
         self.begun = False
-        """Whether the workers were told to end."""
+        """Whether the workers were asked to end."""
         self._claimed = threading.Lock()  # by the thread that ends them; never let go
         self._done = threading.Lock()
         self._done.acquire()
@@ -241,7 +241,7 @@ class WorkersIterator(LoaderIterator):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the workers were told to end."""
+        """Whether the workers were asked to end."""
         return self._ending.begun
 
     def close_if_a_worker_is_lost(self) -> None:

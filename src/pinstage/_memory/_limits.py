@@ -116,10 +116,10 @@ def remedy(nbytes: int, root: Path = Path("/")) -> str:
 
 
 def _ranks() -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not told.isdecimal() or int(told) < 1:
+    given = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not given.isdecimal() or int(given) < 1:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE must be 1 or more: {told!r}; set it to the number of ranks on this host, as torchrun "
+            f"LOCAL_WORLD_SIZE must be 1 or more: {given!r}; set it to the number of ranks on this host, as torchrun "
             "does"
         )
-    return int(told)
+    return int(given)

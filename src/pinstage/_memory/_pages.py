@@ -65,7 +65,7 @@ def _map(nbytes: int, flags: int, fd: int) -> int:
 
 
 def map_anonymous(nbytes: int, *, alignment: int = PAGE_BYTES) -> int:
-    """Map private zeroed pages, of which nothing is touched yet, and return the address; `unmap` gives all of it back.
+    """Map private zeroed pages, still untouched, and return the address; `unmap` gives all of it back.
 
     ``alignment`` is a multiple of the page size. Beyond a page, more is mapped and the ends cut off.
 

@@ -118,7 +118,7 @@ class HostRange:
         self._raw, self.address = raw, round_up(raw, _pages.PAGE_BYTES)
 
     def free(self) -> None:
-        """Give the memory back, of which nothing is registered."""
+        """Give the memory back; none of it is registered."""
         try:
             if self._raw:
                 _cuda.free_host(self._raw, self.device)

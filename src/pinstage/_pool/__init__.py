@@ -8,7 +8,7 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
          ^                            |
          |                            |  release(after=event), or a view is still alive
          |                            v
-         +-----------------------  in flight                              comes back when the event is done
+         +-----------------------  in flight                              is free when the event is done
                                                                           and the last view is gone
 
 *State is derived*: a slab is free if its lease and its views are dead and its event is done. Nothing else says so, and

@@ -215,7 +215,7 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.state = state
-            # Not the exporter: if a memoryview is part of a garbage cycle, the collector tells of its death before
+            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back before
             # finalisers have had their last use of it. An array is nothing that the collector knows.
             exporter.life = np.empty(0)
             views = weakref.ref(exporter.life, slab.put)

@@ -121,7 +121,7 @@ class SlabPool:
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to whole pages where
-    memory is page-locked). A request is served in this order: by an idle slab of which at most 12.5% is waste, or, from
+    memory is page-locked). A request is served in this order: by an idle slab that wastes at most 12.5%, or, from
     1 MiB on, by one of at most twice its class; by growing; at the cap, by any larger idle slab; by freeing idle slabs,
     least recently used first; by waiting, first come, first served.
 
@@ -419,7 +419,7 @@ class SlabPool:
         while forgotten:
             nbytes, capacity = forgotten.pop()
             warnings.warn(
-                f"lease was never released: {nbytes} bytes of {capacity} came back by garbage collection; use `with "
+                f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage collection; use `with "
                 "pool.acquire(...)` or call release()",
                 UnreleasedLeaseWarning,
                 stacklevel=stacklevel,

@@ -124,7 +124,7 @@ class Holdings:
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
-        reap: frees what came back to a closed pool; for the reaper.
+        reap: frees slabs that were returned to a closed pool; for the reaper.
     """
 
     reap: Callable[[], bool]
@@ -157,12 +157,12 @@ class Holdings:
         self.hits = self.misses = self.trims = self.held_bytes = 0
         self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
         _all.add(self)
-        # Not the state itself: the garbage collector tells of a death before finalisers have had their last use of it.
+        # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
         self._life = np.empty(0)
         reaper.watch(self._life, partial(free_what_is_done, self.slabs, memory))
 
     def tidy_later(self) -> None:
-        """Have what came back to a closed pool freed. Finalisers call this."""
+        """Have the slabs freed that were returned to a closed pool. Finalisers call this."""
         reaper.tasks.put(self)
 
     def promised(self) -> int:

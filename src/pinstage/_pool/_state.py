@@ -40,7 +40,7 @@ class PoolState(Holdings):
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
         cases of quotas and of turns. Within that, the cases are, in this order:
 
-        1. an idle slab of which at most 12.5% would be waste, or, from 1 MiB on, of at most twice the class;
+        1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: allocate a slab of the request's class;
         3. any larger idle slab;
         4. idle slabs of other classes would make room: free them, least recently used first, and allocate;
@@ -257,7 +257,7 @@ class PoolState(Holdings):
                 return growth.freed
 
     def reap(self) -> bool:
-        """Free what came back to a closed pool; for the reaper. Says whether nothing more will come by itself."""
+        """Free the slabs returned to a closed pool; for the reaper. Say whether no event will return more."""
         self._free_here(self.max_bytes)
         return not self.pending()
 

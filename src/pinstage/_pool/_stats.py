@@ -15,9 +15,9 @@ class OwnerStats:
     held_bytes: int
     """Bytes of slabs that the owner keeps from others: leased, or in flight."""
     leased_bytes: int
-    """Bytes of slabs in its hands."""
+    """Bytes of slabs that it has leased."""
     in_flight_bytes: int
-    """Bytes of slabs that it released whose event is not done or of which a view is alive."""
+    """Bytes of slabs that it released, but whose event is not done or which still have live views."""
     available_bytes: int
     """Bytes it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
     min_bytes: int
@@ -44,7 +44,7 @@ class PoolStats:
     leased_bytes: int
     """Bytes of slabs with a lease."""
     in_flight_bytes: int
-    """Bytes of released slabs whose event is not done or of which a view is alive."""
+    """Bytes of released slabs whose event is not done, or which still have live views."""
     free_bytes: int
     """Bytes of idle slabs."""
     max_bytes: int

@@ -6,7 +6,7 @@
     out                                         | copy to the host |
     back                                                                        | copy to the device |
 
-Memory for what comes back is the caller's stream's, so that it is used again in that stream's order: memory of a stream
+Memory for returning bytes is the caller's stream's, so that it is used again in that stream's order: memory of a stream
 of our own would be kept from reuse until the host has seen the consumer's work end, and a host that runs ahead would
 find none.
 """
@@ -29,7 +29,7 @@ NO_STREAM = (0, 0, 0)
 
 
 class Arrival(NamedTuple):
-    """Bytes that are coming back."""
+    """Bytes on their way back to the device."""
 
     there: torch.Tensor
     """uint8 ``[n]`` on the device."""

@@ -525,7 +525,7 @@ class Stager:
         tensors may be changed or freed right afterwards. That stream waits while large tensors are read; if it must
         not, call on another stream.
 
-        CPU tensors, numpy arrays and whatever is not a tensor come back as the same objects (a stager for the CPU
+        CPU tensors, numpy arrays and everything that isn't a tensor are returned unchanged (a stager for the CPU
         copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
         subclass, or one with grad) is moved by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
 
@@ -967,7 +967,7 @@ class Stager:
         if job is None:
             blocks = make()
             return blocks, self._copy(blocks, host, 0, nbytes, stream)
-        travelling: deque[tuple[int, Fence | None]] = deque()
+        sent: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         with job:
             blocks = make()
@@ -977,9 +977,9 @@ class Stager:
                 copies += self._copy(blocks, host + job.place(chunk) - start, start, end, stream)
                 start = end
                 if reuses:
-                    travelling.append((chunk, target.record(stream)))
-                    while travelling and ((event := travelling[0][1]) is None or event.query()):
-                        job.reuse(travelling.popleft()[0])
+                    sent.append((chunk, target.record(stream)))
+                    while sent and ((event := sent[0][1]) is None or event.query()):
+                        job.reuse(sent.popleft()[0])
         return blocks, copies
 
     def _copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any) -> int:
@@ -1003,8 +1003,8 @@ class Stager:
                 size = min(size, self._pool.max_bytes) // 2
             except AcquireTimeoutError as error:
                 error.add_note(
-                    "results of Stager.fetch(copy=False) hold their slabs until their tensors die: drop them sooner, "
-                    "or leave copy=False out"
+                    "results of Stager.fetch(copy=False) hold their slabs until their tensors are freed: drop them "
+                    "sooner, or leave copy=False out"
                 )
                 raise
             except REFUSALS as error:

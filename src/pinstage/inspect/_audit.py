@@ -128,8 +128,8 @@ class Audit:
     def _totals(self) -> Line:
         names = ("pinned", "pageable", "on a device", "not contiguous", "met before")
         numbers = list(self._counts().values())[2:]
-        told = [f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number]
-        return Line("; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *told]))
+        counts = [f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number]
+        return Line("; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *counts]))
 
     def _verdict(self) -> list[Section]:
         pinned, left = f"{sum(leaf.loader_pins for leaf in self.leaves):,}", self.left_pageable

@@ -87,7 +87,7 @@ def shared_memory(total: int | None) -> Check:
     if total is None:
         return Check(name, "warning", "not there", "mount it: torch's DataLoader workers need it")
     if total < SMALL_SHM_BYTES:
-        found = f"{format_bytes(total)}: workers of torch's DataLoader may die of a bus error"
+        found = f"{format_bytes(total)}: workers of torch's DataLoader may end by a bus error"
         remedy = "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
         return Check(name, "warning", found, remedy)
     return Check(name, "ok", format_bytes(total))

@@ -1,4 +1,4 @@
-"""tensordict's classes. Names and locks come back; the device attribute says where the tensors are, as after ``.to()``.
+"""tensordict's classes. They keep names and locks; the device attribute says where the tensors are, as after ``.to()``.
 
 A class made by ``@tensorclass`` is a dataclass with a TensorDict in it, and needs nothing beside that.
 """

@@ -1,4 +1,4 @@
-"""torchvision's tv_tensors: images, videos, masks, boxes, key points. Their attributes come back with them."""
+"""torchvision's tv_tensors: images, videos, masks, boxes, key points. They keep their attributes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def drop_arrival(shuttle: Shuttle, arrival: Arrival) -> None:
 
 
 class OffloadedBlock:
-    """Bytes of one storage on the host; on the device too, while they leave or when they have come back.
+    """Bytes of one storage on the host; on the device too, while they leave and after their return.
 
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
 
@@ -76,10 +76,10 @@ class OffloadedBlock:
         begin: where they begin in their storage.
         lease: of a slab for them, which is this object's from now on.
         after: what has to be waited for before the slab is written.
-        dropped: told when this ends with an arrival, of `ahead_for` and its bytes.
+        dropped: called when this ends with an arrival, of `ahead_for` and its bytes.
 
     Attributes:
-        ahead_for: the number of the saved tensor that it came back for before it was asked; 0 for none.
+        ahead_for: the number of the saved tensor for which it returned early; 0 for none.
         source: the bytes on the device, until the copy is done or that memory's stream waits for it.
         arrival: the bytes on the device again, while they are kept there.
         device: that they come from.

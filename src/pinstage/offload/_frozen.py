@@ -162,7 +162,7 @@ class FrozenModule(Offloaded):
     def close(self) -> None:
         """Return the module to the host for good. May be called again.
 
-        The slabs return to the pool when the module's tensors die or are moved, for example by ``module.to("cuda")``.
+        The slabs return to the pool when the module's tensors are freed or moved, for example by ``module.to("cuda")``.
         """
         self.offload()
         for key in self._keys:

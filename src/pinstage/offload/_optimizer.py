@@ -149,7 +149,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_byt
         optimizer = torch.optim.AdamW(model.parameters())
         offloaded = ps.offload.optimizer_state(optimizer, pool)
 
-    The state leaves after each step, while the next forward goes on, and comes back before the next step. Meanwhile the
+    The state leaves after each step, while the next forward goes on, and returns before the next step. Meanwhile the
     device has that memory for activations. Weights are bit-equal to those of a run without offloading. ``state_dict``
     and ``load_state_dict`` work as before. After ``state_dict`` the state is on the device until the next step has
     ended.

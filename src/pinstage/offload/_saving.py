@@ -118,7 +118,7 @@ class save_on_cpu:  # noqa: N801 - torch's name
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
         keep_on_device: called with each tensor; returns true for those that stay. It must not change them.
         max_device_bytes: device memory that copies may hold: that much may be leaving, after which forward's stream
-            waits, and that much may have come back before it is needed. Four times the largest tensor keeps the bus
+            waits, and that much may be back before it is needed. Four times the largest tensor keeps the bus
             busy.
 
     Raises:

@@ -137,7 +137,7 @@ class OffloadScheduler:
 
     Args:
         shuttle: of the device.
-        max_device_bytes: device memory that copies may hold: this much that is leaving, and as much that came back
+        max_device_bytes: device memory that copies may hold: this much that is leaving, and as much that returned
             ahead.
         counters: of what happens.
 
@@ -160,7 +160,7 @@ class OffloadScheduler:
             deque()
         )  # with bytes, and whether made here
         self._leaving_bytes = 0
-        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # came back, and weren't asked for yet
+        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # returned early: no saved tensor has asked yet
         self._ahead_bytes = 0  # of these, and of those that are asked for again
         self._top = self._next = 0  # saves from `_next` to `_top` were looked at; the next is below
         self._pass = 1
@@ -283,7 +283,7 @@ class OffloadScheduler:
         return tensor
 
     def _is_asked_again(self, saved: Saved) -> bool:
-        """Say whether to keep what came back: another that was saved before is in it, and there is room beside it."""
+        """Say whether to keep a returned block: another that was saved before is in it, and there is room beside it."""
         block = saved.block
         return 2 * block.nbytes <= self._max_device_bytes and any(
             seq < saved.seq and seq in self._alive for seq in block.seqs
@@ -340,7 +340,7 @@ class OffloadScheduler:
         return True
 
     def _give_up(self, seqs: list[int]) -> None:
-        """Let go of what came back and was not asked for."""
+        """Drop blocks that returned and weren't asked for."""
         for seq in seqs:
             block = self._ahead.pop(seq)()
             if block is not None and block.arrival is not None:  # else its end is in `dropped`
