@@ -469,29 +469,23 @@ static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     return PyBool_FromLong(all);
 }
 
-/* small_copies(nbytes): how many copies there are of less than `nbytes`. */
-static PyObject *blocks_small_copies(PyObject *object, PyObject *nbytes) {
+/* small_copies(nbytes, most): see its docstring. */
+static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
-    long long least = PyLong_AsLongLong(nbytes), count = 0;
-    if (least == -1 && PyErr_Occurred()) return NULL;
+    long long least, most, count = 0;
+    if (!PyArg_ParseTuple(args, "LL", &least, &most)) return NULL;
     for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
-    return PyLong_FromLongLong(count);
-}
-
-/* run_bytes(): of each leaf, the bytes of the run that it is part of, in which it is copied; int64. */
-static PyObject *blocks_run_bytes(PyObject *object, UNUSED PyObject *nothing) {
-    Blocks *self = (Blocks *)object;
-    int64_t *found = calloc((size_t)self->header->rows + 1, sizeof(int64_t));
-    if (found == NULL) return PyErr_NoMemory();
-    for (int64_t i = 0, run = 0; i < self->packed; i++) {
+    PyObject *rows = PyList_New(0);
+    for (int64_t i = 0, run = 0; rows != NULL && count > most && i < self->packed; i++) {
         const Row *row = row_at(self->header, self->order[i]);
         if (row->nbytes == 0) continue;
         while (run < self->run_count && self->runs[run].end <= row->offset) run++;
-        if (run < self->run_count) found[self->order[i]] = self->runs[run].end - self->runs[run].start;
+        if (run == self->run_count || self->runs[run].end - self->runs[run].start >= least) continue;
+        PyObject *index = PyLong_FromLongLong(self->order[i]);
+        if (index == NULL || PyList_Append(rows, index) != 0) Py_CLEAR(rows);
+        Py_XDECREF(index);
     }
-    PyObject *result = PyBytes_FromStringAndSize((char *)found, (Py_ssize_t)(sizeof(int64_t) * (size_t)self->header->rows));
-    free(found);
-    return result;
+    return rows;
 }
 
 /* packed_as(table): take the places of another host slab, which may lack some of the leaves. */
@@ -779,8 +773,8 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
     {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into tensors that exist"},
-    {"run_bytes", blocks_run_bytes, METH_NOARGS, "run_bytes(): of each leaf, the bytes of the copy that it is part of; int64"},
-    {"small_copies", blocks_small_copies, METH_O, "small_copies(nbytes): how many copies there are of less than that"},
+    {"small_copies", blocks_small_copies, METH_VARARGS,
+     "small_copies(nbytes, most): the rows in copies of less than that; empty if there are at most `most` such copies"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},

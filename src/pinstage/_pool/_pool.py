@@ -419,8 +419,8 @@ class SlabPool:
         while forgotten:
             nbytes, capacity = forgotten.pop()
             warnings.warn(
-                f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage collection; use `with "
-                "pool.acquire(...)` or call release()",
+                f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage collection; use "
+                "`with pool.acquire(...)` or call release()",
                 UnreleasedLeaseWarning,
                 stacklevel=stacklevel,
             )

@@ -82,20 +82,19 @@ class Plan(NamedTuple):
     scratch: list[int]
     """Leaves that go by way of scratch."""
     direct: list[int]
-    """Leaves that go straight to their places, if their copies are few or large."""
+    """Leaves that go straight to their places, unless their copies are many and small."""
     whole: Direct | None = None
-    """All of these, if they are all that is packed, and their copies are few or large."""
+    """All of these, if they are all that is packed."""
 
     def ways(self) -> tuple[list[int], Direct | None]:
         """Return the leaves that go by way of scratch, and the others."""
-        if self.whole is not None:
-            return [], self.whole
-        found = self._direct(self.direct)
-        small = [] if found is None else _in_many_small_copies(found)
-        if small:
-            small = [self.direct[i] for i in small] if len(self.direct) < self.parts.table.packed else small
-            found = self._direct(sorted(set(self.direct) - set(small)))
-        return sorted(self.scratch + small), found
+        found = self.whole or self._direct(self.direct)
+        small = [] if found is None else found.blocks.small_copies(DIRECT_FROM_BYTES, _FEW_COPIES)
+        if not small:
+            return self.scratch, found
+        if len(self.direct) < self.parts.table.packed:
+            small = [self.direct[row] for row in small]
+        return sorted(self.scratch + small), self._direct(sorted(set(self.direct) - set(small)))
 
     def _direct(self, chosen: list[int]) -> Direct | None:
         if not chosen:
@@ -129,15 +128,6 @@ class Plan(NamedTuple):
                 nbytes += source.nbytes
         if sources:
             yield Way(take_apart(sources), places)
-
-
-def _in_many_small_copies(direct: Direct) -> list[int]:
-    """Return the rows of the leaves that would go in small copies, if these are many."""
-    runs = np.frombuffer(direct.blocks.run_bytes(), dtype=np.int64)
-    small = ((runs > 0) & (runs < DIRECT_FROM_BYTES)).nonzero()[0]
-    copies = (direct.way.parts.table.rows["nbytes"][small] / runs[small]).sum()
-    found: list[int] = [] if copies < _FEW_COPIES + 0.5 else small.tolist()
-    return found
 
 
 def _pieces(source: Any, place: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -221,10 +211,7 @@ def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
         if not chosen:
             return Plan(parts, leaves, [], [], [])
         direct = Direct(Way(parts, leaves), into_tensors(table, leaves, leaves[chosen[0]].is_cuda), chosen)
-        small = direct.blocks.small_copies(DIRECT_FROM_BYTES)
-        if small <= _FEW_COPIES:
-            return Plan(parts, leaves, [], [], chosen, direct)
-        return Plan(parts, leaves, [], [], chosen)
+        return Plan(parts, leaves, [], [], chosen, direct)
     readable = make_readable(parts, places)
     if readable is not None:
         parts = describe(readable, parts.structure, _CPU)
