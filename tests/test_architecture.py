@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -386,6 +387,13 @@ import pinstage
 print(time.process_time() - began)
 """
     assert any(float(run_python(code)) <= 0.15 for _ in range(5))
+
+
+def test_no_two_classes_share_a_name():
+    modules = (ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py"))
+    names = Counter(node.name for module in modules for node in module.body if isinstance(node, ast.ClassDef))
+    del names["StageBatches"]  # Lightning's and Ray's: a program uses one of them
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_public_name_has_a_docstring():

@@ -22,7 +22,7 @@ from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
-from ._messages import BEGIN_AGAIN, BROKERS, Known, PackedBatch, send_descriptor
+from ._messages import BEGIN_AGAIN, BROKERS, PackedBatch, WorkerStructure, send_descriptor
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -70,7 +70,7 @@ class SlabBroker:
 
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
-        self.known: dict[tuple[int, int], Known] = {}
+        self.known: dict[tuple[int, int], WorkerStructure] = {}
         """The slab of each worker's number, by the worker's id and the number."""
         self._slabs: Slabs | None = slabs
         self._target = slabs.target

@@ -24,7 +24,7 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(slots=True)
-class Known:
+class WorkerStructure:
     """The structure of one worker's batches of one number."""
 
     structure: bytes | Structure
@@ -126,7 +126,9 @@ def receive(
             if structure is None and before is not None:
                 structure = before.structure
             if structure is not None:
-                known[worker, number] = Known(structure, Table.of_bytes(table))  # even if it cannot be unpickled now
+                known[worker, number] = WorkerStructure(
+                    structure, Table.of_bytes(table)
+                )  # even if it cannot be unpickled now
         found = known.get((worker, number))
         if found is None:
             raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")

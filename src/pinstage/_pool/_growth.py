@@ -32,7 +32,7 @@ RETRY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class GrowthPlan:
     """A change of what the pool holds: some slabs are freed, then others are allocated."""
 
     victims: Sequence[Slab] = ()
@@ -59,7 +59,7 @@ class Growth:
     """
 
     def __init__(self, state: Holdings, decide: Callable[[], Any], waiter: Waiter | None = None) -> None:
-        self.plan = Plan()
+        self.plan = GrowthPlan()
         self.waiter = waiter
         self.freed = 0
         self.refusal = ""
@@ -113,7 +113,7 @@ class Growth:
             with self._surroundings():
                 with state.lock:
                     found = self._decide()
-                    if isinstance(found, Plan):
+                    if isinstance(found, GrowthPlan):
                         if self.waiter is not None:
                             state.line.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
                         for slab in found.victims:
@@ -121,7 +121,7 @@ class Growth:
                         self.plan = found
                         state.growths[self] = None
                 self._news.put(None)
-                self._found = self._carry_out(found) if isinstance(found, Plan) else found
+                self._found = self._carry_out(found) if isinstance(found, GrowthPlan) else found
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         finally:
@@ -130,7 +130,7 @@ class Growth:
             running.pop(self, None)
             state.line.wake_first()
 
-    def _carry_out(self, plan: Plan) -> Lease | None:
+    def _carry_out(self, plan: GrowthPlan) -> Lease | None:
         state, blocks = self._state, list[Block]()
         try:
             for slab in plan.victims:

@@ -16,7 +16,7 @@ from .._steps import step
 from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
-from ._growth import Growth, Plan, Reservation
+from ._growth import Growth, GrowthPlan, Reservation
 from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
 from ._lease import Lease
 from ._slab import Fence, take_free
@@ -276,7 +276,7 @@ class SlabPool:
     def _reserve(self, nbytes: int, count: int) -> None:
         state, plan = self._state, None
 
-        def missing() -> Plan | None:
+        def missing() -> GrowthPlan | None:
             nonlocal plan
             plan = state.reserve(nbytes, count)
             return plan
@@ -361,7 +361,7 @@ class SlabPool:
             serve = partial(state.serve, account, nbytes, ahead)
             with state.lock:
                 found = serve()
-            if not isinstance(found, Plan):
+            if not isinstance(found, GrowthPlan):
                 return found
             growth = Growth(state, serve, me)
             growth.start()

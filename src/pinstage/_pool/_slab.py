@@ -17,7 +17,7 @@ from .._memory import Block, MemoryResource
 from .._reaper import reaper
 from ._host_budget import LimitedMemory
 from ._refusals import Refusal
-from ._waiting import Account, Accounts, Line
+from ._waiting import Account, Accounts, WaitQueue
 
 
 class Fence(Protocol):
@@ -145,7 +145,7 @@ class Holdings:
         has_lock = ownership(self.lock)
         self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.line = Line(self.accounts)
+        self.line = WaitQueue(self.accounts)
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._growth import Growth, Plan
+from ._growth import Growth, GrowthPlan
 from ._host_budget import held_bytes
 from ._lease import Lease
 from ._refusals import Figures, Refusal
@@ -34,7 +34,7 @@ class PoolState(Holdings):
 
     # -- decisions
 
-    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | Plan | None:
+    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | GrowthPlan | None:
         """Serve a request from free slabs, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
@@ -63,14 +63,14 @@ class PoolState(Holdings):
         may_grow = nbytes <= room and not self.frozen
         slab = _best(idle, nbytes, min(reuse_limit(nbytes, self.granularity), room))
         if slab is None and may_grow and capacity <= self._headroom():
-            return Plan((), capacity, 1)
+            return GrowthPlan((), capacity, 1)
         slab = slab or _best(idle, nbytes, room)
         if slab is not None:
             slab.stack.pop(slab, None)
             self.hits += 1
             return Lease(self, slab, nbytes, account)
         if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
-            return Plan(victims, capacity, 1)
+            return GrowthPlan(victims, capacity, 1)
         return None
 
     def scan(self) -> list[Slab]:
@@ -137,7 +137,7 @@ class PoolState(Holdings):
             return None
         return _refusals.refused(self.figures(), nbytes, refusal)
 
-    def reserve(self, nbytes: int, count: int) -> Plan | None:
+    def reserve(self, nbytes: int, count: int) -> GrowthPlan | None:
         """Plan to allocate the slabs that are missing for `count` leases at once; None if none is.
 
         Raises:
@@ -156,17 +156,17 @@ class PoolState(Holdings):
             raise _refusals.frozen(self.figures(), nbytes, max(self.sizes, default=0))
         if missing * capacity > self._headroom():
             raise _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
-        return Plan((), capacity, missing)
+        return GrowthPlan((), capacity, missing)
 
-    def trim(self, to_bytes: int) -> Plan | None:
+    def trim(self, to_bytes: int) -> GrowthPlan | None:
         """Plan to free idle slabs, so that at most `to_bytes` are held; None if there is nothing to free."""
         return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
 
-    def free(self, nbytes: int) -> Plan | None:
+    def free(self, nbytes: int) -> GrowthPlan | None:
         """Plan to free a number of bytes of idle slabs, or all; None if there is nothing to free."""
         idle = self.scan()
         victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
-        return Plan(victims) if victims else None
+        return GrowthPlan(victims) if victims else None
 
     def check_open(self) -> None:
         if self.closed:
@@ -243,7 +243,7 @@ class PoolState(Holdings):
         _, in_flight, _ = self._parts()
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
-    def run(self, decide: Callable[[], Plan | None]) -> int:
+    def run(self, decide: Callable[[], GrowthPlan | None]) -> int:
         """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed."""
         while True:
             with self.lock:

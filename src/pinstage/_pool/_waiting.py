@@ -176,7 +176,7 @@ def check_timeout(timeout: object) -> None:
         raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
 
 
-class Line:
+class WaitQueue:
     """Waiters, first come first served.
 
     Each looks for itself, with those before it in mind. A release wakes the first; where there are quotas, which may

@@ -10,7 +10,7 @@ from .._pool import HostBudget
 from ._places import Nest
 
 
-class Plan(NamedTuple):
+class RegionPlan(NamedTuple):
     """The description of a region, in every process."""
 
     nbytes: int
@@ -32,7 +32,7 @@ class RegionHandle:
 
     __slots__ = ("_ends", "_fd", "_plan")
 
-    def __init__(self, plan: Plan, ends: tuple[int, ...], fd: int) -> None:
+    def __init__(self, plan: RegionPlan, ends: tuple[int, ...], fd: int) -> None:
         self._plan, self._ends, self._fd = plan, ends, fd
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,5 +42,5 @@ class RegionHandle:
         os.close(self._fd)
 
 
-def _received(plan: Plan, ends: tuple[int, ...], fd: Any) -> RegionHandle:
+def _received(plan: RegionPlan, ends: tuple[int, ...], fd: Any) -> RegionHandle:
     return RegionHandle(plan, ends, fd.detach())

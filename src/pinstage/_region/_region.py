@@ -18,7 +18,7 @@ from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks
-from ._handle import Plan, RegionHandle
+from ._handle import RegionHandle, RegionPlan
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
 
 
@@ -91,7 +91,7 @@ class HostRegion:
         size = _positive("nbytes", given if nest is None else nest.nbytes)
         row = None if row_bytes is None else _positive("row_bytes", row_bytes)
         page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
-        plan = Plan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
+        plan = RegionPlan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
         pieces = [(0, plan.nbytes, row or 1)]
         if nest is not None:
             places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
@@ -161,7 +161,7 @@ class HostRegion:
         return region
 
     def _begin(
-        self, plan: Plan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+        self, plan: RegionPlan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
     ) -> None:
         """Count the memory, begin to page-lock it, and see that it is freed."""
         self._plan = plan

@@ -71,7 +71,7 @@ class Direct(NamedTuple):
     """Their numbers in the batch."""
 
 
-class Plan(NamedTuple):
+class OutPlan(NamedTuple):
     """How a batch gets into existing tensors. Everything is checked."""
 
     parts: Parts
@@ -190,7 +190,7 @@ class Checked(NamedTuple):
     """Other packed leaves, to be cast or strided."""
 
 
-def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
+def plan_for(parts: Parts, out: Any, device: torch.device) -> OutPlan:
     """Check existing tensors against a batch, and decide how each leaf of it gets there. Writes nothing.
 
     Args:
@@ -209,14 +209,14 @@ def plan_for(parts: Parts, out: Any, device: torch.device) -> Plan:
         leaves = results(parts, places) if table.others else places
         chosen = table.positions(*PACKED) if table.others else list(range(len(places)))
         if not chosen:
-            return Plan(parts, leaves, [], [], [])
+            return OutPlan(parts, leaves, [], [], [])
         direct = Direct(Way(parts, leaves), into_tensors(table, leaves, leaves[chosen[0]].is_cuda), chosen)
-        return Plan(parts, leaves, [], [], chosen, direct)
+        return OutPlan(parts, leaves, [], [], chosen, direct)
     readable = make_readable(parts, places)
     if readable is not None:
         parts = describe(readable, parts.structure, _CPU)
     plain, same, scratch = check(parts, [parts.table], places, device)
-    return Plan(parts, results(parts, places), plain, scratch, same)
+    return OutPlan(parts, results(parts, places), plain, scratch, same)
 
 
 def check(parts: Parts, tables: list[Table], places: list[Any], device: torch.device) -> Checked:

@@ -57,7 +57,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Sources, target_for
-from ._out import NOTHING, Direct, Plan, copy_through, plan_for, writing
+from ._out import NOTHING, Direct, OutPlan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, event_of, fetch, fetch_into
@@ -779,7 +779,7 @@ class Stager:
                 "call it before or after graph.replay(), outside of the capture"
             )
 
-    def _plan(self, batch: Any, out: Any) -> Plan:
+    def _plan(self, batch: Any, out: Any) -> OutPlan:
         """Check existing tensors against a batch. Writes nothing."""
         self._refuse_capture()
         while True:
@@ -816,7 +816,7 @@ class Stager:
             reaper.start()
             reaper.tasks.put(Kept(event, things))
 
-    def _write(self, plan: Plan) -> Sent:
+    def _write(self, plan: OutPlan) -> Sent:
         """Write a batch into existing tensors, behind all that the current stream has been given.
 
         What torch has to copy, and what goes by way of scratch, is work of the current stream. Large leaves follow on
@@ -872,7 +872,7 @@ class Stager:
             return self._send_small(parts, make, stream, is_watched=False, into=True)
         return self._send_large(parts, make, stream, into=True)
 
-    def _end_writing(self, plan: Plan, begun: list[int], error: BaseException) -> None:
+    def _end_writing(self, plan: OutPlan, begun: list[int], error: BaseException) -> None:
         """Wait for the copies of a call that failed, and note what it may have written."""
         target = self._target
         with suppress(Exception):  # of a device that has failed

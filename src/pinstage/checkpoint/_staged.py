@@ -62,7 +62,7 @@ def over(memory: Any, place: Landing) -> torch.Tensor:
     return flat.as_strided(place.shape, place.stride)
 
 
-class Slab(NamedTuple):
+class StagedBytes(NamedTuple):
     """The bytes of a staged state dict."""
 
     memory: Bytes
@@ -78,7 +78,7 @@ class StagedState(dict[str, Any]):
     not its bytes. It is empty here afterwards, and keeps the slab until it is freed.
     """
 
-    def __init__(self, content: Content, slab: Slab | None) -> None:
+    def __init__(self, content: Content, slab: StagedBytes | None) -> None:
         state = content.over(None if slab is None else slab.memory)
         super().__init__(state)
         self.__dict__.update(getattr(state, "__dict__", {}))  # the `_metadata` of a module's state dict
@@ -157,7 +157,7 @@ class Save:
         return True
 
 
-class Staging(Future[dict[str, Any]]):
+class StagedSave(Future[dict[str, Any]]):
     """A state dict on its way to the host, as the checkpointers wait for it."""
 
     def __init__(self, save: Save) -> None:
@@ -166,7 +166,7 @@ class Staging(Future[dict[str, Any]]):
         self._trainer = threading.current_thread()
         self._bringer: threading.Thread | None = None
 
-    def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> threading.Thread:
+    def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> threading.Thread:
         """Wait for the bytes, and make the state dict, in a thread of its own; return that."""
         self._bringer = threading.Thread(
             target=self._bring, args=(transfer, snapshot, slab), name="pinstage-checkpoint", daemon=True
@@ -174,7 +174,7 @@ class Staging(Future[dict[str, Any]]):
         self._bringer.start()
         return self._bringer
 
-    def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: Slab | None) -> None:
+    def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> None:
         try:
             content = Content(snapshot.message, landings(transfer), snapshot.kept)
             transfer.synchronize()  # until then the snapshot keeps the tensors, which copies may be reading

@@ -19,7 +19,7 @@ from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, ev
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
-from ._staged import Save, Slab, Staging
+from ._staged import Save, StagedBytes, StagedSave
 
 _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
@@ -118,7 +118,7 @@ class CheckpointStager(AsyncStager):
             snapshot = take(state_dict)
         transfer, slab = self._fetch(snapshot, timeout)
         self._save = Save(None if slab is None else slab.memory)
-        staging = Staging(self._save)
+        staging = StagedSave(self._save)
         if self._hold == "step":
             self._copies = event_of(transfer)
         self._thread = staging.bring(transfer, snapshot, slab)
@@ -161,13 +161,13 @@ class CheckpointStager(AsyncStager):
             )
         return self._timeout if last is None or last.is_over() else 0
 
-    def _fetch(self, snapshot: Snapshot, timeout: float | None) -> tuple[HostTransfer, Slab | None]:
-        slab: Slab | None = None
+    def _fetch(self, snapshot: Snapshot, timeout: float | None) -> tuple[HostTransfer, StagedBytes | None]:
+        slab: StagedBytes | None = None
 
         def acquire(nbytes: int) -> Lease:
             nonlocal slab
             lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
-            slab = Slab(lease.numpy(), descriptor_of(lease))
+            slab = StagedBytes(lease.numpy(), descriptor_of(lease))
             return lease
 
         try:

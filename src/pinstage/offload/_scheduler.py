@@ -115,7 +115,7 @@ class OffloadStats:
     """Times that it asked for one whose copy back began only then."""
 
 
-class Known(NamedTuple):
+class SavedMemory(NamedTuple):
     """Memory that was saved in this pass."""
 
     storage: weakref.ref[Any]
@@ -151,7 +151,7 @@ class OffloadScheduler:
         self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
-        self._known: dict[int, Known] = {}  # by address
+        self._known: dict[int, SavedMemory] = {}  # by address
         self._count = 0
         self._seqs: list[int] = []  # ascending; freed ones are removed when they are met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
@@ -196,7 +196,7 @@ class OffloadScheduler:
             self._counters["copied_bytes"] += block.nbytes
             begin, end = range_of(tensor)
             geometry = None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
-            self._known[storage.data_ptr()] = Known(
+            self._known[storage.data_ptr()] = SavedMemory(
                 weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
             )
             self._streams.add(block.stream)
