@@ -94,7 +94,7 @@ def test_a_class_with_to_moves_by_it(stager):
     for staged in results:
         assert (type(staged[0]), staged[0].note, staged[0].value.tolist()) == (Movable, "moved", [1, 1])
     assert stager.stats().passthrough_leaves == 3
-    assert len(told) == 1
+    assert [warning.category for warning in told].count(StagingWarning) == 1
     assert "pinstage.register_node(Movable)" in str(told[0].message)
     assert stager.to_host([staged[0]])[0].note == "moved"
 
@@ -117,7 +117,7 @@ def test_loaders_move_to_classes_in_the_main_process():
     loader = ps.DataLoader(Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB")
     with pytest.warns(StagingWarning, match="Movable") as told:
         found = list(loader)
-    assert len(told) == 1
+    assert [warning.category for warning in told].count(StagingWarning) == 1
     assert [(box.value.tolist(), box.note) for box in found] == [([index] * 2, "moved") for index in range(3)]
     assert loader.stats().passthrough_leaves == 3
 
@@ -145,7 +145,7 @@ def test_an_uncalled_pin_memory_is_reported_once(stager):
 
     with pytest.warns(StagingWarning, match=r"Pinned\.pin_memory\(\) is not called: ") as told:
         assert len([stager.to_device([Pinned(torch.ones(1))]) for _ in range(3)]) == 3
-    assert len(told) == 1
+    assert [warning.category for warning in told].count(StagingWarning) == 1
 
 
 def test_torchs_own_pin_memory_is_nothing_to_tell(stager):

@@ -570,7 +570,7 @@ def test_a_batch_above_the_cap_arrives_with_advice(workers, size):
     with pytest.warns(StagingWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"') as told:
         found = [numbers(loader) for _ in range(2)]
     assert found == [list(range(40))] * 2
-    assert len(told) == 1
+    assert [warning.category for warning in told].count(StagingWarning) == 1
     assert loader.stats().fallback_batches == 40
     assert loader.stats().bottleneck.startswith("max_bytes is the bottleneck: 40 of 40 batches found no slab")
     loader = make(max_bytes=size, num_workers=workers)
