@@ -51,11 +51,6 @@ def affinity() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def installed_cpus() -> int:
-    """Return how many CPUs the machine has."""
-    return os.cpu_count() or 1
-
-
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs the control groups above this process let it use at once; None if they do not limit it."""
     found = []
@@ -115,15 +110,12 @@ def shm_bytes(root: Path = Path("/")) -> int | None:
     return found.f_frsize * found.f_blocks
 
 
-def huge_pages(root: Path = Path("/")) -> str:
-    """Return who gets transparent huge pages: ``always``, ``madvise`` or ``never``; empty if unknown."""
-    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    return match[1] if match else ""
+def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
+    """Return the chosen word of a setting of transparent huge pages; empty if unknown.
 
-
-def shared_huge_pages(root: Path = Path("/")) -> str:
-    """Return when shared memory gets transparent huge pages: ``advise``, ``never`` and others; empty if unknown."""
-    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, of shared memory, has other words, too.
+    """
+    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage" / setting))
     return match[1] if match else ""
 
 
@@ -168,10 +160,8 @@ def process_exists(pid: int) -> bool:
     """Return whether there is such a process, ended ones included that aren't waited for yet."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # another user's: PermissionError
     return True
 
 

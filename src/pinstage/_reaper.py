@@ -49,6 +49,12 @@ class Death(weakref.ref[Any]):
     __hash__ = object.__hash__
 
 
+def warn(text: str) -> None:
+    """Warn from one of our threads, where a warning that is made an error has no caller."""
+    with contextlib.suppress(StagingWarning):
+        warnings.warn(text, StagingWarning, stacklevel=2)
+
+
 class _Buried:
     def __init__(self, thing: object) -> None:
         self._thing = thing
@@ -116,13 +122,8 @@ class Reaper:
             with as_called_here()():
                 return task.reap()
         except Exception as error:  # noqa: BLE001 - there is no caller
-            with contextlib.suppress(StagingWarning):  # made an error: not here
-                warnings.warn(
-                    f"memory of a dropped pool or loader could not be freed: {error!r}; close() "
-                    "it before its device fails",
-                    StagingWarning,
-                    stacklevel=1,
-                )
+            what = "memory of a dropped pool or loader could not be freed"
+            warn(f"{what}: {error!r}; close() it before its device fails")
             return True
 
 

@@ -247,3 +247,18 @@ def test_the_queue_does_not_keep_torchs_iterator():
     del loop.batches
     assert kept() is None
     loop.queue.advance()
+
+
+def test_two_ends_close_the_pipe_once():
+    """The second thread comes while the first one is inside ``os.close``, and so before the pipe knows."""
+    closed = []
+
+    def close():
+        closed.append(None)
+        if len(closed) == 1:
+            sending.close()
+
+    source = SimpleNamespace(_writer=SimpleNamespace(close=close))
+    sending = SendingQueue(source, Batches(in_order=True), None, 2, None)
+    sending.close()
+    assert len(closed) == 1

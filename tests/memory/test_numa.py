@@ -4,6 +4,7 @@ import ctypes
 import logging
 import mmap
 import os
+import struct
 import threading
 
 import pytest
@@ -87,7 +88,7 @@ def test_the_system_is_asked_for_local_pages(monkeypatch):
     calls = []
 
     def syscall(number, address, nbytes, mode, mask, bits, flags):
-        calls.append((address, nbytes, mode, list(mask), bits, flags))
+        calls.append((address, nbytes, mode, mask, bits, flags))
         return 0
 
     monkeypatch.setattr(_numa, "_syscall", lambda: syscall)
@@ -95,7 +96,7 @@ def test_the_system_is_asked_for_local_pages(monkeypatch):
     assert _numa.prefer(4096, 8192, 65)
     ((*start, mask, bits, flags),) = calls
     assert start == [4096, 8192, 1]  # MPOL_PREFERRED
-    assert mask == [0, 2] + [0] * 14
+    assert struct.unpack("16L", mask) == (0, 2, *[0] * 14)
     assert (bits, flags) == (1024, 0)
     monkeypatch.setattr(_numa, "_syscall", lambda: lambda *_: -1)
     assert not _numa.prefer(4096, 8192, 0)

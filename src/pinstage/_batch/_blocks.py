@@ -86,8 +86,7 @@ def into_tensors(table: Table, tensors: list[Any], is_cuda: bool) -> Blocks:
         tensors: by row, dense as the table says; others than those of packed rows are not looked at.
         is_cuda: whether they are on a GPU.
     """
-    made: Blocks = _core.Blocks.into(table.data, tensors, int(is_cuda))
-    return made
+    return Blocks.into(table.data, tensors, int(is_cuda))
 
 
 def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> bool:
@@ -109,8 +108,7 @@ def make_publicly(table: Table, sharing: Sharing, device: torch.device, slab: to
     if slab is not None:
         check_is_plain(slab)
     is_cuda, index = int(device.type == "cuda"), device.index or 0
-    made: Blocks = Blocks.of(table.data, sharing, is_cuda, index, slab, partial(_empty, device), _view)
-    return made
+    return Blocks.of(table.data, sharing, is_cuda, index, slab, partial(_empty, device), _view)
 
 
 def _empty(device: torch.device, code: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

@@ -180,10 +180,8 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         IsContainer: a leaf is none; walk again.
         LayoutError: as `take_apart`.
     """
-    plainly, place = (
-        partial(_describe_leaf, leaves, structure, device, arrays),
-        (_DLPACK[device.type], device.index or 0),
-    )
+    plainly = partial(_describe_leaf, leaves, structure, device, arrays)
+    place = _DLPACK[device.type], device.index or 0
     figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
     # Not by their classes, whose constructors are functions of Python.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))

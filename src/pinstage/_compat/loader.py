@@ -108,9 +108,8 @@ def next_batch(batches: Any) -> Any:
         is_profiling()
         or why_loader_is_unknown()
         or type(batches) is not _data.dataloader._MultiProcessingDataLoaderIter
+        or batches._dataset_kind != _data.dataloader._DatasetKind.Map
     ):
-        return next(batches)
-    if batches._dataset_kind != _data.dataloader._DatasetKind.Map:
         return next(batches)
     batch: object = batches._next_data()
     batches._num_yielded += 1

@@ -176,7 +176,7 @@ class SlabBroker:
         Args:
             leak: a worker could not be ended. The slabs that it may still write stay leased.
         """
-        self._leak = self._leak or leak
+        self._leak |= leak
         self._finished = True
         if self._claimed.acquire(blocking=False):
             self._tell_workers()  # that have asked for slabs already
@@ -194,18 +194,16 @@ class SlabBroker:
         if not self._claimed.acquire(blocking=False):
             return
         running[self] = None
-        incoming = None
         try:
             with self._target.in_background():
                 self._answer_workers()
         except BaseException as error:  # noqa: BLE001 - raised by the loop
             self._leak = True  # workers may still write
             self._tell_workers()
-            incoming = self._incoming
-            if incoming is None:
+            if self._incoming is None:
                 self._warn(0, repr(error))
             else:
-                incoming.fail(error)
+                self._incoming.fail(error)
         finally:
             if self._lender is not None:
                 self._asked.put(None)
@@ -376,9 +374,7 @@ class SlabBroker:
 
     def _end(self) -> None:
         with self._wake_lock:
-            if self._ended:
-                return
-            self._ended = True
+            self._ended = True  # first: a finaliser may call `wake` between the lines
             self._wake_read.close()
             self._wake_write.close()
         BROKERS.pop(self.token, None)

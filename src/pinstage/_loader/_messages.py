@@ -126,9 +126,8 @@ def receive(
             if structure is None and before is not None:
                 structure = before.structure
             if structure is not None:
-                known[worker, number] = WorkerStructure(
-                    structure, Table.of_bytes(table)
-                )  # even if it cannot be unpickled now
+                # even if it cannot be unpickled now
+                known[worker, number] = WorkerStructure(structure, Table.of_bytes(table))
         found = known.get((worker, number))
         if found is None:
             raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,7 @@ class SendingQueue:
         # looks at `_last`. So one of them notices that a batch may be sent.
         self._waits_for: int | None = None
         self._sent = self._resuming = 0
+        self._closed = threading.Lock()  # by the first `close`; never let go
         self.begin()
 
     # -- the loop's thread
@@ -98,8 +100,13 @@ class SendingQueue:
         self._last = self._depth - 1
 
     def close(self) -> None:
-        """End a message that a killed worker left half written, or the thread would wait for the rest of it."""
-        close_writing_end(self._source)
+        """End a message that a killed worker left half written, or the thread would wait for the rest of it.
+
+        The end of a pass and the end of the program may both call this, in two threads. Closing the file twice would
+        fail, or would close a file that another thread has just opened.
+        """
+        if self._closed.acquire(blocking=False):
+            close_writing_end(self._source)
 
     def _wanted(self) -> int:
         """Return the number of the batch that torch wants next. Without order: how many it has taken."""

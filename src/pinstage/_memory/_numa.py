@@ -82,9 +82,7 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
     number = _MBIND.get(platform.machine())
     if number is None:
         return False
-    mask = (ctypes.c_ulong * (_MASK_BITS // (8 * ctypes.sizeof(ctypes.c_ulong))))()
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask[node // bits] = 1 << node % bits
+    mask = (1 << node).to_bytes(_MASK_BITS // 8, "little")  # as both architectures of `_MBIND` are
     done: int = _syscall()(number, address, nbytes, _MPOL_PREFERRED, mask, _MASK_BITS, 0)
     return done == 0
 

@@ -144,22 +144,20 @@ def populate(
         raise MemoryError(
             f"{format_bytes(nbytes)} asked, {format_bytes(most)} exist ({whose}); ask for less than the limit"
         )
-    starts = range(address, address + nbytes, POPULATE_PIECE_BYTES)
-    end = address + nbytes
-    workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(starts))
+    end, size = address + nbytes, POPULATE_PIECE_BYTES
+    pieces = [(start, min(size, end - start), is_fresh) for start in range(address, end, size)]
+    workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(pieces))
     if workers == 1 and not cpus:
-        for start in starts:
-            _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start), is_fresh)
+        for piece in pieces:
+            _populate_piece(*piece)
         return
     # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
     keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
     with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
-        pieces = [
-            pool.submit(_populate_piece, start, min(POPULATE_PIECE_BYTES, end - start), is_fresh) for start in starts
-        ]
+        touching = [pool.submit(_populate_piece, *piece) for piece in pieces]
         try:
-            for piece in pieces:
-                piece.result()
+            for future in touching:
+                future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -244,13 +244,9 @@ static bool widen(Growing *table, int64_t width) {
 static PyObject *described(const Growing *table, const Header *header, PyObject *kept, bool has_lazy) {
     size_t bytes = row_bytes(header->width) * (size_t)header->rows;
     PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof(Header) + bytes));
+    if (data == NULL) return NULL;
     PyObject *sources =
         PyBytes_FromStringAndSize(table->sources, (Py_ssize_t)(source_bytes(header->width) * (size_t)header->rows));
-    if (data == NULL || sources == NULL) {
-        Py_XDECREF(data);
-        Py_XDECREF(sources);
-        return NULL;
-    }
     char *to = PyBytes_AsString(data);
     memcpy(to, header, sizeof(Header));
     memcpy(to + sizeof(Header), table->rows, bytes);

@@ -120,10 +120,7 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
-    if (kwargs != NULL && PyDict_Size(kwargs) > 0) {
-        PyErr_SetString(PyExc_TypeError, "Job takes no keywords");
-        return NULL;
-    }
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0) return PyErr_Format(PyExc_TypeError, "Job takes no keywords");
     if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
     JobObject *self = new_object((PyObject *)type);
     if (self == NULL) return NULL;
@@ -149,14 +146,11 @@ static void job_dealloc(PyObject *object) {
 
 static PyObject *job_ends(PyObject *object, UNUSED void *nothing) {
     Job *job = ((JobObject *)object)->job;
-    if (job == NULL) return PyTuple_New(0);
-    PyObject *ends = PyTuple_New((Py_ssize_t)job_chunks(job));
-    for (int64_t i = 0; ends != NULL && i < job_chunks(job); i++) {
+    int64_t count = job == NULL ? 0 : job_chunks(job);
+    PyObject *ends = PyTuple_New((Py_ssize_t)count);
+    for (int64_t i = 0; ends != NULL && i < count; i++) {
         PyObject *end = PyLong_FromLongLong(job_chunk_end(job, i));
-        if (end == NULL || PyTuple_SetItem(ends, (Py_ssize_t)i, end) != 0) {
-            Py_DECREF(ends);
-            return NULL;
-        }
+        if (end == NULL || PyTuple_SetItem(ends, (Py_ssize_t)i, end) != 0) Py_CLEAR(ends);
     }
     return ends;
 }

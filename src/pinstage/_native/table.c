@@ -125,7 +125,7 @@ static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
     Py_buffer buffer;
     const Header *header;
     if (!table_of(object, &buffer, &header)) return NULL;
-    Header found = {0};
+    Header found = {header->magic, header->rows, header->width, header->nbytes, 0, 0, 0, 0, 0};
     PyObject *result = NULL;
     for (int64_t i = 0; i < header->rows; i++) {
         const Row *row = row_at(header, i);
@@ -149,8 +149,7 @@ static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
             goto done;
         }
     }
-    if (found.payload != header->payload || found.packed != header->packed || found.moved != header->moved ||
-        found.others != header->others || found.dtypes != header->dtypes) {
+    if (memcmp(&found, header, sizeof found) != 0) {
         PyErr_SetString(PyExc_ValueError, "its header says something else than its rows");
         goto done;
     }

@@ -15,7 +15,6 @@ import contextlib
 import os
 import threading
 import time
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ import torch
 
 from .._memory import REFUSALS, HostRange, disregard_captures, remedy
 from .._pool import Fence
-from .._reaper import reaper, running
+from .._reaper import reaper, running, warn
 from .._sizes import format_bytes
 from ..errors import PinningError, StagingWarning
 
@@ -157,7 +156,7 @@ class Chunks:
         """Decide by the first chunk what kind of memory this is: registered, else allocated, else pageable."""
         memory, end, kind = self.memory, self.ends[0], "pageable"
         if crawled := memory.touch_first(end):
-            _warn(crawled)
+            warn(crawled)
         if not self.reason:
             try:
                 self._register(0, end)
@@ -169,7 +168,7 @@ class Chunks:
                 memory.allocate()
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:
-            _warn(f"a region is pageable, which makes copies slow: {self.reason}")
+            warn(f"a region is pageable, which makes copies slow: {self.reason}")
         self.kind = kind
         self._advance(end)
 
@@ -186,14 +185,14 @@ class Chunks:
                 self._progress(end, self.ends[-1])
         except Exception as error:  # noqa: BLE001 - the memory is as good as without it
             self._progress = None
-            _warn(f"progress= of a region isn't called again, since it raised {error!r}")
+            warn(f"progress= of a region isn't called again, since it raised {error!r}")
 
     def _become_pageable(self, error: BaseException) -> None:
         """Unregister all, since a later chunk was refused: copies of the rest would be slow, and across it fail."""
         done, nbytes = format_bytes(self.ready), self.ends[-1]
         text = f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; {remedy(nbytes)}"
         self.kind, self.reason, self.ready = "pageable", text, 0
-        _warn(f"a region is pageable, which makes copies slow: {text}")
+        warn(f"a region is pageable, which makes copies slow: {text}")
         self._unregister()
 
     # -- the end
@@ -226,11 +225,6 @@ class Chunks:
             running.pop(self)
             time.sleep(_PAUSE_SECONDS)
         return is_free and not _is_ending.is_set()
-
-
-def _warn(text: str) -> None:
-    with contextlib.suppress(StagingWarning):  # made an error: not in our thread
-        warnings.warn(text, StagingWarning, stacklevel=2)
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -221,9 +221,8 @@ class HostRegion:
                 f"{nbytes} bytes from a multiple of {size}, and the region has {self._plan.nbytes}"
             )
         place = Place(offset, nbytes, dtype, sizes, contiguous_stride(sizes))
-        check_is_whole(
-            place, self._chunks.inside(offset, offset + nbytes), self._plan.row_bytes, self._plan.chunk_bytes
-        )
+        inside = self._chunks.inside(offset, offset + nbytes)
+        check_is_whole(place, inside, self._plan.row_bytes, self._plan.chunk_bytes)
         return self._view(place)
 
     def tree(self) -> Any:
@@ -331,9 +330,8 @@ class HostRegion:
         raise TypeError(f"a region can't be copied or pickled: {self!r}; pass its handle() to other processes")
 
     def __repr__(self) -> str:
-        state = (
-            "closed" if self._exporter is None else f"{format_bytes(min(self._chunks.ready, self._plan.nbytes))} ready"
-        )
+        ready = format_bytes(min(self._chunks.ready, self._plan.nbytes))
+        state = "closed" if self._exporter is None else f"{ready} ready"
         return f"<HostRegion {format_bytes(self._plan.nbytes)} {self.kind}, {state}>"
 
 

@@ -265,9 +265,8 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
         return list(leaves)
     paths, theirs = structure.paths(), found.paths()
     if not found.matches(structure) or sorted(paths) != sorted(theirs):
-        one, other = (
-            [path for path in mine if path not in yours] for mine, yours in ((paths, theirs), (theirs, paths))
-        )
+        one = [path for path in paths if path not in theirs]
+        other = [path for path in theirs if path not in paths]
         path = (one or other or [""])[0]
         which = f"; batch{path} is not in out" if one else f"; out{path} is not in the batch" if other else ""
         raise LayoutError(

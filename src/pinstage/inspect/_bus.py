@@ -74,11 +74,8 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
         return
     memory: ps.memory.MemoryResource = ps.memory.PageableMemory()
     if device.type == "cuda":
-        memory = (
-            ps.memory.RegisteredMemory(device=device)
-            if kind == REGISTERED
-            else ps.memory.HostAllocMemory(device=device)
-        )
+        pinned = ps.memory.RegisteredMemory if kind == REGISTERED else ps.memory.HostAllocMemory
+        memory = pinned(device=device)
     with ps.SlabPool(2 * nbytes + MIB, memory=memory) as pool, pool.acquire(nbytes) as lease:
         yield lease.tensor().zero_()
 

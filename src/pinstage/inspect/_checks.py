@@ -5,6 +5,7 @@ They are pure functions, so each branch is tested without the machine that it is
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
@@ -227,21 +228,15 @@ def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
         largest = max(point.nbytes for point in mine)
         rates = {point.kind: point.bytes_per_second for point in mine if point.nbytes == largest}
         found = ", ".join(f"{kind} {rate(speed)}" for kind, speed in rates.items()) + f", {format_bytes(largest)}"
-        pinned = rates.get(PINNED)
-        status: Status = "ok"
-        remedy = ""
-        if gpu.host_page_tables or pinned is None:
-            pass
-        elif gpu.link_rate is not None and pinned < LEAST_OF_LINK * gpu.link_rate:
-            status = "warning"
+        pinned, remedy = math.inf if gpu.host_page_tables else rates.get(PINNED, math.inf), ""
+        if gpu.link_rate is not None and pinned < LEAST_OF_LINK * gpu.link_rate:
             found += f": {share(pinned, gpu.link_rate)} of the link's {rate(gpu.link_rate)}"
             remedy = "is another process on this GPU or its switch, or the memory of another NUMA node? Else look at "
             remedy += "the slot and at the link speed in the BIOS"
         elif pinned < LEAST_GAIN * rates.get(PAGEABLE, 0.0):
-            status = "warning"
             found += ": page-locked memory is hardly faster than pageable"
             remedy = "run it again when the machine is idle; in a virtual machine ask its provider"
-        checks.append(Check(direction, status, found, remedy))
+        checks.append(Check(direction, "warning" if remedy else "ok", found, remedy))
     return checks
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import warnings
 from collections.abc import Sequence, Set
@@ -107,10 +108,10 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
     cap = ps.SlabPool(memory=ps.memory.PageableMemory()).stats()
     return [
-        _checks.cpus(len(affinity), _host.cpu_quota(root), _host.installed_cpus()),
+        _checks.cpus(len(affinity), _host.cpu_quota(root), os.cpu_count() or 1),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
         _checks.shared_memory(_host.shm_bytes(root)),
-        _checks.huge_pages(_host.huge_pages(root), _host.shared_huge_pages(root) or "unknown"),
+        _checks.huge_pages(_host.huge_pages(root), _host.huge_pages(root, "shmem_enabled") or "unknown"),
         _checks.wsl(_host.is_wsl(root)),
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -22,32 +22,29 @@ class TrainerLoaders:
 
     Args:
         device: the trainer's.
+        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`; all of them.
         in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
         stager: for batches that no worker packs; None makes one.
-        max_bytes, budget, pool, depth, keep_on_host: as for `wrap_loader`.
     """
 
     def __init__(
         self,
         device: torch.device,
+        options: dict[str, Any],
         *,
         in_workers: bool,
         stager: ps.Stager | None = None,
-        max_bytes: ps.Size = "auto",
-        budget: ps.HostBudget | None = None,
-        pool: ps.SlabPool | None = None,
-        depth: int = 2,
-        keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
     ) -> None:
         self.in_workers = in_workers
-        self._owns_pool = in_workers and pool is None
+        self._owns_pool = in_workers and options["pool"] is None
         if self._owns_pool:
             memory = ps.memory.SharedMemory(device) if device.type == "cuda" else ps.memory.SharedMemory(register=False)
-            pool = ps.SlabPool(max_bytes, budget=budget, memory=memory)
-            max_bytes, budget = "auto", None
-        caps: dict[str, Any] = {"pool": pool, "max_bytes": max_bytes, "budget": budget}
-        self.stager = ps.Stager(device, **caps, keep_on_host=keep_on_host) if stager is None else stager
-        self._wrapping = {**caps, "depth": depth, "keep_on_host": keep_on_host}
+            pool = ps.SlabPool(options["max_bytes"], budget=options["budget"], memory=memory)
+            options = {**options, "pool": pool, "max_bytes": "auto", "budget": None}
+        self._wrapping = options
+        if stager is None:
+            stager = ps.Stager(device, **{name: value for name, value in options.items() if name != "depth"})
+        self.stager = stager
         self._counters: list[Any] = []
         """Of all loaders that were wrapped, freed ones included."""
         self._num_workers = 0

@@ -112,7 +112,7 @@ class StageBatches(Callback):
         device, in_workers = trainer.strategy.root_device, self._workers and own is None
         loaders = self._loaders
         if loaders is None or loaders.stager.device != device or loaders.in_workers != in_workers:
-            loaders = self._loaders = TrainerLoaders(device, in_workers=in_workers, **self._options)
+            loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
         loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
         @wraps(pl_module.transfer_batch_to_device)  # so Lightning does not take it for a hook of the user's

@@ -58,7 +58,7 @@ class StageInputs(_Trainer):
 
     def _made(self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None) -> TrainerLoaders:
         options = {name: getattr(self, name) for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")}
-        return TrainerLoaders(device, in_workers=in_workers, stager=stager, **options)
+        return TrainerLoaders(device, options, in_workers=in_workers, stager=stager)
 
     @property
     def stager(self) -> ps.Stager:

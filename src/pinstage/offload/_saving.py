@@ -39,14 +39,11 @@ class Saving:
         self._schedulers: dict[torch.device, OffloadScheduler] = {}
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
-        if self._stays(tensor):
+        scheduler = None if self._stays(tensor) else self._scheduler(tensor.device)
+        if scheduler is None or scheduler.shuttle.is_capturing():
             self.counters["stayed"] += 1
             return Stayed(tensor)
         with step("offload"):
-            scheduler = self._scheduler(tensor.device)
-            if scheduler.shuttle.is_capturing():
-                self.counters["stayed"] += 1
-                return Stayed(tensor)
             found = scheduler.find(tensor)
             if found is not None:
                 return found

@@ -156,9 +156,8 @@ class OffloadScheduler:
         self._seqs: list[int] = []  # ascending; freed ones are removed when they are met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._streams: set[tuple[int, int, int]] = set()
-        self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = (
-            deque()
-        )  # with bytes, and whether made here
+        # with bytes, and whether made here
+        self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
         self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # returned early: no saved tensor has asked yet
         self._ahead_bytes = 0  # of these, and of those that are asked for again

@@ -176,10 +176,9 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
     """
     calls = loop.of(_events.CALL_COPY)
     mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
-    relevant = [calls.spans[np.isin(calls.number, mine)], loop.of(_events.CALL_PIN).spans][
-        : 2 if way == TO_DEVICE else 1
-    ]
-    spans = np.concatenate(relevant)
+    spans = calls.spans[np.isin(calls.number, mine)]
+    if way == TO_DEVICE:
+        spans = np.concatenate([spans, loop.of(_events.CALL_PIN).spans])
     around = union(loop.of(_events.TO_OP, _events.INSIDE_TO_OP, _events.MOVING_OP).spans)
     holding = np.unique(containing(around, spans[:, 0]))
     return union(spans, around[holding[holding >= 0]])
