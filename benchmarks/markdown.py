@@ -489,7 +489,7 @@ def offload(result: dict[str, Any] | None = None) -> str:
     out, back = cases["state out"], cases["state back"]
     said = (
         f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in {shown(out['state_pinstage'])} "
-        f"ms and comes back in {shown(back['state_pinstage'])}; the bus alone takes {shown(out['state_bus'])} and "
+        f"ms and returns in {shown(back['state_pinstage'])}; the bus alone takes {shown(out['state_bus'])} and "
         f"{shown(back['state_bus'])}."
     )
     return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
