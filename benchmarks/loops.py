@@ -151,10 +151,12 @@ def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Ite
     left = threading.Event()
     copies = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     with ps.Stager(device, max_bytes="4GiB") as stager:
+        # Workers are forked here: forked beside the loop's first calls into torch, they can inherit a lock of glibc's.
+        source = iter(batches)
 
         def read() -> None:
             with copies:
-                for batch in batches:
+                for batch in source:
                     if left.is_set():
                         return
                     ready.put(stager.stage(batch))

@@ -186,4 +186,4 @@ def cuda(monkeypatch):
     assert fake.last_error == 0, "an error was left behind"
     assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(fake.allocated), "bytes are live"
     if not _resource.LEAKED:
-        assert shared_files() <= open_before, "a descriptor was left open"
+        wait_until(lambda: shared_files() <= open_before)  # the thread that unmaps a file closes it afterwards

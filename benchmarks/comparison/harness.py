@@ -8,6 +8,8 @@ own rows along. A benchmark calls `collect` in the parent, which starts a comman
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -252,6 +255,15 @@ def work(cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: C
         between()
 
 
+def _kill(pid: int) -> None:
+    """Kill a process and the workers that it forked, which would hold its stdout open."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        workers = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        os.kill(pid, signal.SIGKILL)
+        for worker in " ".join(workers).split():
+            _kill(int(worker))
+
+
 def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], None]) -> tuple[list[Outcome], str]:
     """Run a command and return the outcomes that it emitted, and what went wrong or an empty string."""
     outcomes: list[Outcome] = []
@@ -263,7 +275,7 @@ def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], 
 
         def stop() -> None:
             timed_out.set()
-            process.kill()
+            _kill(process.pid)
 
         timer = threading.Timer(timeout, stop)
         timer.start()
@@ -275,7 +287,7 @@ def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], 
                     on_outcome()
             process.wait()
         except BaseException:  # Ctrl-C: nothing may go on computing
-            process.kill()
+            _kill(process.pid)
             raise
         finally:
             timer.cancel()

@@ -227,8 +227,9 @@ def test_an_incomplete_file_is_shown_as_such(tmp_path, capsys):
     assert "part.json is incomplete: 9 of 28 processes" in capsys.readouterr().err
 
 
-def test_a_variant_that_hangs_is_ended(tmp_path):
-    _, second = collected(tmp_path, EMIT + "time.sleep(100)\n", timeout=2.0)
+@pytest.mark.parametrize("hang", ["time.sleep(100)\n", "import os\nos.fork() or time.sleep(100)\ntime.sleep(100)\n"])
+def test_a_variant_that_hangs_is_ended(tmp_path, hang):
+    _, second = collected(tmp_path, EMIT + hang, timeout=2.0)
 
     assert (second.status, second.detail) == ("error", "took more than 2 s")
 
