@@ -55,8 +55,8 @@ class StepTimes:
     ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
     ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack`` moves bytes (and issues the copies of a
     batch below 1 MiB), ``gather`` moves bytes on a device, ``copy`` issues copies, ``views`` makes the tensors of a
-    batch, ``unflatten`` puts the batch together, ``wait`` waits
-    for copies to the host, ``loader.wait`` for a loader's workers.
+    batch, ``unflatten`` puts the batch together, ``wait`` waits for copies to the host, ``loader.wait`` for a loader's
+    workers.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,6 @@ import os
 import queue
 import select
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .._pool import Fence, Lease, descriptor_of, size_class
-from .._reaper import running
+from .._reaper import running, warn
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError, StagingWarning
+from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
 from ._messages import BEGIN_AGAIN, BROKERS, PackedBatch, WorkerStructure, send_descriptor
 from ._sending import SendingQueue
 from ._slabs import Slabs
@@ -294,13 +293,8 @@ class SlabBroker:
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            with contextlib.suppress(StagingWarning):  # made an error: not here, the workers wait
-                warnings.warn(
-                    f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow: {why}; see "
-                    "`pinstage doctor`",
-                    StagingWarning,
-                    stacklevel=1,
-                )
+            what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
+            warn(f"{what}: {why}; see `pinstage doctor`")
 
     def _take_back(self, worker: int, numbers: Sequence[int]) -> None:
         for number in numbers:
