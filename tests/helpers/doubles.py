@@ -248,15 +248,16 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def during(self, work: Callable[[], object]) -> bool:
-        """Do work; say whether it was interrupted."""
-        sys.setprofile(self)
-        try:
-            work()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.setprofile(None)
-        return False
+        """Do work; say whether it was interrupted. An interrupted `torch.no_grad` may stay, so autograd is put back."""
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            sys.setprofile(self)
+            try:
+                work()
+            except KeyboardInterrupt:
+                return True
+            finally:
+                sys.setprofile(None)
+            return False
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

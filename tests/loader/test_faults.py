@@ -188,6 +188,12 @@ def test_two_threads_may_begin_at_once(method):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
     expected = [data.random_size(index) for index in range(30)]
+    # Once torch.compile has imported filelock, that refuses to fork in two threads at once, and torch's loader breaks.
+    forking = threading.Lock() if "filelock" in sys.modules else contextlib.nullcontext()
+
+    def begun(loader):
+        with forking:
+            return iter(loader)
 
     def use(seed):
         chance = random.Random(seed)
@@ -196,9 +202,9 @@ def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
             options |= {"persistent_workers": persistent, "timeout": PATIENCE_SECONDS, "device": "cpu"}
             loader = ps.DataLoader(data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options)
             for _ in range(2):
-                batches = itertools.islice(loader, chance.randrange(32))
+                batches = itertools.islice(begun(loader), chance.randrange(32))
                 assert all(map(data.same, batches, expected))
-            iterator = [iter(loader)]
+            iterator = [begun(loader)]
             del loader
             Background(iterator.clear).result()  # another thread ends it
 
