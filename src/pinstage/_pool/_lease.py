@@ -81,7 +81,10 @@ class Lease:
 
     def data_ptr(self) -> int:
         """Return the slab's address. It keeps nothing alive, and is valid until the release only."""
-        return self._held("data_ptr()").ptr
+        slab = self._slab  # not by `_held`: this is asked for each batch, twice
+        if slab is None or slab.lease is not self._ref:
+            self._refuse("data_ptr()")
+        return slab.ptr
 
     def tensor(
         self,
