@@ -81,10 +81,7 @@ class Lease:
 
     def data_ptr(self) -> int:
         """Return the slab's address. It keeps nothing alive, and is valid until the release only."""
-        slab = self._slab  # not by `_held`: this is asked for each batch, twice
-        if slab is None or slab.lease is not self._ref:
-            self._refuse("data_ptr()")
-        return slab.ptr
+        return self._held("data_ptr()").ptr
 
     def tensor(
         self,

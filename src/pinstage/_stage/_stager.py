@@ -469,7 +469,7 @@ class Stager:
             self._count_table(table, sent)
         blocks, event, _, stream = sent
         with step("hand_over"):
-            if event is not None and stream is target.stream:  # else it is the current one, or the copy is done
+            if stream is target.stream:  # else it is the current one
                 target.hand_over(event, blocks.tensors, target.consumer(None))
             with step("views"):
                 leaves = blocks.leaves(parts.others() if table.others else [])
@@ -690,7 +690,7 @@ class Stager:
 
     def _bound(self, consumer: Any, event: Fence | None = None) -> None:
         """Wait while the device is too far behind; see `RunAhead`."""
-        if self._most_ahead is None:
+        if self._most_ahead is None or consumer is None:
             return
         run_ahead = self._run_ahead.get(consumer)
         if run_ahead is None:
@@ -728,7 +728,7 @@ class Stager:
             make = partial(target.blocks, table, sharing_of(self._own_storage, table.packed), stream)
             if is_small:
                 return self._send_small(parts, make, stream, is_watched=is_watched)
-            if is_bounded and consumer is not None and not target.is_capturing():
+            if is_bounded and not target.is_capturing():
                 self._bound(consumer)
             return self._send_large(parts, make, stream, borrows)
 
@@ -914,7 +914,7 @@ class Stager:
         finally:
             event = target.record(stream)
             lease.release(after=event)
-        if not into and stream is not None:
+        if not into:
             self._bound(stream, event)
         return Sent(blocks, event, copies, stream)
 
