@@ -379,8 +379,8 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():
-    # Seconds of the cpu: this machine may be busy with something else. A full garbage collection, which
-    # takes a tenth of a second with Python 3.13, would count for whatever is being imported.
+    # Seconds of the cpu: this machine may be busy with something else. A full garbage collection, which takes
+    # a tenth of a second with Python 3.13, would count for whatever is being imported.
     code = """
 import gc, time, numpy, torch
 gc.disable()
