@@ -107,7 +107,7 @@ class Reaper:
             if unfinished:
                 time.sleep(_POLL_SECONDS)
             tasks, unfinished = unfinished, []
-            if not tasks or not self.tasks.empty():
+            while not tasks or not self.tasks.empty():  # all: one that is never done holds up no other
                 tasks.append(self.tasks.get())
             while tasks:
                 running[self] = None
