@@ -1,11 +1,18 @@
 """What a GPU test needs: a device, or a clear word that there is none, and a latch that makes races deterministic."""
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from doubles import wait_until
 from latch import Latch
+
+from pinstage._reaper import reaper
+from pinstage._region._chunks import Chunks
 
 
 def _need(devices: int) -> None:
@@ -21,19 +28,33 @@ def _need(devices: int) -> None:
 
 
 @pytest.fixture
-def cuda_device() -> torch.device:
+def cuda_device() -> Iterator[torch.device]:
     """The first CUDA device; without one the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=1."""
     _need(1)
     torch.cuda.init()
-    return torch.device("cuda", 0)
+    yield torch.device("cuda", 0)
+    _wait_until_all_is_freed()
 
 
 @pytest.fixture
-def two_devices() -> tuple[torch.device, torch.device]:
+def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
     """The first two CUDA devices; without them the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=2."""
     _need(2)
     torch.cuda.init()
-    return torch.device("cuda", 0), torch.device("cuda", 1)
+    yield torch.device("cuda", 0), torch.device("cuda", 1)
+    _wait_until_all_is_freed()
+
+
+def _wait_until_all_is_freed() -> None:
+    """Wait for threads that free page-locked memory: one that does so while the next test holds a stream never ends."""
+    gc.collect()
+    last = np.empty(0)
+    is_there = weakref.ref(last)
+    reaper.bury(last)  # behind all that it was given before
+    reaper.start()
+    del last
+    wait_until(lambda: is_there() is None)
+    wait_until(lambda: not any(type(thing) is Chunks and thing._stops for thing in gc.get_objects()))
 
 
 @pytest.fixture

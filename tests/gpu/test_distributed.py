@@ -29,6 +29,7 @@ def assert_arrived(batch, staged, device):
         assert stream["id"] == other["id"]
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_one_pool_feeds_stagers_on_two_devices(two_devices):
     rng = random.Random(0)
     with ps.SlabPool("4MiB", memory=ps.memory.default_memory(two_devices[0])) as pool:
@@ -132,7 +133,7 @@ def test_using_the_second_device_leaves_the_first_alone(two_devices):
     assert seen.pop("nothing yet") == [False, False]
     assert seen.pop("cuda:0 used") == [True, True]
     assert seen == {way: [False, True] for way in seen}
-    assert len(seen) == 9
+    assert len(seen) == 8
 
 
 def test_ddp_by_nccl_trains_to_plain_losses(two_devices, tmp_path):
@@ -160,7 +161,7 @@ def test_fsdp2_trains_beside_a_steady_pool(two_devices, tmp_path):
         assert (report["leases"], report["allocations"], report["frees"]) == (STEPS, 0, 0)
         assert report["losses"] == report["expected"]
         # A trace would have shown it.
-        for call in ("HostRegister in pinstage", "HostUnregister", "DeviceSynchronize"):
+        for call in ("HostRegister", "HostUnregister", "DeviceSynchronize"):
             assert any(call in name for name in report["control"]), (call, report["control"])
         pins = {name: count for name, count in report["with_staging"].items() if "Synchronize" not in name}
         assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, report  # torch's own: FSDP2 does so without us, too

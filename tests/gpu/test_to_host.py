@@ -246,5 +246,5 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
                 start = time.perf_counter()
                 way()
                 of_way.append(time.perf_counter() - start)
-    ours, theirs = (sorted(of_way[10:])[25] for of_way in times)
+    ours, theirs = (min(of_way) for of_way in times)  # as without the machine's other users
     assert theirs >= 6 * ours, f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"

@@ -104,8 +104,8 @@ def whose(event: Any) -> str:
 
 def pin_and_wait(device: torch.device) -> None:
     """Do what must not happen, to see that a trace would show it."""
-    with ps.Stager(device, max_bytes="2MiB") as stager:
-        stager.to_device(torch.ones(1 << 17))
+    with ps.Stager(device, max_bytes="8MiB") as stager:
+        stager.to_device(torch.ones(1 << 20))  # 4 MiB: it takes a slab
     if device.type == "cuda":
         torch.cuda.synchronize()
 
