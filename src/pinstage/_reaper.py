@@ -107,7 +107,7 @@ class Reaper:
             if unfinished:
                 time.sleep(_POLL_SECONDS)
             tasks, unfinished = unfinished, []
-            while not tasks or not self.tasks.empty():  # all: one that is never done holds up no other
+            while not tasks or not self.tasks.empty():  # all of them: a task that waits must not delay others
                 tasks.append(self.tasks.get())
             while tasks:
                 running[self] = None
