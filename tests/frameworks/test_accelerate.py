@@ -99,7 +99,8 @@ def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     accelerator, loader = staged()
     accelerator.load_state(tmp_path)
     assert firsts(loader) == [12, 16, 20, 24, 28]
-    assert loader.stats().batches == 5
+    ahead = 2 if workers else 0  # of the pass that Accelerate begins in `prepare`, by asking for a state
+    assert 5 <= loader.stats().batches <= 5 + ahead
     assert firsts(loader) == list(range(0, 32, 4))
 
 
