@@ -19,6 +19,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -674,6 +675,22 @@ def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
         iter(loader)
     monkeypatch.undo()
     assert numbers(loader) == list(range(40))
+
+
+@pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
+def test_the_end_of_the_program_is_no_fault(monkeypatch, reason):
+    def refuse(*given):
+        del given
+        raise RuntimeError(reason)
+
+    iterator = iter(make())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(_thread, "start_new_thread", refuse)
+        assert len(list(iterator)) == 20
+        monkeypatch.undo()
+    warned = [str(warning.message) for warning in caught if "goes on without a slab" in str(warning.message)]
+    assert len(warned) == ("shutdown" not in reason)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -230,7 +230,7 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
     wait_until(lambda: pool.stats().hits > 100)
     pool.close()
     assert all(outcome(future) for future in futures)
-    assert memory.live_bytes == 0
+    wait_until(lambda: memory.live_bytes == 0)  # by the reaper, of leases that outlived the close
     assert memory.peak_live_bytes <= 5_000
 
 

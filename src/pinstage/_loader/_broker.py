@@ -291,7 +291,7 @@ class SlabBroker:
             self._leased.popleft()  # last: the second thread finds it here or there
 
     def _warn(self, nbytes: int, why: str) -> None:
-        if not self._has_warned:
+        if not self._has_warned and "interpreter shutdown" not in why:  # of Python 3.12, at the end of the program
             self._has_warned = True
             what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
             warn(f"{what}: {why}; see `pinstage doctor`")
