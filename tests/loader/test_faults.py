@@ -654,16 +654,20 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
     assert_all_back(loader)
 
 
+def refuse_threads(monkeypatch, reason):
+    def refuse(*given):
+        del given  # who keeps the error would keep the thread's function, too
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+
+
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:pinstage.errors.StagingWarning")
 def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
-    def refuse(*given):
-        del given  # who keeps the error would keep the thread's function, too
-        raise RuntimeError("can't start new thread")
-
     loader = make()
     iterator = iter(loader)
-    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+    refuse_threads(monkeypatch, "can't start new thread")
     if is_left:
         next(iterator)
         iterator._close()
@@ -679,14 +683,10 @@ def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
 
 @pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
 def test_the_end_of_the_program_is_no_fault(monkeypatch, reason):
-    def refuse(*given):
-        del given
-        raise RuntimeError(reason)
-
     iterator = iter(make())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monkeypatch.setattr(_thread, "start_new_thread", refuse)
+        refuse_threads(monkeypatch, reason)
         assert len(list(iterator)) == 20
         monkeypatch.undo()
     warned = [str(warning.message) for warning in caught if "goes on without a slab" in str(warning.message)]
