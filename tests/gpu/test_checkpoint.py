@@ -40,7 +40,7 @@ class Job:
 
 
 def copies_of(stager: CheckpointStager, device: torch.device) -> torch.cuda.Stream:
-    return stager._sources.of(device).stream  # the tests that hold it have to know it
+    return stager._targets.of(device).out_stream  # the tests that hold it have to know it
 
 
 def event_here() -> torch.cuda.Event:

@@ -24,7 +24,7 @@ def small_tree(device, leaves=1000, elements=64):
 
 
 def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._sources.of(stager.device).stream  # the tests that hold it have to know it
+    return stager._targets.of(stager.device).out_stream  # the tests that hold it have to know it
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

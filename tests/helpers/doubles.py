@@ -218,6 +218,10 @@ class HeldTarget(Target):
         self.copies += 1
         return super().copy(*args, **kwargs)
 
+    def pack_and_copy(self, *args, **kwargs):
+        self.copies += 1
+        return super().pack_and_copy(*args, **kwargs)
+
     def record(self, stream):
         return stream
 

@@ -13,7 +13,7 @@ from strategies import bits
 
 import pinstage as ps
 from pinstage._stage import _out, _to_host
-from pinstage._stage._device import Source, Target
+from pinstage._stage._device import Target
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
 
 MIB = 1 << 20
@@ -480,26 +480,26 @@ def test_no_live_bytes_are_left():
 # -- to the host -------------------------------------------------------------------------------------------------------
 
 
-class HeldSource(Source):
+class HeldOut(Target):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):
-        self.stream = self.event = ManualEvent()
+        self.out_stream = self.event = ManualEvent()
         self.pieces = []
 
-    def fetch(self, pieces, *, hold=True):
+    def to_host(self, pieces, *, hold=True, after=None):
         self.pieces += pieces
         return self.event
 
     def finish(self):
-        super().fetch(self.pieces)
+        super().to_host(self.pieces)
         self.pieces.clear()
         self.event.finish()
 
 
 @pytest.fixture
 def held(stager):
-    source = stager._sources._made[torch.device("cpu")] = HeldSource()
+    source = stager._targets._made[torch.device("cpu")] = HeldOut()
     yield source
     source.finish()
 

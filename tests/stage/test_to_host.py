@@ -16,7 +16,7 @@ from strategies import DTYPES, assert_same, batches, bits, tensor_of
 from pinstage import Stager
 from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._stage import _device
-from pinstage._stage._device import EventGroup, Source
+from pinstage._stage._device import EventGroup, Target
 from pinstage.errors import AcquireTimeoutError, LayoutError, PoolClosedError, PoolFrozenError
 
 SOME_FLOATS = 40
@@ -27,29 +27,29 @@ def stager(make_stager):
     return make_stager("16MiB")
 
 
-class HeldSource(Source):
+class HeldTarget(Target):
     """A device whose copies are made when the test says so."""
 
     def __init__(self):
-        self.stream = self.event = ManualEvent()
+        self.out_stream = self.event = ManualEvent()
         self.pieces = []
 
-    def fetch(self, pieces, *, hold=True):
+    def to_host(self, pieces, *, hold=True, after=None):
         self.pieces += pieces
         for _, here, _ in pieces:
             here.fill_(0xEE)  # half-copied: not to be seen
         return self.event
 
     def finish(self):
-        super().fetch(self.pieces)
+        super().to_host(self.pieces)
         self.pieces.clear()
         self.event.finish()
 
 
 @pytest.fixture
 def held(stager):
-    source = HeldSource()
-    stager._sources._made[torch.device("cpu")] = source
+    source = HeldTarget()
+    stager._targets._made[torch.device("cpu")] = source
     return source
 
 
@@ -189,7 +189,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
             list(executor.map(fetch_all, range(0, 400, 100)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(stager._sources.gatherings) < 40
+    assert len(stager._targets.gatherings) < 40
 
 
 # -- no way to see half-copied data ------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_the_result_is_the_same_object_each_time(stager):
     assert transfer.wait() is transfer.wait()
 
 
-def test_sources_can_be_changed_after_the_call(stager):
+def test_targets_can_be_changed_after_the_call(stager):
     source = torch.ones(100)
     transfer = stager.fetch([source], copy=False)
     source.zero_()
@@ -329,7 +329,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
         del pieces  # frames that are not pinstage's keep what they have
         raise RuntimeError("out of device memory", note)
 
-    monkeypatch.setattr(_device.Source, "fetch", fail)
+    monkeypatch.setattr(_device.Target, "to_host", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.to_host([torch.ones(3)])
     stats = stager.pool.stats()
@@ -343,7 +343,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
 def test_interrupts_never_free_a_slab_being_written(stager):
     began_before = 0
     for number in itertools.count(1):
-        source = stager._sources._made[torch.device("cpu")] = HeldSource()
+        source = stager._targets._made[torch.device("cpu")] = HeldTarget()
         interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.fetch(some_tree()))
         began = bool(source.pieces)
         source.pieces.clear()  # they are views of the slab

@@ -43,7 +43,9 @@ class DeviceEvent(torch.cuda.Event):
         return event
 
     def query(self) -> bool:
-        with on_device(self.index):
+        if cuda_calls().device() == self.index:  # `on_device`, without its call: this one is made for each batch
+            return bool(_Base.query(self))
+        with torch.cuda.device(self.index):
             return bool(_Base.query(self))
 
     def synchronize(self) -> None:

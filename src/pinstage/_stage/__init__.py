@@ -12,7 +12,7 @@ A few small leaves, and batches of at most 64 KiB, take no slab; see `Stager._se
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import EventGroup, Sources, Target, target_for, wait_here
+from ._device import EventGroup, Target, Targets, target_for, wait_here
 from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._prefetch import Prefetcher
@@ -34,10 +34,10 @@ __all__ = [
     "Prefetcher",
     "RunAhead",
     "Shuttle",
-    "Sources",
     "Stager",
     "StagerStats",
     "Target",
+    "Targets",
     "Transfer",
     "check_depth",
     "clear_own_frames",

@@ -100,21 +100,21 @@ class EventCache(Generic[E]):
 
     def record(self, stream: Any) -> E:
         """Mark this point of a stream."""
-        event = self._unused() or self._make()
-        event.record(stream)
-        self._made.append(event)
-        return event
-
-    def _unused(self) -> E | None:
+        made = self._made
         try:
-            oldest = [self._made.popleft()]
+            oldest = [made.popleft()]
         except IndexError:
-            return None
-        if next(map(sys.getrefcount, oldest)) <= UNSHARED:
-            return oldest[0]
-        if len(self._made) < _EVENTS_KEPT:
-            self._made.appendleft(oldest[0])
-        return None
+            event = self._make()
+        else:
+            if next(map(sys.getrefcount, oldest)) <= UNSHARED:
+                event = oldest.pop()
+            else:
+                if len(made) < _EVENTS_KEPT:
+                    made.appendleft(oldest.pop())
+                event = self._make()
+        event.record(stream)
+        made.append(event)
+        return event
 
 
 # -- to a device -------------------------------------------------------------------------------------------------------
@@ -165,12 +165,41 @@ class AtOnce:
             self._marks.append((self._record(stream), copies, nbytes))
 
 
+class HostCopy(NamedTuple):
+    """A copy to the host."""
+
+    there: torch.Tensor
+    """uint8 ``[n]`` on the device."""
+    here: torch.Tensor
+    """uint8 ``[n]`` on the host."""
+    owned: bool
+    """Whether only the copy uses `there`; else it is the caller's tensor itself."""
+
+
+class Arrival(NamedTuple):
+    """Bytes on their way back to the device."""
+
+    there: torch.Tensor
+    """uint8 ``[n]`` on the device."""
+    event: Fence | None
+    """Behind the copy; None where it is done."""
+    stream: Any
+    """That its memory belongs to."""
+
+
 class Target:
-    """A device that batches are staged to. This one is the CPU: a copy is done when the call returns."""
+    """A device, to which batches are copied, and from which tensors are.
+
+    This one is the CPU: a copy is done when the call returns. May be used by several threads.
+    """
 
     device = torch.device("cpu")
     stream: Any = None
-    """The stream of its own for copies, which is done when none is under way; None where there are no streams."""
+    """The stream of its own for copies to it, which is done when none is under way; None where there are no streams."""
+    out_stream: Any = None
+    """The same for copies from it: the bus carries both directions at once."""
+
+    # -- streams
 
     def is_capturing(self) -> bool:
         """Say whether a graph is being captured on the caller's current stream: no event may be asked then."""
@@ -186,73 +215,6 @@ class Target:
 
     def use_own_stream(self) -> None:
         """Let all further work of this thread on the device go to `stream`."""
-
-    def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
-        """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
-
-        Args:
-            table: of the batch.
-            sharing: which leaves share memory.
-            stream: that writes them first.
-        """
-        return make_blocks(table, sharing, self.device)
-
-    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:  # noqa: ARG002
-        """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
-
-        Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time.
-
-        Args:
-            blocks: of the batch.
-            host: address of the host slab.
-            start: first byte.
-            end: behind the last one.
-            stream: on which.
-            pinned: whether the slab is page-locked.
-        """
-        return blocks.copy(host, start, end, 0, False)
-
-    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
-        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
-        pack(parts, lease)
-        return self.copy(blocks, lease.data_ptr(), 0, parts.table.nbytes, stream, pinned=pinned)
-
-    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
-        """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
-
-        Args:
-            leaves: of a batch.
-            existing: the tensors that they go to, in their places; None for new ones.
-
-        Returns:
-            What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
-            too many, too large, or not plain, the stream is captured, or the copies would wait for the device.
-        """
-        more = () if existing is None else (existing,)
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
-
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:  # noqa: ARG002
-        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
-        return blocks.copy_leaves(leaves, 0)
-
-    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
-        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
-
-        For a stream that is not captured. Otherwise as `copy`.
-        """
-        return self._fill_plainly(blocks, parts, stream) if parts.has_lazy else blocks.fill(parts.sources, 0)
-
-    def _fill_plainly(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
-        """Do what `fill` does with leaves that torch computes."""
-        nbytes = parts.table.nbytes
-        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        check_is_plain(host)
-        pack(parts, host)
-        return self.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
-
-    def has_room(self) -> bool:
-        """Say whether `fill` will not wait for the device."""
-        return True
 
     def consumer(self, stream: Any) -> Any:  # noqa: ARG002
         """Return the stream that is meant: the current one for None; None where there are no streams."""
@@ -274,9 +236,142 @@ class Target:
             consumer: what `consumer` returned.
         """
 
+    # -- to the device
+
+    def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
+        """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
+
+        Args:
+            table: of the batch.
+            sharing: which leaves share memory.
+            stream: that writes them first: the current one, or `stream`.
+        """
+        return make_blocks(table, sharing, self.device)
+
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
+        """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+
+        Args:
+            leaves: of a batch.
+            existing: the tensors that they go to, in their places; None for new ones.
+
+        Returns:
+            What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
+            too many, too large, or not plain, the stream is captured, or the copies would wait for the device.
+        """
+        more = () if existing is None else (existing,)
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
+
+    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
+        """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
+
+        Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time.
+
+        Args:
+            blocks: of the batch.
+            host: address of the host slab.
+            start: first byte.
+            end: behind the last one.
+            stream: on which.
+            pinned: whether the slab is page-locked.
+        """
+        args = host, start, end, getattr(stream, "cuda_stream", 0), pinned
+        copies = blocks.copy(*args)
+        return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
+
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
+        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
+        host, nbytes = lease.data_ptr(), parts.table.nbytes
+        if parts.has_lazy:
+            pack(parts, lease)
+            return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+        copies = blocks.pack_and_copy(parts.sources, host, getattr(stream, "cuda_stream", 0), pinned)
+        return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+
+    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
+        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
+        args = leaves, getattr(stream, "cuda_stream", 0)
+        copies = blocks.copy_leaves(*args)
+        return copies if copies >= 0 else self._again(copies, blocks.copy_leaves, *args)
+
+    def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
+        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
+
+        For a stream that is not captured. Otherwise as `copy`.
+        """
+        nbytes = parts.table.nbytes
+        if parts.has_lazy:
+            host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            check_is_plain(host)
+            pack(parts, host)
+            copies = self.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
+        else:
+            args = parts.sources, getattr(stream, "cuda_stream", 0)
+            copies = blocks.fill(*args)
+            if copies < 0:
+                copies = self._again(copies, blocks.fill, *args)
+        self.sent_at_once(copies, nbytes, stream)
+        return copies
+
+    def has_room(self) -> bool:
+        """Say whether `fill` will not wait for the device."""
+        return True
+
+    def sent_at_once(self, copies: int, nbytes: int, stream: Any) -> None:
+        """Count copies from ordinary memory."""
+
+    def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
+        """Copy again if it failed because the driver knows no device in this thread; else raise its error.
+
+        Calls of CUDA's runtime see to that, but torch's allocator makes none while it has memory.
+        """
+        if code == -_NO_CONTEXT:
+            make_current(self.device.index)
+            done = send(*args)
+            code = done if isinstance(done, int) else 0
+        if code < 0:
+            raise copy_error(-code)
+        return done
+
+    # -- to the host, and back
+
+    def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:  # noqa: ARG002
+        """Copy to the host, behind what the caller's current stream was given so far.
+
+        Args:
+            copies: what is copied where.
+            hold: whether later work of that stream comes after the copies that read the caller's own
+                tensors, so that these may be changed or freed as if the copies had been work of that stream. Else the
+                caller keeps them, unchanged, until the event is done.
+            after: an event that the copies have to wait for, too.
+
+        Returns:
+            The event behind the copies; None where they are done when the call returns. If the call raises, it has
+            waited for the begun copies.
+        """
+        for there, here, _ in copies:  # not torch's ``copy_``, as in `copy`
+            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
+        return None
+
+    def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
+        """Copy to the device, into fresh memory of the caller's current stream, which waits for nothing.
+
+        The memory is that stream's, so that it is used again in that stream's order: memory of a stream of our own
+        would be kept from reuse until the host has seen the consumer's work end, and a host that runs ahead would find
+        none.
+
+        Args:
+            here: uint8 ``[n]`` on the host; to be kept, unchanged, until the event is done.
+            after: an event that the copy has to wait for.
+        """
+        there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
+        check_is_plain(there)
+        ctypes.memmove(there.data_ptr(), here.data_ptr(), here.numel())
+        return Arrival(there, None, None)
+
 
 class CudaTarget(Target):
-    """A GPU, with a stream for copies of its own.
+    """A GPU, with streams of its own for copies.
 
     Why device slabs are made on the copy stream: memory made on the consumer's stream may still be in use by earlier
     work there, so the copy would have to wait for all of it, and nothing would overlap.
@@ -289,15 +384,17 @@ class CudaTarget(Target):
             )
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.stream, self.out_stream = (torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._cuda = cuda_calls()
         if not _native.core.find_driver():
             raise CudaUnavailableError(
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
-        self._events = EventCache(partial(DeviceEvent.of, self.device.index))
-        self._at_once = AtOnce(self._events.record)  # no cycle: a forked child that collected events would be ended
+        # Methods of others: a call each. No cycle: a forked child that collected events would be ended.
+        self.record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
+        at_once = AtOnce(self.record)
+        self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
         self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -318,88 +415,6 @@ class CudaTarget(Target):
         """See `Target`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
-        """See `Target`."""
-        cuda, ids = self._cuda, ids_of(stream)
-        before = cuda.stream(self.device.index)
-        try:
-            if before != ids:
-                cuda.set_stream(*ids)
-            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, None)
-            return make_publicly(table, sharing, self.device) if made is None else made
-        finally:
-            if before != ids:
-                cuda.set_stream(*before)
-
-    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: torch.cuda.Stream, *, pinned: bool) -> int:
-        """See `Target`."""
-        copies = blocks.copy(host, start, end, stream.cuda_stream, pinned)
-        return copies if copies >= 0 else self._again(copies, blocks.copy, host, start, end, stream.cuda_stream, pinned)
-
-    def pack_and_copy(
-        self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: torch.cuda.Stream, *, pinned: bool
-    ) -> int:
-        """See `Target`."""
-        host, nbytes = lease.data_ptr(), parts.table.nbytes
-        if parts.has_lazy:
-            pack(parts, lease)
-            return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
-        copies = blocks.pack_and_copy(parts.sources, host, stream.cuda_stream, pinned)
-        return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
-
-    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
-        """See `Target`."""
-        index, stream = self.device.index, self.consumer(None)
-        if self._cuda.device() != index:
-            return None
-        if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
-            return None
-        if not self._at_once.has_room():  # asks events, which would spoil a capture
-            return None
-        args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
-        moved = _native.core.move_few(*args)
-        if isinstance(moved, int):
-            moved = self._again(moved, _native.core.move_few, *args)
-        if moved is not None:
-            _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
-            self._at_once.add(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
-        return moved  # type: ignore[no-any-return]
-
-    def has_room(self) -> bool:
-        """See `Target`."""
-        return self._at_once.has_room()
-
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: torch.cuda.Stream) -> int:
-        """See `Target`."""
-        copies = blocks.copy_leaves(leaves, stream.cuda_stream)
-        if copies < 0:
-            copies = self._again(copies, blocks.copy_leaves, leaves, stream.cuda_stream)
-        return copies
-
-    def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
-        """See `Target`."""
-        if parts.has_lazy:
-            copies = self._fill_plainly(blocks, parts, stream)
-        else:
-            copies = blocks.fill(parts.sources, stream.cuda_stream)
-        if copies < 0:
-            copies = self._again(copies, blocks.fill, parts.sources, stream.cuda_stream)
-        self._at_once.add(copies, parts.table.nbytes, stream)
-        return copies
-
-    def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
-        """Copy again if it failed because the driver knows no device in this thread; else raise its error.
-
-        Calls of CUDA's runtime see to that, but torch's allocator makes none while it has memory.
-        """
-        if code == -_NO_CONTEXT:
-            make_current(self.device.index)
-            done = send(*args)
-            code = done if isinstance(done, int) else 0
-        if code < 0:
-            raise copy_error(-code)
-        return done
-
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
         if stream is not None:
@@ -410,10 +425,6 @@ class CudaTarget(Target):
             current = torch.cuda.current_stream(self.device.index)
             self._last_consumer = ids, current  # at once: threads may race for it
         return current
-
-    def record(self, stream: torch.cuda.Stream) -> Fence:
-        """See `Target`."""
-        return self._events.record(stream)
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
         """See `Target`."""
@@ -426,6 +437,93 @@ class CudaTarget(Target):
         for tensor in tensors:
             if tensor.is_cuda:  # else the allocator may give the block away while the consumer still reads it
                 tensor.record_stream(consumer)
+
+    def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
+        """See `Target`."""
+        with _OnStream(stream) if stream is self.stream else NOTHING:
+            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, None)
+            return make_publicly(table, sharing, self.device) if made is None else made
+
+    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
+        """See `Target`."""
+        index, stream = self.device.index, self.consumer(None)
+        if self._cuda.device() != index:
+            return None
+        if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
+            return None
+        if not self.has_room():  # asks events, which would spoil a capture
+            return None
+        args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
+        moved = _native.core.move_few(*args)
+        if isinstance(moved, int):
+            moved = self._again(moved, _native.core.move_few, *args)
+        if moved is not None:
+            _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
+            self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
+        return moved  # type: ignore[no-any-return]
+
+    def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:
+        """See `Target`."""
+        consumer, stream = self.consumer(None), self.out_stream
+        self.wait(self.record(consumer), stream)
+        if after is not None:
+            after.wait(stream)
+        try:
+            with on_stream(stream):
+                for there, here, owned in copies:
+                    here.copy_(there, non_blocking=True)
+                    if owned:  # it is freed with this call; the allocator has to wait for the copy
+                        there.record_stream(stream)
+            event = self.record(stream)
+        except BaseException:
+            stream.synchronize()
+            raise
+        if hold and not all(copy.owned for copy in copies):
+            self.wait(event, consumer)
+        return event
+
+    def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:
+        """See `Target`."""
+        consumer = self.consumer(None)
+        there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
+        check_is_plain(there)
+        self.wait(self.record(consumer), self.stream)  # what used that memory before
+        if after is not None:
+            after.wait(self.stream)
+        try:
+            with on_stream(self.stream):
+                there.copy_(here, non_blocking=True)
+            return Arrival(there, self.record(self.stream), consumer)
+        except BaseException:  # an interrupt, perhaps: the copy may be under way
+            there.record_stream(self.stream)
+            raise
+
+
+class Targets:
+    """Devices that tensors are fetched from, each made when it is first met. May be used by several threads.
+
+    Args:
+        known: some of them.
+
+    Attributes:
+        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
+            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+    """
+
+    def __init__(self, *known: Target) -> None:
+        self.gatherings: dict[Table, Gathering] = {}
+        self._made = {target.device: target for target in known}
+
+    def of(self, device: torch.device) -> Target:
+        """Return the target for a device that tensors are on."""
+        target = self._made.get(device)
+        if target is None:  # no lock: if two threads make one, one of them is used
+            target = self._made.setdefault(device, CudaTarget(device) if device.type == "cuda" else Target())
+        return target
+
+
+shared_targets = Targets()
+"""Of the process, for those who need no streams of their own."""
 
 
 def target_for(device: torch.device | str | int | None) -> Target:
@@ -447,90 +545,6 @@ def target_for(device: torch.device | str | int | None) -> Target:
     if device.type == "cpu":
         return Target()
     raise ValueError(f"cannot stage to {device}: only CUDA devices and the CPU are supported")
-
-
-# -- from a device -----------------------------------------------------------------------------------------------------
-
-
-class HostCopy(NamedTuple):
-    """The result of one copy to the host."""
-
-    there: torch.Tensor
-    """uint8 ``[n]`` on the device."""
-    here: torch.Tensor
-    """uint8 ``[n]`` of a host slab."""
-    owned: bool
-    """Whether only the copy uses `there`; else it is the caller's tensor itself."""
-
-
-class Source:
-    """A device that tensors are fetched from. This one is the CPU: a copy is done when the call returns."""
-
-    stream: Any = None
-    """See `Target`."""
-
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence | None:  # noqa: ARG002
-        """Copy pieces to the host, behind what the caller's current stream was given so far.
-
-        Args:
-            pieces: the copies.
-            hold: whether later work of that stream comes after the copies that read the caller's own
-                tensors, so that these may be changed or freed as if the copies had been work of that stream.
-
-        Returns:
-            The event behind the copies; None where they are done when the call returns. If the call raises, it has
-            waited for the begun copies.
-        """
-        for there, here, _ in pieces:  # not torch's ``copy_``, as in `Target.copy`
-            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
-        return None
-
-
-class CudaSource(Source):
-    """A GPU, with a stream for copies to the host of its own: the bus carries both directions at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def fetch(self, pieces: Sequence[HostCopy], *, hold: bool = True) -> Fence:
-        """See `Source`."""
-        consumer = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(consumer)
-        event = DeviceEvent.of(self.stream.device_index)
-        try:
-            with on_stream(self.stream):
-                for there, here, owned in pieces:
-                    here.copy_(there, non_blocking=True)
-                    if owned:  # it is freed with this call; the allocator has to wait for the copy
-                        there.record_stream(self.stream)
-            event.record(self.stream)
-        except BaseException:
-            self.stream.synchronize()
-            raise
-        if hold and not all(piece.owned for piece in pieces):
-            event.wait(consumer)
-        return event
-
-
-class Sources:
-    """The sources of a stager, made when a device is first met. May be used by several threads.
-
-    Attributes:
-        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
-            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
-    """
-
-    def __init__(self) -> None:
-        self.gatherings: dict[Table, Gathering] = {}
-        self._made: dict[torch.device, Source] = {}
-
-    def of(self, device: torch.device) -> Source:
-        """Return the source for a device that tensors are on."""
-        source = self._made.get(device)
-        if source is None:  # no lock: if two threads make one, one of them is used
-            source = self._made.setdefault(device, CudaSource(device) if device.type == "cuda" else Source())
-        return source
 
 
 class EventGroup:

@@ -23,7 +23,6 @@ from .._batch import (
     OwnStorage,
     Parts,
     Sharing,
-    Table,
     borrow,
     check_own_storage,
     content_of,
@@ -56,12 +55,12 @@ from .._region import pieces_of
 from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
-from ._device import AT_ONCE_BYTES, Sources, target_for
+from ._device import AT_ONCE_BYTES, Targets, target_for
 from ._out import NOTHING, Direct, OutPlan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, event_of, fetch, fetch_into
-from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, sent_of, written
+from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, written
 from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
@@ -260,7 +259,7 @@ class Stager:
         self._pool_state = state_of(self._pool)
         self._moves_few = keep_on_host is None and own_storage is not False
         self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
-        self._sources = Sources()
+        self._targets = Targets(self._target)
         self._fetches = self._fetch_copies = self._fetched_bytes = self._fallback_batches = 0
         self._pageable: SlabPool | None = None  # made where nothing can be page-locked
 
@@ -367,7 +366,7 @@ class Stager:
         table = parts.table
         sent = self._send(parts, is_watched, is_bounded, borrows)
         others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
-        self._count_table(table, sent)
+        self._count(sent.copies, len(sent.blocks), *table[1:5])
         return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
@@ -409,7 +408,7 @@ class Stager:
                 raise
             finally:
                 lease.release(after=event)
-            self._count_table(table, sent_of(transfer))
+            self._count(transfer.copies, transfer.blocks, *table[1:5])
             return transfer
 
     @overload
@@ -459,14 +458,14 @@ class Stager:
                 moved = target.move_few(leaves)
                 if moved is not None:
                     leaves, count, nbytes, copies = moved
-                    self._count(copies, count, count, nbytes)
+                    self._count(copies, count, nbytes, nbytes, count)
                     return structure.rebuild(leaves)
             parts = take_apart(batch, keeping=self._keeping, walked=walked)
             table = parts.table
             if table.moved:
                 return self._transfer(parts, is_watched=False).wait()
             sent = self._send(parts, is_watched=False)
-            self._count_table(table, sent)
+            self._count(sent.copies, len(sent.blocks), *table[1:5])
         blocks, event, _, stream = sent
         with step("hand_over"):
             if stream is target.stream:  # else it is the current one
@@ -563,12 +562,12 @@ class Stager:
         return transfer
 
     def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
-        return fetch(tree, self.device, partial(self._acquire, is_whole=True), self._sources, copy=copy)
+        return fetch(tree, self.device, partial(self._acquire, is_whole=True), self._targets, copy=copy)
 
     def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
         self._refuse_capture()
         acquire = partial(self._acquire, is_whole=True)
-        transfer, written = fetch_into(tree, out, self.device, acquire, self._sources)
+        transfer, written = fetch_into(tree, out, self.device, acquire, self._targets)
         self._keep_until(event_of(transfer), written)
         return transfer
 
@@ -672,20 +671,15 @@ class Stager:
         if self._pageable is not None:
             self._pageable.close()
 
-    def _count_table(self, table: Table, sent: Sent) -> None:
-        padding = table.nbytes - table.payload_bytes
-        self._count(sent.copies, len(sent.blocks), table.packed, table.payload_bytes, padding, table.moved)
-
-    def _count(
-        self, copies: int, blocks: int, packed: int, payload: int, padding: int = 0, passthrough: int = 0
-    ) -> None:
+    def _count(self, copies: int, blocks: int, nbytes: int, payload: int, packed: int, passthrough: int = 0) -> None:
+        """Count a batch. The last four are in its `Table`, in this order."""
         with self._lock:
             self._batches += 1
             self._copies += copies
             self._blocks += blocks
             self._packed_leaves += packed
             self._packed_bytes += payload
-            self._padding_bytes += padding
+            self._padding_bytes += nbytes - payload
             self._passthrough_leaves += passthrough
 
     def _bound(self, consumer: Any, event: Fence | None = None) -> None:
@@ -721,18 +715,35 @@ class Stager:
         """
         target, table = self._target, parts.table
         with target.selected():
-            most = AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1
-            is_small = table.nbytes <= most and not target.is_capturing()
-            consumer = target.consumer(None)
+            is_capturing, consumer = target.is_capturing(), target.consumer(None)
+            is_small = table.nbytes <= (AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1) and not is_capturing
             stream = consumer if is_small else target.stream
             make = partial(target.blocks, table, sharing_of(self._own_storage, table.packed), stream)
-            if is_small:
-                return self._send_small(parts, make, stream, is_watched=is_watched)
-            if is_bounded and not target.is_capturing():
+            if is_small and table.nbytes <= AT_ONCE_BYTES:
+                sent = self._send_at_once(parts, make, stream, is_watched=is_watched)
+                if sent is not None:
+                    return sent
+            if is_bounded and not is_small and not is_capturing:
                 self._bound(consumer)
-            return self._send_large(parts, make, stream, borrows)
+            sent = self._send_through_slab(parts, make, stream, borrows)
+            if is_small:
+                self._bound(consumer, sent.event)
+            return sent
 
-    def _send_large(
+    def _send_at_once(self, parts: Parts, make: Callable[[], Blocks], stream: Any, *, is_watched: bool) -> Sent | None:
+        """Send at most `AT_ONCE_BYTES` from ordinary memory; None if that would wait for the device."""
+        target, nbytes = self._target, parts.table.nbytes
+        if nbytes:
+            if self._pool_state.closed or self._pool_state.is_forked:
+                check_open(self._pool)
+            if not target.has_room():
+                return None
+        blocks = make()
+        with step("pack"):
+            copies = target.fill(blocks, parts, stream) if nbytes else 0
+        return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
+
+    def _send_through_slab(
         self, parts: Parts, make: Callable[[], Blocks], stream: Any, borrows: bool = False, *, into: bool = False
     ) -> Sent:
         """Send a batch through a host slab, each chunk while the next one is packed.
@@ -761,6 +772,13 @@ class Stager:
                 make = partial(_same, blocks)
             if lease is None:
                 blocks = make()
+            elif lease.nbytes < rest.table.nbytes:
+                blocks = make()
+                copies += self._copy_in_parts(rest, lease, blocks, stream)
+            elif borrowed is None and rest.table.nbytes < SMALL_BYTES:
+                blocks = make()
+                with step("pack"):
+                    copies = target.pack_and_copy(blocks, rest, lease, stream, pinned=self._is_pinned)
             else:
                 blocks, packed = self._pack_and_copy(rest, lease, make, stream)
                 copies += packed
@@ -808,7 +826,7 @@ class Stager:
             tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
             torch.autograd.graph.increment_version(tensors)
             self._keep_until(target.record(target.consumer(None)), tensors)
-            self._count(copies, 0, count, nbytes)
+            self._count(copies, 0, nbytes, nbytes, count)
             return structure.rebuild(made)
 
     def _keep_until(self, event: Fence | None, things: list[Any]) -> None:
@@ -863,14 +881,14 @@ class Stager:
             event = target.record(stream)
             self._keep_until(event, plan.leaves)
         table = plan.parts.table
-        padding, passed = table.nbytes - table.payload_bytes, len(plan.plain)
-        self._count(copies, scratches, table.packed, table.payload_bytes, padding, passed)
+        self._count(copies, scratches, table.nbytes, table.payload_bytes, table.packed, len(plan.plain))
         return Sent(target.blocks(NOTHING, Sharing.ONE, stream), event, copies, stream)
 
     def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
-        if parts.table.nbytes < SMALL_BYTES:
-            return self._send_small(parts, make, stream, is_watched=False, into=True)
-        return self._send_large(parts, make, stream, into=True)
+        sent = None
+        if parts.table.nbytes <= AT_ONCE_BYTES:
+            sent = self._send_at_once(parts, make, stream, is_watched=False)
+        return self._send_through_slab(parts, make, stream, into=True) if sent is None else sent
 
     def _end_writing(self, plan: OutPlan, begun: list[int], error: BaseException) -> None:
         """Wait for the copies of a call that failed, and note what it may have written."""
@@ -883,40 +901,6 @@ class Stager:
             paths = plan.parts.structure.paths()
             shown = ", ".join(f"out{paths[index]}" for index in sorted(begun)[:_MOST_PATHS])
             error.add_note(f"may be written in part: {shown}{', ...' if len(begun) > _MOST_PATHS else ''}")
-
-    def _send_small(
-        self,
-        parts: Parts,
-        make: Callable[[], Blocks],
-        stream: Any,
-        *,
-        is_watched: bool,
-        into: bool = False,
-    ) -> Sent:
-        """Send a batch below `SMALL_BYTES` on the caller's current stream: at once, or through a host slab."""
-        target, nbytes = self._target, parts.table.nbytes
-        if nbytes and (self._pool_state.closed or self._pool_state.is_forked):
-            check_open(self._pool)
-        if nbytes <= AT_ONCE_BYTES and (not nbytes or target.has_room()):
-            blocks = make()
-            with step("pack"):
-                copies = target.fill(blocks, parts, stream) if nbytes else 0
-            return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
-        lease = self._acquire(nbytes, into=into)
-        guard_until_release(lease, stream)  # an interrupt may come before the release
-        try:
-            blocks = make()
-            if lease.nbytes < nbytes:
-                copies = self._copy_in_parts(parts, lease, blocks, stream)
-            else:
-                with step("pack"):
-                    copies = target.pack_and_copy(blocks, parts, lease, stream, pinned=self._is_pinned)
-        finally:
-            event = target.record(stream)
-            lease.release(after=event)
-        if not into:
-            self._bound(stream, event)
-        return Sent(blocks, event, copies, stream)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
         """Do what `_pack_and_copy` does through a slab that is smaller than the batch.
@@ -957,9 +941,6 @@ class Stager:
             These tensors, and the number of copies.
         """
         nbytes, target = parts.table.nbytes, self._target
-        if lease.nbytes < nbytes:
-            blocks = make()
-            return blocks, self._copy_in_parts(parts, lease, blocks, stream)
         host = lease.data_ptr()
         reuses = reuses_places(parts) and not target.is_capturing()
         with step("pack"):

@@ -41,7 +41,7 @@ from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._region import pieces_of
 from .._steps import step
-from ._device import EventGroup, HostCopy, Sources
+from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
 from ._out import DIRECT_FROM_BYTES, check, copy_all, in_order, make_readable, results, writing
@@ -257,7 +257,7 @@ def fetch(
     tree: Any,
     home: torch.device,
     acquire: Callable[[int], Lease],
-    sources: Sources,
+    targets: Targets,
     *,
     copy: bool,
     hold: bool = True,
@@ -268,16 +268,16 @@ def fetch(
         tree: what to fetch.
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
         acquire: leases a host slab of a number of bytes.
-        sources: the stager's.
+        targets: the stager's.
         copy: return ordinary tensors.
-        hold: see `Source.fetch`.
+        hold: see `Target.to_host`.
     """
     while True:
         with step("walk"):
             leaves, structure = walk(tree)
         try:
             with step("describe"):
-                shares, left, alone = _divide(leaves, structure, home, sources)
+                shares, left, alone = _divide(leaves, structure, home, targets)
             break
         except IsContainer:
             continue  # see `take_apart`
@@ -285,12 +285,12 @@ def fetch(
         thing = left[index]
         if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
             left[index] = move(thing, _CPU, structure, index)
-    host, event, copies = _copy_out(shares, leaves, {}, acquire, sources, hold=hold)
+    host, event, copies = _copy_out(shares, leaves, {}, acquire, targets, hold=hold)
     return HostTransfer(structure, left, [share.table for share in shares], host, event, copies, copy=copy)
 
 
 def fetch_into(
-    tree: Any, out: Any, home: torch.device, acquire: Callable[[int], Lease], sources: Sources
+    tree: Any, out: Any, home: torch.device, acquire: Callable[[int], Lease], targets: Targets
 ) -> tuple[HostTransfer[Any], list[torch.Tensor]]:
     """Start the copies of a tree's tensors into host tensors that exist; see `Stager.fetch`.
 
@@ -309,7 +309,7 @@ def fetch_into(
                 if readable is not None:
                     leaves = readable
                     parts = describe(leaves, structure, home, arrays=False)
-                shares, _, _ = _divide(leaves, structure, home, sources)
+                shares, _, _ = _divide(leaves, structure, home, targets)
             with step("check"):
                 tables = [share.table for share in shares if share.device != home]
                 plain, same, others = check(parts, [parts.table, *tables], places, _CPU)
@@ -327,7 +327,7 @@ def fetch_into(
         with writing([place]):
             place.copy_(source)
     torch.autograd.graph.increment_version(list(direct.values()))
-    host, event, copies = _copy_out(shares, leaves, direct, acquire, sources, hold=True)
+    host, event, copies = _copy_out(shares, leaves, direct, acquire, targets, hold=True)
     in_turn = [write for _, write in sorted(writes, key=lambda found: found[0])]
     made: HostTransfer[Any] = HostTransfer(
         structure,
@@ -359,7 +359,7 @@ def _copy_out(
     leaves: list[Any],
     direct: dict[int, torch.Tensor],
     acquire: Callable[[int], Lease],
-    sources: Sources,
+    targets: Targets,
     *,
     hold: bool,
 ) -> tuple[torch.Tensor | None, Fence | None, int]:
@@ -370,8 +370,8 @@ def _copy_out(
         leaves: of the tree.
         direct: destinations that are written without a slab, by leaf.
         acquire: leases a host slab of a number of bytes.
-        sources: the stager's.
-        hold: see `Source.fetch`.
+        targets: the stager's.
+        hold: see `Target.to_host`.
 
     Returns:
         The slab, the event behind the copies, and how many there are.
@@ -380,14 +380,14 @@ def _copy_out(
     if not nbytes and not direct:
         return None, None, 0
     lease = acquire(nbytes) if nbytes else None
-    streams = [sources.of(share.device).stream for share in shares]
+    streams = [targets.of(share.device).out_stream for share in shares]
     after: Any = EventGroup([stream for stream in streams if stream is not None])
     if lease is not None:
         guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
     host = event = None
     try:
         host = None if lease is None else lease.tensor()
-        events, copies = _start(shares, leaves, direct, host, sources, hold)
+        events, copies = _start(shares, leaves, direct, host, targets, hold)
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
         if direct:
@@ -404,7 +404,7 @@ def _copy_out(
 
 
 def _divide(
-    leaves: list[Any], structure: Structure, home: torch.device, sources: Sources
+    leaves: list[Any], structure: Structure, home: torch.device, targets: Targets
 ) -> tuple[list[Share], list[Any], set[int]]:
     """Divide leaves by the device that they are on.
 
@@ -420,7 +420,7 @@ def _divide(
         parts = describe(leaves, structure, device, arrays=False)
         table = parts.table
         if table.packed:
-            shares.append(Share(device, _gathering(table, sources), parts.kept))
+            shares.append(Share(device, _gathering(table, targets), parts.kept))
         if device != home:
             for index in table.positions(*PACKED):
                 on_their_own.discard(index)
@@ -436,9 +436,9 @@ def _divide(
     return shares, left, on_their_own
 
 
-def _gathering(table: Table, sources: Sources) -> Gathering:
+def _gathering(table: Table, targets: Targets) -> Gathering:
     """Arrange leaves for the host, as was done before if leaves like these were met."""
-    known = sources.gatherings
+    known = targets.gatherings
     found = known.get(table)
     if found is None:
         if len(known) >= _MOST_GATHERINGS:
@@ -452,7 +452,7 @@ def _start(
     leaves: list[Any],
     direct: dict[int, torch.Tensor],
     host: torch.Tensor | None,
-    sources: Sources,
+    targets: Targets,
     hold: bool,
 ) -> tuple[list[Fence], int]:
     """Start the copies of all shares; return their events, and how many copies there are."""
@@ -478,7 +478,7 @@ def _start(
             pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
         if pieces:
             with step("copy"):
-                event = sources.of(device).fetch(pieces, hold=hold)
+                event = targets.of(device).to_host(pieces, hold=hold)
             if event is not None:
                 events.append(event)
             copies += len(pieces)

@@ -178,11 +178,6 @@ def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     return transfer._sent.event
 
 
-def sent_of(transfer: Transfer[Any]) -> Sent:
-    """Return the packed leaves of a transfer."""
-    return transfer._sent
-
-
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
     """Move a tensor, or an object of a class that says how, by its own ``.to()``, on the current stream.
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._memory import SharedMemory
 from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout, descriptor_of
 from .._sizes import Size, format_bytes
-from .._stage import HostTransfer, Sources, clear_own_frames, duplicate_rest, event_of, fetch, wait_here
+from .._stage import HostTransfer, Targets, clear_own_frames, duplicate_rest, event_of, fetch, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
@@ -83,7 +83,7 @@ class CheckpointStager(AsyncStager):
         self._owns_pool = pool is None
         self._pool = SlabPool(max_bytes, budget=budget, memory=SharedMemory()) if pool is None else pool
         self._timeout = timeout
-        self._sources = Sources()
+        self._targets = Targets()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
         self._hold = hold
@@ -171,7 +171,7 @@ class CheckpointStager(AsyncStager):
             return lease
 
         try:
-            transfer = fetch(snapshot.tensors, _CPU, acquire, self._sources, copy=False, hold=self._hold == "stream")
+            transfer = fetch(snapshot.tensors, _CPU, acquire, self._targets, copy=False, hold=self._hold == "stream")
             duplicate_rest(transfer, snapshot.tensors)
             return transfer, slab
         except BaseException as error:
