@@ -587,8 +587,8 @@ def page_locking(result: dict[str, Any] | None = None) -> str:
             cells.append(shown(row | {"median": row["median"] and row["median"] * scale}))
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     said = (
-        "Of calls, the worst while the memory is made ready: `cudaMemGetInfo` in another process, and the launch of a "
-        "kernel, with its end, in another thread; beside a busy GPU for a quarter of the memory."
+        f"Medians of {result['rows'][0]['repeats']} runs. Of calls, the worst while the memory is made ready: "
+        "`cudaMemGetInfo` in another process, and the launch of a kernel, with its end, in another thread."
     )
     picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
     return "\n".join(["## Measured", "", *lines, "", said, "", *(picture * PAGE_LOCKING.exists()), source(result)])

@@ -3,10 +3,10 @@
     python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot docs/images/page_locking.png
     python benchmarks/page_locking.py --from benchmarks/results/page_locking.json --plot docs/images/page_locking.png
 
-Each way runs in a fresh process, as often as fits into its part of `--seconds`: with an idle GPU on all of `--nbytes`,
-and once beside kernels of 20 ms on a quarter of it. Meanwhile another process calls ``cudaMemGetInfo``, and another
-thread launches kernels; the worst of these calls counts. Memory is resident by VmRSS and HugetlbPages together. Before
-the first process, the parent touches as much memory: a virtual machine may get it from its host on first touch.
+Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and beside kernels of 20 ms. Meanwhile
+another process calls ``cudaMemGetInfo``, and another thread launches kernels; the worst of these calls counts. Resident
+memory is VmRSS and HugetlbPages together. Before the first process, the parent touches as much memory: a virtual
+machine may get it from its host on first touch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from comparison.plot import DARK, dark
 from comparison.record import Row
 
 MIB, GIB = 1 << 20, 1 << 30
-CHUNK_BYTES = 128 * MIB
+CHUNK_BYTES = 64 * MIB
 COPIED_BYTES = 4 * GIB
 KERNEL_SECONDS = 0.02
 
@@ -287,36 +287,27 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     return time.perf_counter() - began
 
 
-def run(allocate: Allocate, nbytes: int, device: str, seconds: float) -> dict[str, list[float]]:
-    """Measure as often as fits into so many seconds, and once at least; return the samples of each case."""
+def run(allocate: Allocate, nbytes: int, device: str, repeats: int) -> dict[str, list[float]]:
+    """Measure some times, on an idle GPU and on a busy one; return the samples of each case."""
     samples: dict[str, list[float]] = {}
     cuda = torch.device(device).type == "cuda"
-
-    def add(found: dict[str, float], state: str) -> None:
-        for what, value in found.items():
-            samples.setdefault(f"{what}, {state}", []).append(value)
-
+    states = {"idle": contextlib.nullcontext, "busy": partial(kernels, device)}
     with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
-        deadline, longest = time.perf_counter() + seconds, 0.0
-        if cuda:
-            with kernels(device):
-                add(once(allocate, nbytes // 4, device, *others), "busy")
-        while True:
-            began = time.perf_counter()
-            add(once(allocate, nbytes, device, *others), "idle")
-            longest = max(longest, time.perf_counter() - began)
-            if time.perf_counter() + longest > deadline:
-                return samples
+        for _ in range(repeats):
+            for state in states if cuda else ["idle"]:
+                with states[state]():
+                    found = once(allocate, nbytes, device, *others)
+                for what, value in found.items():
+                    samples.setdefault(f"{what}, {state}", []).append(value)
+    return samples
 
 
 def _cases(args: Any) -> list[Size]:
-    states = {"idle": args.nbytes, "busy": args.nbytes // 4}
     if torch.device(args.device).type != "cuda":
-        wanted = [FIRST, LAST, RESIDENT, BACK]
-        return [Size(f"{what}, idle", args.nbytes) for what in wanted]
+        return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
     return [
-        Size(f"{what}, {state}", min(nbytes, COPIED_BYTES) if what == TO_DEVICE else nbytes)
-        for state, nbytes in states.items()
+        Size(f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes)
+        for state in ("idle", "busy")
         for what in MEASURED
     ]
 
@@ -382,9 +373,8 @@ def draw_both(result: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=1, repeats_help=argparse.SUPPRESS)
+    parser = script.parser(__doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one")
     parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
-    parser.add_argument("--seconds", type=float, default=150.0, help="time for all ways together")
     parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
     parser.add_argument("--from", dest="source", type=Path, help="draw what this result file has; measure nothing")
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
@@ -398,19 +388,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw_both(json.loads(source.read_text()), plot)
         return 0
     if args.smoke:
-        args.nbytes, args.seconds = min(args.nbytes, 256 * MIB), 1.0
+        args.nbytes = min(args.nbytes, 256 * MIB)
     variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
     cases = _cases(args)
     if args.child:
         (variant,) = script.chosen(args.child, variants)
         harness.start_device(torch.device(args.device))
-        samples = run(variant.setup(args.device), args.nbytes, args.device, args.seconds)
+        samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats)
         harness.work(cases, lambda case: {"status": "ok", "detail": "", "total": samples[case.id]}, lambda: None)
         return 0
     variants = tuple(script.chosen(args.only, variants))
     if not args.smoke:
         torch.empty(args.nbytes, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes), "--seconds", str(args.seconds / len(variants))]
+    further = ["--nbytes", str(args.nbytes)]
     rows = script.collect("page_locking", __file__, variants, cases, args, further, judge=_share_resident)
     table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
     status = script.finish("page_locking", rows, variants, args)

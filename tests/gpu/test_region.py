@@ -54,7 +54,7 @@ def test_all_chunks_are_page_locked(cuda_device, shared):
         assert (region.kind, region.reason) == ("registered", "")
         assert region.tensor(1).is_pinned()
         region.synchronize()
-        chunks = [region.tensor(1, offset=offset) for offset in (0, 128 * MIB - 1, 128 * MIB, 300 * MIB)]
+        chunks = [region.tensor(1, offset=offset) for offset in (0, 64 * MIB - 1, 64 * MIB, 300 * MIB)]
         assert all(chunk.is_pinned() for chunk in chunks)
         assert not region.tensor(44 * MIB, offset=256 * MIB).any()
         del chunks
