@@ -339,7 +339,7 @@ class Target:
         """Copy to the host, behind what the caller's current stream was given so far.
 
         Args:
-            copies: what is copied where.
+            copies: sources and destinations.
             hold: whether later work of that stream comes after the copies that read the caller's own
                 tensors, so that these may be changed or freed as if the copies had been work of that stream. Else the
                 caller keeps them, unchanged, until the event is done.
