@@ -12,7 +12,6 @@ pinned or copied, no GPU is needed, and no other thread notices.
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
     if isinstance(obj, Mapping):
         items = [(f"[{key!r}]", value) for key, value in obj.items()]
-    elif isinstance(obj, Sequence | deque):
+    elif isinstance(obj, Sequence):
         items = [(f"[{index}]", value) for index, value in enumerate(obj)]
     elif isinstance(obj, Set):
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
