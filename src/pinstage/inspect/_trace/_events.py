@@ -58,8 +58,7 @@ class TraceFile:
         yielded = 0
         try:
             with self.path.open("rb") as raw:
-                packed = raw.read(2) == b"\x1f\x8b"  # whatever the name says
-                raw.seek(0)
+                packed = raw.peek(2)[:2] == b"\x1f\x8b"  # whatever the name says
                 stream: Any = gzip.GzipFile(fileobj=raw) if packed else raw
                 self._file = io.TextIOWrapper(stream, "utf-8", "replace", newline="")
                 for event in self._events():
@@ -92,8 +91,7 @@ class TraceFile:
                     yield event
             elif (key := self._value()) == "traceEvents" and self._peek() == "[":
                 inside, seen, self._at = True, True, self._at + 1
-            else:
-                self._peek()
+            elif self._peek():
                 self.header[str(key)] = self._value()
         if not seen:
             keys = clean(", ".join(list(self.header)[:5])) or "nothing"
@@ -120,8 +118,8 @@ class TraceFile:
                 if len(self._text) - self._at > _LONGEST_VALUE or not self._read():
                     raise
                 continue
-            # A number may go on behind the window's end; what ends by a bracket does not.
-            if end < len(self._text) or isinstance(value, dict | list | str) or not self._read():
+            # A number may go on behind the window's end.
+            if end < len(self._text) or not self._read():
                 self._at = end
                 return value
 
