@@ -62,7 +62,7 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
     if isinstance(obj, Mapping | Sequence):
-        pairs = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        pairs: Iterable[tuple[Any, Any]] = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
         items = [(f"[{key!r}]", value) for key, value in pairs]
     elif isinstance(obj, Set):
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
