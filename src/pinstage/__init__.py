@@ -67,11 +67,8 @@ __all__ = [
 ]
 
 _LATER = {
-    "DataLoader": "._loader",
-    "LoaderStats": "._loader",
     "audit": ".inspect",
-    "WrappedLoader": "._loader",
-    "wrap_loader": "._loader",
+    **dict.fromkeys(("DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"), "._loader"),
     **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
 }
 

@@ -13,7 +13,7 @@ The commands find out why a program is slow, before you change it.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -50,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:  # the last frame: whatever it is, the user gets a message
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
-            _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
         if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
             _exit(str(error), 2)
         _exit(f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1)
@@ -68,11 +66,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that keeps the examples in its description, and reports wrong arguments in one line."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.formatter_class = _Formatter
+    """A parser that reports wrong arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub("^the following arguments are required: ", "missing ", message)
@@ -82,13 +76,14 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. A command is a function; its docstring is the help."""
-    parser = _Parser("pinstage", description=__doc__)
+    parser = _Parser("pinstage", description=__doc__, formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"pinstage {ps.__version__}", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
         text = cleandoc(run.__doc__ or "")
-        found = commands.add_parser(run.__name__, help=text.partition("\n")[0], description=text)
+        summary = text.partition("\n")[0]
+        found = commands.add_parser(run.__name__, help=summary, description=text, formatter_class=_Formatter)
         found.set_defaults(run=run)
         found.add_argument(
             "--json", action="store_true", help="print JSON for programs; sizes in bytes, times in seconds"
@@ -157,8 +152,8 @@ def doctor(options: argparse.Namespace) -> int:
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
         _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
-    if options.plot is not None:
-        importlib.import_module("matplotlib")  # if it is missing, say so before seconds are spent on measuring
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:  # before seconds of measuring
+        _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
     found = _doctor.diagnose(device=options.device and int(match[1] or 0), measuring=options.measure)
     _report.show(found.to_dict() if options.json else found.sections())
     if options.plot is not None:

@@ -58,7 +58,7 @@ class PoolCollector(Collector):
             except ForkedPoolError:
                 continue
             for metric, labels, value in (*_of_pool(stats), *_of_owners(stats)):
-                families[metric].add_metric([name, *labels], value)
+                families[f"pinstage_{metric}"].add_metric([name, *labels], value)
         yield from (family for family in families.values() if family.samples)
 
 
@@ -68,26 +68,20 @@ _Sample = tuple[str, list[str], float]
 
 def _families() -> dict[str, Any]:
     """Return the metrics without figures. In the formats of Prometheus, each may come once, with all that is in it."""
-    of_pool, of_owner = ["pool"], ["pool", "owner"]
-    gauges = (
-        ("pool_bytes", "Bytes of slabs that the pool holds.", [*of_pool, "state"]),
-        ("pool_slabs", "Slabs that the pool holds.", [*of_pool, "state"]),
-        ("pool_max_bytes", "The cap on the bytes held.", of_pool),
-        ("pool_peak_bytes", "The most bytes that were held at once.", of_pool),
-        ("owner_bytes", "Bytes of slabs in use, by owner.", [*of_owner, "state"]),
+    pool, owner = ["pool"], ["pool", "owner"]
+    families = (
+        GaugeMetricFamily("pinstage_pool_bytes", "Bytes of slabs that the pool holds.", labels=[*pool, "state"]),
+        GaugeMetricFamily("pinstage_pool_slabs", "Slabs that the pool holds.", labels=[*pool, "state"]),
+        GaugeMetricFamily("pinstage_pool_max_bytes", "The cap on the bytes held.", labels=pool),
+        GaugeMetricFamily("pinstage_pool_peak_bytes", "The most bytes that were held at once.", labels=pool),
+        GaugeMetricFamily("pinstage_owner_bytes", "Bytes of slabs in use, by owner.", labels=[*owner, "state"]),
+        CounterMetricFamily("pinstage_pool_hits", "Leases served by a slab that was there.", labels=pool),
+        CounterMetricFamily("pinstage_pool_misses", "Leases that needed an allocation.", labels=pool),
+        CounterMetricFamily("pinstage_pool_trims", "Idle slabs given back to the system.", labels=pool),
+        CounterMetricFamily("pinstage_owner_waits", "Requests that had to wait, by owner.", labels=owner),
+        CounterMetricFamily("pinstage_owner_wait_seconds", "Seconds that they waited, by owner.", labels=owner),
     )
-    counters = (
-        ("pool_hits", "Leases served by a slab that was there.", of_pool),
-        ("pool_misses", "Leases that needed an allocation.", of_pool),
-        ("pool_trims", "Idle slabs given back to the system.", of_pool),
-        ("owner_waits", "Requests that had to wait, by owner.", of_owner),
-        ("owner_wait_seconds", "Seconds that they waited, by owner.", of_owner),
-    )
-    return {
-        metric: kind(f"pinstage_{metric}", text, labels=labels)
-        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters))
-        for metric, text, labels in metrics
-    }
+    return {family.name: family for family in families}
 
 
 def _of_pool(stats: PoolStats) -> Iterator[_Sample]:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pinstage.inspect._bus import (
 )
 from pinstage.inspect._checks import Check
 from pinstage.inspect._doctor import Diagnosis, bandwidth, diagnose, save_plot, try_page
-from pinstage.inspect._gpus import Driver, Gpu, Link, describe, find_driver, query
+from pinstage.inspect._gpus import Driver, Gpu, Link, find_driver, find_gpus, find_links
 from pinstage.inspect._report import as_text
 
 GIB = 1 << 30
@@ -131,25 +132,24 @@ def test_open_kernel_modules_are_a_driver_too(tree):
     assert find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version == "580.95.05"
 
 
-def test_unknown_fields_of_nvidia_smi_give_no_rows():
-    fields = ("uuid", "addressing_mode")
-    assert query(lambda arguments: 'Field "addressing_mode" is not a valid field to query.\n', fields) == []
-    assert query(lambda arguments: "GPU-1, ATS\nGPU-2, HMM\n", fields) == [
-        {"uuid": "GPU-1", "addressing_mode": "ATS"},
-        {"uuid": "GPU-2", "addressing_mode": "HMM"},
-    ]
+def test_links_are_those_that_nvidia_smi_knows():
+    assert find_links(lambda arguments: 'Field "pcie.link.gen.max" is not a valid field to query.\n') == {}
+    assert find_links(lambda arguments: "GPU-1, 5, 8, 16\nGPU-2, [N/A], 16, 16\nGPU-3, 4, 16, 16\n") == {
+        "1": Link(5, 8, 16),
+        "3": Link(4, 16, 16),
+    }
 
 
-ROW = {"uuid": "GPU-1", "pcie.link.gen.max": "5", "pcie.link.width.current": "8", "pcie.link.width.max": "16"}
-
-
-def test_a_gpu_is_described_from_all_sources(tree):
+def test_a_gpu_is_described_from_all_sources(tree, monkeypatch):
     device = "sys/bus/pci/devices/0000:3b:00.0"
     root = tree({f"{device}/numa_node": "1\n", f"{device}/local_cpulist": "8-15\n"})
-    gpu = describe(2, "NVIDIA H100", "0000:3b:00.0", ROW, root)
-    assert gpu == Gpu(2, "NVIDIA H100", Link(5, 8, 16), 1, frozenset(range(8, 16)))
-    assert describe(2, "NVIDIA H100", "0000:3b:00.0", {}, root / "x") == Gpu(2, "NVIDIA H100")
-    assert describe(2, "g", "0000:3b:00.0", ROW | {"pcie.link.gen.max": "[N/A]"}, root).link is None
+    found = SimpleNamespace(name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    gpu = Gpu(0, "NVIDIA H100", Link(5, 8, 16), 1, frozenset(range(8, 16)))
+    assert find_gpus(root, lambda arguments: "GPU-1, 5, 8, 16\n") == [gpu]
+    assert find_gpus(root / "x", lambda arguments: "") == [Gpu(0, "NVIDIA H100")]
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,11 @@ def test_a_union_is_complete_sorted_and_disjoint(one, other):
 
 @unhurried
 @given(spans(), spans())
-def test_subtraction_and_intersection_agree_with_counting(one, other):
+def test_subtraction_agrees_with_counting(one, other):
     a, b = iv.union(one), iv.union(other)
     assert is_a_set(iv.subtract(a, b))
     assert (cells(iv.subtract(a, b)) == (cells(a) & ~cells(b))).all()
-    assert (cells(iv.intersection(a, b)) == (cells(a) & cells(b))).all()
-    assert iv.total(iv.intersection(a, b)) + iv.total(iv.subtract(a, b)) == iv.total(a)
+    assert iv.total(iv.subtract(a, b)) == (cells(a) & ~cells(b)).sum()
 
 
 @unhurried

@@ -133,14 +133,14 @@ class Audit:
 
     def _verdict(self) -> list[Section]:
         pinned, left = f"{sum(leaf.loader_pins for leaf in self.leaves):,}", self.left_pageable
+        text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}"
         if self.pinning.error is not None:
             lines = [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
-        else:
-            text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}"
+        elif not left:
             lines = [Line(f"{text} and leave none pageable", "ok")]
-            if left:
-                text += f", and silently leave {len(left):,} pageable ({format_bytes(_sum(left))}):"
-                lines = [Line(text, "warning")]
+        else:
+            text += f", and silently leave {len(left):,} pageable ({format_bytes(_sum(left))}):"
+            lines = [Line(text, "warning")]
             for name, found in self._by_stop().items():
                 what = f"{_leaves(len(found))}, {format_bytes(_sum(found))}"
                 lines.append(Line(f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"))
@@ -191,13 +191,13 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     pinning = ask_torch(batch, found)
     leaves = tuple(_reports(found, pinning))
     moved = [
-        (leaf.nbytes, leaf.pinned)
+        leaf
         for place, leaf in zip(found, leaves, strict=True)
         if leaf.device == "cpu" and leaf.nbytes and _becomes_tensor(place.leaf)
     ]
-    seconds = sum(bus.seconds(nbytes, pinned=pinned) for nbytes, pinned in moved)
-    seconds_pinned = sum(bus.seconds(nbytes, pinned=True) for nbytes, _ in moved)
-    each = LeafCopies(len(moved), sum(nbytes for nbytes, _ in moved), seconds, seconds_pinned)
+    seconds = sum(bus.seconds(leaf.nbytes, pinned=leaf.pinned) for leaf in moved)
+    seconds_pinned = sum(bus.seconds(leaf.nbytes, pinned=True) for leaf in moved)
+    each = LeafCopies(len(moved), _sum(moved), seconds, seconds_pinned)
     return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus)
 
 

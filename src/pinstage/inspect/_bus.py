@@ -8,7 +8,7 @@ from the call to the end of the copy, so it includes the cost of the call, as a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,7 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
 
 
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
-    synchronise: Callable[[], None] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronise = partial(torch.get_device_module(device).synchronize, device)  # that of the CPU does nothing
     took: list[float] = []
     started = time.perf_counter()
     while len(took) < _LEAST_REPEATS or (len(took) < _MOST_REPEATS and time.perf_counter() - started < _POINT_SECONDS):

@@ -6,7 +6,6 @@ They are pure functions, so each branch is tested without the machine that it is
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
@@ -169,8 +168,7 @@ def private_names(problems: list[Problem]) -> list[Check]:
 
 
 def _major(version: str | None) -> int | None:
-    match = re.match(r"\d+", version or "")
-    return int(match[0]) if match else None
+    return int(version.partition(".")[0]) if version else None
 
 
 def _bindings_for(major: int | None) -> str:

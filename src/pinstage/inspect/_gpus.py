@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ import torch
 
 from .. import _host
 
-_FIELDS = ("uuid", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 _LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 Smi = Callable[[Sequence[str]], str]
@@ -77,24 +76,19 @@ def find_gpus(root: Path, smi: Smi) -> list[Gpu]:
     """Find the GPUs that torch can use."""
     if not torch.cuda.is_available():
         return []
-    rows = {row["uuid"].removeprefix("GPU-"): row for row in query(smi, _FIELDS)}
+    links = find_links(smi)
     found = []
     for index in range(torch.cuda.device_count()):
         gpu: Any = torch.cuda.get_device_properties(index)
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        found.append(describe(index, gpu.name, address, rows.get(str(gpu.uuid), {}), root))
+        node, cpus = _host.pci_node(address, root), _host.pci_cpus(address, root)
+        found.append(Gpu(index, gpu.name, links.get(str(gpu.uuid)), node, cpus))
     return found
 
 
-def describe(index: int, name: str, address: str, row: Mapping[str, str], root: Path) -> Gpu:
-    """Collect the facts about one GPU; `row` has nvidia-smi's fields, and may be empty."""
-    numbers = [row.get(field, "") for field in _FIELDS[1:]]
-    link = Link(*map(int, numbers)) if all(number.isdecimal() for number in numbers) else None
-    return Gpu(index, name, link, _host.pci_node(address, root), _host.pci_cpus(address, root))
-
-
-def query(smi: Smi, fields: Sequence[str]) -> list[dict[str, str]]:
-    """Ask nvidia-smi about all GPUs: a row for each, by field; none if it does not know one of the fields."""
-    printed = smi([f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
-    rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
-    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+def find_links(smi: Smi) -> dict[str, Link]:
+    """Ask nvidia-smi for the PCIe links, by the UUIDs of their GPUs; those that it doesn't know are left out."""
+    fields = "uuid,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    printed = smi([f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    rows = re.findall(r"^GPU-(\S+), (\d+), (\d+), (\d+)\s*$", printed, re.MULTILINE)
+    return {uuid: Link(*map(int, numbers)) for uuid, *numbers in rows}

@@ -12,7 +12,6 @@ pinned or copied, no GPU is needed, and no other thread notices.
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,10 +61,9 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
-    if isinstance(obj, Mapping):
-        items = [(f"[{key!r}]", value) for key, value in obj.items()]
-    elif isinstance(obj, Sequence | deque):
-        items = [(f"[{index}]", value) for index, value in enumerate(obj)]
+    if isinstance(obj, Mapping | Sequence):
+        pairs: Iterable[tuple[Any, Any]] = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        items = [(f"[{key!r}]", value) for key, value in pairs]
     elif isinstance(obj, Set):
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
     else:

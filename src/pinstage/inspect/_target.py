@@ -74,10 +74,8 @@ def _import(name: str) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         path = Path(name)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)  # of a .py file there is one
+        module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(module)

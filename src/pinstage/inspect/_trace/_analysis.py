@@ -217,9 +217,9 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, An
         group["hidden_seconds"] = group["exposed_seconds"] = 0.0
         for device in np.unique(copies.place[mine]):
             spans = union(copies.spans[mine & (copies.place == device)])
-            hidden = total(intersection(spans, kernels.get(int(device), EMPTY)))
-            group["hidden_seconds"] += hidden
-            group["exposed_seconds"] += total(spans) - hidden
+            exposed = total(subtract(spans, kernels.get(int(device), EMPTY)))
+            group["hidden_seconds"] += total(spans) - exposed
+            group["exposed_seconds"] += exposed
         found.append(group)
     return found
 
@@ -243,11 +243,6 @@ def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
 def total(spans: Intervals) -> float:
     """Return the length of a set."""
     return float((spans[:, 1] - spans[:, 0]).sum())
-
-
-def intersection(one: Intervals, other: Intervals) -> Intervals:
-    """Return the intersection of both sets."""
-    return subtract(one, subtract(one, other))
 
 
 def subtract(one: Intervals, other: Intervals) -> Intervals:

@@ -58,8 +58,7 @@ class TraceFile:
         yielded = 0
         try:
             with self.path.open("rb") as raw:
-                packed = raw.read(2) == b"\x1f\x8b"  # whatever the name says
-                raw.seek(0)
+                packed = raw.peek(2)[:2] == b"\x1f\x8b"  # whatever the name says
                 stream: Any = gzip.GzipFile(fileobj=raw) if packed else raw
                 self._file = io.TextIOWrapper(stream, "utf-8", "replace", newline="")
                 for event in self._events():
@@ -92,8 +91,7 @@ class TraceFile:
                     yield event
             elif (key := self._value()) == "traceEvents" and self._peek() == "[":
                 inside, seen, self._at = True, True, self._at + 1
-            else:
-                self._peek()
+            elif self._peek():
                 self.header[str(key)] = self._value()
         if not seen:
             keys = clean(", ".join(list(self.header)[:5])) or "nothing"
@@ -120,8 +118,8 @@ class TraceFile:
                 if len(self._text) - self._at > _LONGEST_VALUE or not self._read():
                     raise
                 continue
-            # A number may go on behind the window's end; what ends by a bracket does not.
-            if end < len(self._text) or isinstance(value, dict | list | str) or not self._read():
+            # A number may go on behind the window's end.
+            if end < len(self._text) or not self._read():
                 self._at = end
                 return value
 
@@ -227,39 +225,34 @@ class Trace:
             self.device_name = clean(file.header["deviceProperties"][0]["name"]) or None
 
     def _keep(self, event: Event, kind: int) -> None:
-        start, end = self._times(event)
+        started, lasts = float(event["ts"]), _figure(event, "dur", 0, _LONGEST_US)
+        self._zero = started if self._zero is None else self._zero
+        start = started - self._zero
+        if not abs(start) < _LONGEST_US:  # so that sums of times are finite, too
+            raise ValueError(f"ts: it begins after {start:g} us")
         name, arguments = event["name"], event.get("args") or {}
         if not (isinstance(name, str) and isinstance(arguments, dict)):
             raise TypeError("name or args")
-        kind, number, nbytes = kind_of(kind, name), -1, 0
+        kind, number, nbytes = kind_of(kind, name), -1.0, 0.0
         if kind in (KERNEL, COPY):
-            place = _whole(arguments, "device", 0, _MOST_DEVICES)
+            place = _figure(arguments, "device", 0, _MOST_DEVICES)
         else:
             place = self._threads.setdefault((event.get("pid"), event.get("tid")), len(self._threads))
         if kind == COPY:
-            nbytes = _whole(arguments, "bytes", 0)
+            nbytes = _figure(arguments, "bytes", 0)
             self.ways.append(_direction_and_kind(clean(name)))
         if kind == STEP:
-            number = _whole({"step": name.rpartition("#")[2]}, "step", 0)
+            number = _figure({"step": name.rpartition("#")[2]}, "step", 0)
         elif kind == COPY or kind in CALLS:
-            number = _whole(arguments, "correlation", -1)
+            number = _figure(arguments, "correlation", -1)
         elif kind == WAIT:
             self.has_workers |= bool(_WORKERS.match(name))
-        self._rows.extend((start, end, kind, place, number, nbytes))
-
-    def _times(self, event: Event) -> tuple[float, float]:
-        start, lasts = float(event["ts"]), float(event.get("dur", 0))
-        if self._zero is None:
-            self._zero = start
-        start -= self._zero
-        if not (abs(start) < _LONGEST_US and 0 <= lasts < _LONGEST_US):  # so that sums of them are finite, too
-            raise ValueError(f"times: it begins after {start:g} us and lasts {lasts:g} us")
-        return start * 1e-6, (start + lasts) * 1e-6
+        self._rows.extend((start * 1e-6, (start + lasts) * 1e-6, kind, place, number, nbytes))
 
 
-def _whole(values: Mapping[str, Any], name: str, default: int, limit: int = _MOST) -> int:
-    """Return a whole number of an event: `default`, or from 0 to `limit`."""
-    number = int(values.get(name, default))
+def _figure(values: Mapping[str, Any], name: str, default: float, limit: float = _MOST) -> float:
+    """Return a figure of an event: `default`, or from 0 to `limit`."""
+    number = float(values.get(name, default))
     if number != default and not 0 <= number < limit:
         raise ValueError(f"{name}: {number}")
     return number
