@@ -1,6 +1,7 @@
 """`HostRegion`: what it is made of, when it is ready, and when its memory goes."""
 
 import gc
+import mmap
 import os
 import pickle
 import re
@@ -277,7 +278,7 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     monkeypatch.setattr(_pages, "advise", lambda *args: advices.append(args[2]) or advise(*args))
     with pytest.warns(StagingWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
         make().synchronize()
-    assert advices.index(_pages.MADV_NOHUGEPAGE) > advices.index(_pages.MADV_HUGEPAGE)
+    assert advices.index(mmap.MADV_NOHUGEPAGE) > advices.index(mmap.MADV_HUGEPAGE)
 
 
 @pytest.mark.parametrize(

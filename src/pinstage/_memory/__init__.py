@@ -11,7 +11,6 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
-from .. import _host
 from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
@@ -75,8 +74,7 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     Returns:
         A new resource.
     """
-    if _cuda.is_not_cuda(device) or not _cuda.is_usable():
+    index, refusal = _cuda.who_registers(device)
+    if index < 0:
         return PageableMemory()
-    if _host.is_wsl() or not _cuda.registers_well(_cuda.device_index(device)):
-        return HostAllocMemory(device)
-    return RegisteredMemory(device)
+    return HostAllocMemory(device) if refusal else RegisteredMemory(device)

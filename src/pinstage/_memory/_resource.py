@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from .._sizes import format_bytes, parse_bytes, round_up
 from ..errors import PinningError, StagingWarning
 from . import _cuda
-from ._pages import PAGE_BYTES
+from ._pages import PAGE_BYTES, unmap
 
 LEAKED: "list[Block]" = []
 """Blocks that CUDA would not give up: still mapped, on purpose, until the process ends."""
@@ -73,6 +73,8 @@ class Resource(ABC):
     """The base of all kinds: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
 
     def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
+        if _cuda.is_not_cuda(device):
+            raise ValueError(f"page-locked memory belongs to a CUDA device, not {str(device)!r}; use PageableMemory()")
         self._pinned = pinned
         self._device = device
         self._pid = os.getpid()
@@ -121,7 +123,8 @@ class Resource(ABC):
                 f"{type(self).__name__} belongs to process {self._pid}, and this is {os.getpid()}, forked from it: "
                 "CUDA cannot pin here; allocate before the fork, or use PageableMemory()"
             )
-        block = self._take(round_up(size, self.granularity))
+        device = _cuda.device_index(self._device) if self._pinned else -1
+        block = self._take(round_up(size, self.granularity), device)
         self._live.add(block)
         return block
 
@@ -150,9 +153,6 @@ class Resource(ABC):
             raise ValueError(
                 f"not a block that {self!r} holds: it came from another resource, or was deallocated before"
             ) from None
-        self._free(block)
-
-    def _free(self, block: Block) -> None:
         try:
             self._give(block)
         except PinningError as error:
@@ -163,12 +163,16 @@ class Resource(ABC):
         return f"<{type(self).__name__}: {len(live)} blocks, {format_bytes(sum(block.nbytes for block in live))}>"
 
     @abstractmethod
-    def _take(self, nbytes: int) -> Block:
-        """Make a block of exactly ``nbytes``, or raise and leave nothing."""
+    def _take(self, nbytes: int, device: int) -> Block:
+        """Make a block of exactly ``nbytes``, page-locked for a device unless it is -1; or raise and leave nothing."""
 
-    @abstractmethod
     def _give(self, block: Block) -> None:
         """Undo ``_take``; a ``PinningError`` comes before anything is unmapped."""
+        if block._device >= 0:
+            _cuda.unregister(block.ptr, block._device)
+        unmap(block.ptr, block.nbytes)
+        if block.fd is not None:
+            os.close(block.fd)
 
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
@@ -182,5 +186,5 @@ def leak(block: Block, error: PinningError) -> None:
             f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
             f"{error}; this is said once",
             StagingWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
