@@ -48,25 +48,20 @@ class MemoryResource(Protocol):
     @property
     def is_pinned(self) -> bool:
         """Whether blocks are page-locked for CUDA, so that copies from them are asynchronous."""
-        ...
 
     @property
     def is_shared(self) -> bool:
         """Whether another process can map the same bytes."""
-        ...
 
     @property
     def granularity(self) -> int:
         """The allocation unit in bytes."""
-        ...
 
     def allocate(self, nbytes: int) -> Block:
         """Hold at least ``nbytes`` more; the caller owns the block. A failed call changes nothing."""
-        ...
 
     def deallocate(self, block: Block) -> None:
         """Take a block back; no pointer into it may be used afterwards."""
-        ...
 
 
 class Resource(ABC):

@@ -16,8 +16,8 @@ from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
 from ..errors import PinstageError
-from ._block import has_plain_memory, lease_now, range_of
-from ._scheduler import Load, OffloadScheduler, OffloadStats, Saved, Stayed
+from ._block import Load, has_plain_memory, lease_now, range_of
+from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
 class Saving:
