@@ -27,7 +27,7 @@ from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory, attach
-from ._streams import DeviceEvent, on_device, record_current_streams
+from ._streams import DeviceEvent, record_current_streams
 
 REFUSALS = (MemoryError, OSError, PinningError)
 """The errors of a resource when the platform refuses memory. Some of pinstage's own errors have these bases, too."""
@@ -50,7 +50,6 @@ __all__ = [
     "copy_error",
     "disregard_captures",
     "make_current",
-    "on_device",
     "record_current_streams",
     "remedy",
     "why_unusable",

@@ -166,7 +166,7 @@ def device_index(device: Device) -> int:
 
 
 @contextmanager
-def on_device(index: int) -> Iterator[None]:
+def in_context_of(index: int) -> Iterator[Bindings]:
     """Make a device's primary context current in this thread, and afterwards the previous one.
 
     Pinning acts on the current context, or makes one: 600 MiB on a GPU that wasn't meant
@@ -179,7 +179,7 @@ def on_device(index: int) -> Iterator[None]:
         bindings.contexts[index] = bindings.call("cuDevicePrimaryCtxRetain", bindings.call("cuDeviceGet", index))
     bindings.call("cuCtxPushCurrent", bindings.contexts[index])
     try:
-        yield
+        yield bindings
     finally:
         bindings.driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
 
@@ -221,18 +221,17 @@ def pci_address(index: int) -> str:
 
 def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
     """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its address."""
-    bindings = require()
-    flags = bindings.runtime.cudaHostAllocPortable
-    if write_combined:
-        flags |= bindings.runtime.cudaHostAllocWriteCombined
-    with on_device(device):
+    with in_context_of(device) as bindings:
+        flags = bindings.runtime.cudaHostAllocPortable
+        if write_combined:
+            flags |= bindings.runtime.cudaHostAllocWriteCombined
         return int(bindings.call("cudaHostAlloc", nbytes, flags, nbytes=nbytes))
 
 
 def free_host(address: int, device: int) -> None:
     """``cudaFreeHost``: waits for the device."""
-    with on_device(device):
-        require().call("cudaFreeHost", address)
+    with in_context_of(device) as bindings:
+        bindings.call("cudaFreeHost", address)
 
 
 def register(address: int, nbytes: int, device: int) -> None:
@@ -240,15 +239,14 @@ def register(address: int, nbytes: int, device: int) -> None:
 
     One call for all of it: CUDA refuses a copy that begins in one registered range and ends in another.
     """
-    bindings = require()
-    with on_device(device):
+    with in_context_of(device) as bindings:
         bindings.call("cudaHostRegister", address, nbytes, bindings.runtime.cudaHostRegisterPortable, nbytes=nbytes)
 
 
 def unregister(address: int, device: int) -> None:
     """``cudaHostUnregister``: waits for the device. The address is where a registered range begins."""
-    with on_device(device):
-        require().call("cudaHostUnregister", address)
+    with in_context_of(device) as bindings:
+        bindings.call("cudaHostUnregister", address)
 
 
 def copy_error(code: int) -> RuntimeError:

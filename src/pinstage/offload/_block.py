@@ -98,10 +98,10 @@ class OffloadedBlock:
         load: the bytes there.
         lease: of a slab for them, which is this object's from now on.
         after: what has to be waited for before the slab is written.
-        dropped: gets `ahead_for` and the bytes if this ends with an arrival.
+        dropped: gets the number of bytes if this ends with an arrival.
 
     Attributes:
-        ahead_for: the number of the saved tensor for which it returned early; 0 for none.
+        ahead_for: the number of the saved tensor for which it last returned early; 0 for none.
         source: the bytes on the device, until the copy is done or that memory's stream waits for it.
         arrival: the bytes on the device again, while they are kept there.
         event: behind the last copy of the slab.
@@ -114,7 +114,7 @@ class OffloadedBlock:
         load: Load,
         lease: Lease,
         after: Fence | None,
-        dropped: deque[tuple[int, int]] | None = None,
+        dropped: deque[int] | None = None,
     ) -> None:
         self.arrival: Arrival | None = None
         self.ahead_for = 0
@@ -163,7 +163,7 @@ class OffloadedBlock:
         if arrival is not None:
             keep_until(arrival.event, arrival.there)
             if self.dropped is not None:
-                self.dropped.append((self.ahead_for, self.nbytes))
+                self.dropped.append(self.nbytes)
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:

@@ -119,12 +119,12 @@ class OffloadScheduler:
         counters: of what happens.
 
     Attributes:
-        dropped: `OffloadedBlock.ahead_for` and bytes of arrivals that were freed unused; filled by finalisers.
+        dropped: bytes of arrivals that were freed with their blocks; filled by finalisers.
     """
 
     def __init__(self, shuttle: Shuttle, max_device_bytes: int, counters: Counter[str]) -> None:
         self.shuttle = shuttle
-        self.dropped: deque[tuple[int, int]] = deque()
+        self.dropped: deque[int] = deque()
         self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
@@ -136,7 +136,8 @@ class OffloadScheduler:
         # with bytes, and whether made here
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
-        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # returned early: no saved tensor has asked yet
+        # returned early, by the number of the saved tensor: none has asked yet
+        self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()
         self._ahead_bytes = 0  # of these, and of those that are asked for again
         self._top = self._next = 0  # saves from `_next` to `_top` were looked at; the next is below
         self._pass = 1
@@ -209,9 +210,7 @@ class OffloadScheduler:
 
     def _count_dropped(self) -> None:
         while self.dropped:
-            seq, nbytes = self.dropped.popleft()
-            self._ahead.pop(seq, None)
-            self._ahead_bytes -= nbytes
+            self._ahead_bytes -= self.dropped.popleft()
 
     def _hold_back(self) -> None:
         """Let the current stream wait for copies until no more memory than allowed is leaving.
@@ -247,9 +246,7 @@ class OffloadScheduler:
                 self._counters["ahead"] += not is_late
                 self.shuttle.hand_over(arrival)
                 tensor = saved.on(arrival.there, block.begin)
-                if block.ahead_for:
-                    del self._ahead[block.ahead_for]
-                    block.ahead_for = 0
+                self._ahead.pop(block.ahead_for, None)
                 if not self._is_asked_again(saved):
                     block.arrival = None
                     self._ahead_bytes -= block.nbytes
@@ -309,15 +306,14 @@ class OffloadScheduler:
         except torch.OutOfMemoryError:
             return False  # when it is needed, there may be more
         block.ahead_for = saved.seq
-        self._ahead[saved.seq] = weakref.ref(block)
+        self._ahead[saved.seq] = block
         self._ahead_bytes += block.nbytes
         return True
 
     def _give_up(self, seqs: list[int]) -> None:
         """Drop blocks that returned and weren't asked for."""
         for seq in seqs:
-            block = self._ahead.pop(seq)()
+            block = self._ahead.pop(seq, None)
             if block is not None and block.arrival is not None:  # else its end is in `dropped`
-                block.ahead_for = 0
                 self._ahead_bytes -= block.nbytes
                 block.drop_arrival()
