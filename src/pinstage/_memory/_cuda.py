@@ -41,12 +41,12 @@ class Bindings:
 
     def call(self, name: str, *args: Any, nbytes: int | None = None) -> Any:
         """Call a runtime or driver function; return its last result, or clear the error and raise."""
-        module = self.runtime if name.startswith("cuda") else self.driver
-        code, *results = getattr(module, name)(*args)
+        is_runtime = name.startswith("cuda")
+        code, *results = getattr(self.runtime if is_runtime else self.driver, name)(*args)
         if not int(code):
             return results[-1] if results else None
-        if module is self.runtime:  # only the runtime keeps a last error
-            module.cudaGetLastError()
+        if is_runtime:  # only the runtime keeps a last error
+            self.runtime.cudaGetLastError()
         error, what = self.describe(name, code)
         is_memory = error in _OUT_OF_MEMORY
         size = "" if nbytes is None else f" of {format_bytes(nbytes)}"

@@ -164,7 +164,7 @@ class Chunks:
             except PinningError as error:
                 self.reason = f"{error}; {remedy(memory.nbytes)}"
         if kind == "pageable" and memory.device >= 0 and not memory.is_shared:
-            with contextlib.suppress(PinningError):
+            with contextlib.suppress(RuntimeError):
                 memory.allocate()
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:
