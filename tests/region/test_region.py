@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,20 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
     with pytest.raises(MemoryError, match="none left"):
         make(device=0)
     assert not cuda.registered
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
+    start, freed, free = _chunks._thread.start_new_thread, [], _ranges.HostRange.free
+
+    def refuse(function, args):
+        monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=start))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_ranges.HostRange, "free", lambda self: freed.append(free(self)))
+    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make()
+    wait_until(lambda: freed)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

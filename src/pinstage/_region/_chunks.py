@@ -76,7 +76,11 @@ class Chunks:
         """
         reaper.start()
         try:
-            _thread.start_new_thread(self._run, ())
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError:
+                self._is_over = True  # else the memory would wait for the thread
+                raise
             with self._news:
                 self._news.wait_for(lambda: self.kind or self._is_over)
             if self._error is not None and not self.kind:
