@@ -67,8 +67,7 @@ class RegisteredMemory(Resource):
 
     def _take(self, nbytes: int, device: int) -> Block:
         node, cpus, _ = self._placement(device)
-        huge = self._huge_pages and nbytes >= _pages.HUGE_PAGE_BYTES
-        with _pages.mapped(nbytes, huge=huge, node=node) as address:
+        with _pages.mapped(nbytes, huge=self._huge_pages, node=node) as address:
             _pages.populate(address, nbytes, threads=self._threads, cpus=cpus)
             _cuda.register(address, nbytes, device)
         return Block(address, nbytes, _device=device)

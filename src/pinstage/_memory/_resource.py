@@ -113,7 +113,7 @@ class Resource(ABC):
         size = parse_bytes(nbytes)
         if size == 0:
             raise ValueError("a block cannot be empty: 0 bytes asked; ask for 1 or more")
-        if self._pinned and self._is_forked():
+        if self._is_inherited():
             raise RuntimeError(
                 f"{type(self).__name__} belongs to process {self._pid}, and this is {os.getpid()}, forked from it: "
                 "CUDA cannot pin here; allocate before the fork, or use PageableMemory()"
@@ -140,7 +140,7 @@ class Resource(ABC):
         Raises:
             ValueError: the block is not this resource's, or was taken back before. Nothing is freed.
         """
-        if sys.is_finalizing() or (self._pinned and self._is_forked()):
+        if sys.is_finalizing() or self._is_inherited():
             return
         try:
             self._live.remove(block)
@@ -169,8 +169,9 @@ class Resource(ABC):
         if block.fd is not None:
             os.close(block.fd)
 
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
+    def _is_inherited(self) -> bool:
+        """Say whether the blocks are page-locked by the process that this one was forked from."""
+        return self._pinned and os.getpid() != self._pid
 
 
 def leak(block: Block, error: PinningError) -> None:
