@@ -11,7 +11,7 @@ import torch
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
-from ._block import Load, OffloadedBlock, bytes_of, keep_until, lease_now, view_of
+from ._block import Load, OffloadedBlock, bytes_of, has_plain_memory, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
 
 
@@ -124,7 +124,7 @@ class OffloadedOptimizer(Offloaded):
             if (
                 type(value) is torch.Tensor
                 and value.device.type in self._devices
-                and value.layout is torch.strided
+                and has_plain_memory(value)
                 and value.nbytes >= self._min_bytes
                 and value.untyped_storage().nbytes() == value.nbytes
                 and not value.requires_grad
