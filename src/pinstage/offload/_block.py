@@ -176,6 +176,13 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
+def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
+    """Say whether a tensor's bytes are of use in a pool: not a parameter's or subclass's, nor where there is no bus."""
+    if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
+        return False
+    return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
+
+
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where a tensor's bytes begin in its storage, and where they end. It must not be empty."""
     itemsize = tensor.itemsize

@@ -11,7 +11,7 @@ import torch
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
-from ._block import Load, OffloadedBlock, bytes_of, has_plain_memory, keep_until, lease_now, view_of
+from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
 
 
@@ -22,7 +22,6 @@ class OffloadedOptimizer(Offloaded):
         self._pool = pool
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
-        self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
         self._blocks: dict[int, tuple[torch.Tensor, OffloadedBlock]] = {}  # by the id of the placeholder
         self._stayed_at_cap_bytes = 0
         self._hooks = [
@@ -122,9 +121,7 @@ class OffloadedOptimizer(Offloaded):
                 users[address] = users.get(address, 0) + 1
         for state, key, value in self._values():
             if (
-                type(value) is torch.Tensor
-                and value.device.type in self._devices
-                and has_plain_memory(value)
+                can_leave(value, self._pool)
                 and value.nbytes >= self._min_bytes
                 and value.untyped_storage().nbytes() == value.nbytes
                 and not value.requires_grad
