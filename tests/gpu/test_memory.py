@@ -2,6 +2,7 @@
 
 # ruff: noqa: T201 (pytest shows what was measured and what the driver said with -rP)
 
+import contextlib
 import ctypes
 import signal
 import statistics
@@ -172,7 +173,7 @@ def test_registering_twice_fails_and_leaves_no_error_behind(cuda_device):
 
 
 def test_a_failed_registration_leaves_no_error_behind(cuda_device):
-    address = pages.map_anonymous(MIB)
+    address = pages.map_pages(MIB)
     with pytest.raises(PinningError, match=r"cudaHostRegister of 1.00 PiB failed: cudaError"):
         _cuda.register(address, 1 << 50, _cuda.device_index(cuda_device))
     pages.unmap(address, MIB)
@@ -230,7 +231,7 @@ def test_a_failed_unregistration_leaks_and_leaves_no_error(cuda_device, monkeypa
 def test_writes_through_a_second_mapping_reach_the_device(cuda_device):
     memory = SharedMemory(cuda_device)
     block = memory.allocate(4 * MIB)
-    with attach(block.fd, block.nbytes) as mapping:
+    with contextlib.closing(attach(block.fd, block.nbytes)) as mapping:
         assert mapping.ptr != block.ptr
         ctypes.memset(mapping.ptr, 5, mapping.nbytes)
     assert bool((as_tensor(block.ptr, block.nbytes).to(cuda_device, non_blocking=True) == 5).all())

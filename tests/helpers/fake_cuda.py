@@ -105,7 +105,7 @@ class FakeCuda:
         if code:
             return code, None
         assert self.context_stack
-        address = pages.map_anonymous(pages.round_up(nbytes + self.offset, mmap.PAGESIZE)) + self.offset
+        address = pages.map_pages(pages.round_up(nbytes + self.offset, mmap.PAGESIZE)) + self.offset
         self.allocated[address] = nbytes
         return code, address
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,24 +92,24 @@ def test_the_system_is_asked_for_local_pages(monkeypatch):
         calls.append((address, nbytes, mode, mask, bits, flags))
         return 0
 
-    monkeypatch.setattr(_numa, "_syscall", lambda: syscall)
-    monkeypatch.setattr(_numa.platform, "machine", lambda: "x86_64")
-    assert _numa.prefer(4096, 8192, 65)
+    monkeypatch.setattr(pages, "libc", lambda: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(pages.platform, "machine", lambda: "x86_64")
+    assert pages.prefer(4096, 8192, 65)
     ((*start, mask, bits, flags),) = calls
     assert start == [4096, 8192, 1]  # MPOL_PREFERRED
     assert struct.unpack("16L", mask) == (0, 2, *[0] * 14)
     assert (bits, flags) == (1024, 0)
-    monkeypatch.setattr(_numa, "_syscall", lambda: lambda *_: -1)
-    assert not _numa.prefer(4096, 8192, 0)
-    monkeypatch.setattr(_numa.platform, "machine", lambda: "riscv64")
-    assert not _numa.prefer(4096, 8192, 0)
+    monkeypatch.setattr(pages, "libc", lambda: SimpleNamespace(syscall=lambda *_: -1))
+    assert not pages.prefer(4096, 8192, 0)
+    monkeypatch.setattr(pages.platform, "machine", lambda: "riscv64")
+    assert not pages.prefer(4096, 8192, 0)
 
 
 def test_this_kernel_takes_the_call_or_forbids_it():
-    address = pages.map_anonymous(mmap.PAGESIZE)
+    address = pages.map_pages(mmap.PAGESIZE)
     try:
         node = min(_host.numa_nodes(), default=0)
-        if not _numa.prefer(address, mmap.PAGESIZE, node):
+        if not pages.prefer(address, mmap.PAGESIZE, node):
             assert ctypes.get_errno() in (1, 38), os.strerror(ctypes.get_errno())  # EPERM, ENOSYS: a sandbox
         pages.populate(address, mmap.PAGESIZE)
         assert ctypes.string_at(address, 4) == bytes(4)
@@ -128,7 +129,7 @@ def test_touching_threads_move_but_the_caller_stays(monkeypatch):
 
     monkeypatch.setattr(pages, "_populate_piece", watch)
     nbytes = 3 * pages.POPULATE_PIECE_BYTES
-    address = pages.map_anonymous(nbytes)
+    address = pages.map_pages(nbytes)
     try:
         pages.populate(address, nbytes, threads=1, cpus=frozenset({cpu}))
     finally:
@@ -147,7 +148,7 @@ def registered(monkeypatch):
     monkeypatch.setattr(_cuda, "pci_address", lambda index: f"0000:0{index}:00.0")
     monkeypatch.setattr(_cuda, "register", lambda *_: log.append("register"))
     monkeypatch.setattr(_cuda, "unregister", lambda *_: None)
-    monkeypatch.setattr(_numa, "prefer", lambda _address, _nbytes, node: log.append(f"prefer {node}") or True)
+    monkeypatch.setattr(pages, "prefer", lambda _address, _nbytes, node: log.append(f"prefer {node}") or True)
     populate = pages.populate
 
     def watched(address, nbytes, *, threads, cpus):

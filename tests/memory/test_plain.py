@@ -142,10 +142,10 @@ def test_another_process_s_writes_are_read_here():
     memory = plain_shared()
     block = memory.allocate(1 << 20)
     code = f"""
-import ctypes, sys, torch
+import contextlib, ctypes, sys, torch
 torchs_own = set(sys.modules)
 from pinstage._memory import attach
-with attach({block.fd}, {block.nbytes}) as mapping:
+with contextlib.closing(attach({block.fd}, {block.nbytes})) as mapping:
     ctypes.memset(mapping.ptr, 5, mapping.nbytes)
 {NO_CUDA}
 """
@@ -200,7 +200,7 @@ def test_a_deallocated_shared_block_closes_its_descriptor():
 def test_an_aligned_mapping_keeps_nothing_beside_it():
     before = mapped_bytes()
     for _ in range(100):
-        address = pages.map_anonymous(3 << 20, alignment=pages.HUGE_PAGE_BYTES)
+        address = pages.map_pages(3 << 20, alignment=pages.HUGE_PAGE_BYTES)
         assert address % pages.HUGE_PAGE_BYTES == 0
         pages.unmap(address, 3 << 20)
     assert mapped_bytes() - before < 100 << 20  # the slack of all would be 200 MiB
@@ -213,7 +213,7 @@ def mapped_bytes():
 @pytest.mark.parametrize("threads", [None, 1, 3])
 @pytest.mark.parametrize("nbytes", [4096, pages.POPULATE_PIECE_BYTES, 2 * pages.POPULATE_PIECE_BYTES + 4096])
 def test_populated_pages_have_their_memory_and_are_zero(threads, nbytes):
-    address = pages.map_anonymous(nbytes)
+    address = pages.map_pages(nbytes)
     assert resident_pages(address, nbytes) == 0
     pages.populate(address, nbytes, threads=threads)
     assert resident_pages(address, nbytes) == nbytes // mmap.PAGESIZE
@@ -229,21 +229,21 @@ def resident_pages(address, nbytes):
 
 def test_pages_are_touched_where_populate_is_missing(monkeypatch):
     monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 0x7FFF)  # no kernel knows it: EINVAL
-    address = pages.map_anonymous(1 << 20)
+    address = pages.map_pages(1 << 20)
     pages.populate(address, 1 << 20)
     assert resident_pages(address, 1 << 20) == 256
     pages.unmap(address, 1 << 20)
 
 
 def test_touching_more_than_exists_is_refused():
-    address = pages.map_anonymous(4096)
+    address = pages.map_pages(4096)
     with pytest.raises(MemoryError, match=r"1.00 PiB asked, .* exist"):
         pages.populate(address, 1 << 50)
     pages.unmap(address, 4096)
 
 
 def test_touching_unmapped_memory_is_an_error():
-    address = pages.map_anonymous(1 << 26)
+    address = pages.map_pages(1 << 26)
     pages.unmap(address, 1 << 26)
     with pytest.raises((MemoryError, OSError), match="MADV_POPULATE_WRITE"):
         pages.populate(address, 1 << 26, threads=2)

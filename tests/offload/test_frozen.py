@@ -90,7 +90,7 @@ def assert_same(module, expected):
 
 
 def slabs_of(handle):
-    return [range(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in handle._blocks]
+    return [range(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in handle._slabs]
 
 
 def is_on_host(module, handle):
@@ -133,7 +133,7 @@ def test_tensors_are_the_same_objects_in_other_memory(pool):
 def test_memory_is_held_once_for_all_views(pool):
     handle = frozen_module(Tied(), pool)
     module = handle._module
-    assert len(handle._blocks) == 4  # parameters, and buffers of three dtypes; empty ones are float32
+    assert len(handle._slabs) == 4  # parameters, and buffers of three dtypes; empty ones are float32
     assert module.left.data_ptr() + 16 * 16 * 4 == module.right.data_ptr()
     assert module.whole.data_ptr() == module.left.data_ptr()
     assert handle.stats().host_bytes < 20 * KIB
@@ -473,7 +473,7 @@ def test_slabs_are_limited_except_for_large_tensors(pool, monkeypatch):
     module = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for size in (32, 32, 32, 128, 32))
     expected = content_of(module.requires_grad_(False))
     handle = frozen_module(module, pool)
-    assert [slab.numel() // KIB for slab in handle._blocks] == [8, 4, 64, 4]
+    assert [slab.numel() // KIB for slab in handle._slabs] == [8, 4, 64, 4]
     with handle:
         assert_same(module, expected)
 
@@ -488,7 +488,7 @@ def test_slabs_return_when_the_module_dies_or_moves(pool, shuttle):
     handle.close()
     with pytest.raises(RuntimeError, match=r"of <Tied .*> isn't held: .* or the handle was closed"):
         handle.onload()
-    assert pool.stats().in_flight_slabs == 1
+    assert pool.stats().in_flight_slabs == 4  # as above
     assert_same(module, expected)
     for tensor in tensors_of(module).values():
         tensor.data = tensor.data.clone()

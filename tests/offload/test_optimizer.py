@@ -222,6 +222,15 @@ def test_tensors_that_share_memory_stay(pool):
     offloaded.close()
 
 
+def test_lazily_conjugated_tensors_are_not_mistaken(pool):
+    parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter])
+    state = torch.randn(8, dtype=torch.complex64)
+    optimizer.state[parameter]["average"] = state.clone().conj()
+    with optimizer_state(optimizer, pool, min_bytes=0):
+        assert torch.equal(optimizer.state[parameter]["average"], state.conj())
+
+
 def test_a_dropped_optimizer_returns_its_slabs(pool, shuttle):
     model, optimizer = make("adam")
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # makes a cycle of it

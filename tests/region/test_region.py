@@ -1,6 +1,7 @@
 """`HostRegion`: what it is made of, when it is ready, and when its memory goes."""
 
 import gc
+import mmap
 import os
 import pickle
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +223,20 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
     assert not cuda.registered
 
 
+def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
+    start, freed, free = _chunks._thread.start_new_thread, [], _ranges.HostRange.free
+
+    def refuse(function, args):
+        monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=start))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_ranges.HostRange, "free", lambda self: freed.append(free(self)))
+    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make()
+    wait_until(lambda: freed)
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +293,7 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     monkeypatch.setattr(_pages, "advise", lambda *args: advices.append(args[2]) or advise(*args))
     with pytest.warns(StagingWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
         make().synchronize()
-    assert advices.index(_pages.MADV_NOHUGEPAGE) > advices.index(_pages.MADV_HUGEPAGE)
+    assert advices.index(mmap.MADV_NOHUGEPAGE) > advices.index(mmap.MADV_HUGEPAGE)
 
 
 @pytest.mark.parametrize(

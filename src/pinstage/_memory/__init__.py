@@ -11,7 +11,6 @@ dangling pointer*: when CUDA will not give a block up, the block is kept rather 
 Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
-from .. import _host
 from ..errors import PinningError
 from . import _cuda
 from ._cuda import (
@@ -28,7 +27,7 @@ from ._ranges import HostRange
 from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
 from ._shared import SharedMapping, SharedMemory, attach
-from ._streams import DeviceEvent, on_device, record_current_streams
+from ._streams import DeviceEvent, record_current_streams
 
 REFUSALS = (MemoryError, OSError, PinningError)
 """The errors of a resource when the platform refuses memory. Some of pinstage's own errors have these bases, too."""
@@ -51,7 +50,6 @@ __all__ = [
     "copy_error",
     "disregard_captures",
     "make_current",
-    "on_device",
     "record_current_streams",
     "remedy",
     "why_unusable",
@@ -75,8 +73,7 @@ def default_memory(device: _cuda.Device = None) -> MemoryResource:
     Returns:
         A new resource.
     """
-    if _cuda.is_not_cuda(device) or not _cuda.is_usable():
+    index, refusal = _cuda.who_registers(device)
+    if index < 0:
         return PageableMemory()
-    if _host.is_wsl() or not _cuda.registers_well(_cuda.device_index(device)):
-        return HostAllocMemory(device)
-    return RegisteredMemory(device)
+    return HostAllocMemory(device) if refusal else RegisteredMemory(device)

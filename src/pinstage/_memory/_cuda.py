@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import _host
 from .._sizes import format_bytes
 from ..errors import CudaUnavailableError, PinningError, StagingWarning
 
@@ -38,6 +39,29 @@ class Bindings:
     """The primary context of each device used. Retained once and never released, as torch does: releasing the last
     reference would destroy the context, and page-locked memory with it."""
 
+    def call(self, name: str, *args: Any, nbytes: int | None = None) -> Any:
+        """Call a runtime or driver function; return its last result, or clear the error and raise."""
+        is_runtime = name.startswith("cuda")
+        code, *results = getattr(self.runtime if is_runtime else self.driver, name)(*args)
+        if not int(code):
+            return results[-1] if results else None
+        if is_runtime:  # only the runtime keeps a last error
+            self.runtime.cudaGetLastError()
+        error, what = self.describe(name, code)
+        is_memory = error in _OUT_OF_MEMORY
+        size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
+        remedy = "; ask for less, or free page-locked memory first" if is_memory else ""
+        kind = PinningMemoryError if is_memory else PinningError
+        raise kind(f"{name}{size} {what}{remedy}", call=name, name=error, nbytes=nbytes)
+
+    def describe(self, call: str, code: Any) -> tuple[str, str]:
+        """Return CUDA's name of a call's error, and what happened."""
+        module, prefix = (self.runtime, "cuda") if call.startswith("cuda") else (self.driver, "cu")
+        name, text = (
+            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
+        )
+        return name, f"failed: {name} ({text})"
+
 
 _bindings: Bindings | None = None
 
@@ -49,34 +73,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def _call(module: Any, name: str, *args: Any, nbytes: int | None = None) -> Any:
-    """Call a runtime or driver function; returns what it gives beside the code, or clears the error and raises."""
-    code, *results = getattr(module, name)(*args)
-    if int(code):
-        raise _cleared(module, name, code, nbytes)
-    return results[0] if results else None
-
-
-def _described(module: Any, call: str, code: Any) -> tuple[str, str]:
-    """Return CUDA's name of an error, and what happened."""
-    prefix = call[: 4 if call.startswith("cuda") else 2]
-    name, text = (
-        getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
-    )
-    return name, f"failed: {name} ({text})"
-
-
-def _cleared(module: Any, call: str, code: Any, nbytes: int | None) -> PinningError:
-    if call.startswith("cuda"):  # only the runtime keeps a last error
-        module.cudaGetLastError()
-    name, what = _described(module, call, code)
-    is_memory = name in _OUT_OF_MEMORY
-    size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
-    remedy = "; ask for less, or free page-locked memory first" if is_memory else ""
-    kind = PinningMemoryError if is_memory else PinningError
-    return kind(f"{call}{size} {what}{remedy}", call=call, name=name, nbytes=nbytes)
 
 
 def why_unusable() -> str | None:
@@ -96,16 +92,17 @@ def why_unusable() -> str | None:
         from cuda.bindings import driver, runtime
     except ImportError as error:
         return f"cuda-python cannot be imported ({error})"
+    bindings = Bindings(runtime, driver)
     try:
-        _call(driver, "cuInit", 0)
-        _call(runtime, "cudaGetDeviceCount")
+        bindings.call("cuInit", 0)
+        bindings.call("cudaGetDeviceCount")
     except RuntimeError as error:  # PinningError, and the loader's DynamicLibNotFoundError
         return f"cuda-python cannot use the driver ({error})"
-    _bindings = Bindings(runtime, driver)
+    _bindings = bindings
     return None
 
 
-def is_usable() -> bool:
+def is_usable(stacklevel: int = 3) -> bool:
     """Whether memory can be page-locked; warns where torch has a GPU and still it cannot."""
     reason = why_unusable()
     if reason is not None and torch.version.cuda is not None and torch.cuda.is_available():
@@ -113,7 +110,7 @@ def is_usable() -> bool:
             f"staging uses pageable memory, which is slow, though PyTorch has a CUDA device: {reason}; install a "
             f"cuda-python for CUDA {torch.version.cuda}",
             StagingWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return reason is None
 
@@ -125,9 +122,9 @@ def disregard_captures() -> None:
     thread that does not know of another's work (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
     """
     if why_unusable() is None:
-        assert _bindings is not None
-        driver = _bindings.driver
-        _call(driver, "cuThreadExchangeStreamCaptureMode", driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        bindings = require()
+        relaxed = bindings.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        bindings.call("cuThreadExchangeStreamCaptureMode", relaxed)
 
 
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
@@ -148,23 +145,18 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
     return surroundings
 
 
-def require(kind: str) -> None:
-    """Raise a ``CudaUnavailableError`` that says what to use instead, unless memory can be page-locked here."""
+def require(kind: str = "page-locked memory") -> Bindings:
+    """Return the bindings; raise a ``CudaUnavailableError`` that says what to use instead where they don't work."""
     reason = why_unusable()
     if reason is not None:
         raise CudaUnavailableError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
+    assert _bindings is not None
+    return _bindings
 
 
 def is_not_cuda(device: Device) -> bool:
     """Whether a device is named that isn't a CUDA device."""
     return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
-
-
-def check_device(device: Device) -> Device:
-    """Return ``device`` if it can be the owner of page-locked memory, else raise ``ValueError``."""
-    if is_not_cuda(device):
-        raise ValueError(f"page-locked memory belongs to a CUDA device, not {str(device)!r}; use PageableMemory()")
-    return device
 
 
 def device_index(device: Device) -> int:
@@ -174,7 +166,7 @@ def device_index(device: Device) -> int:
 
 
 @contextmanager
-def on_device(index: int) -> Iterator[None]:
+def in_context_of(index: int) -> Iterator[Bindings]:
     """Make a device's primary context current in this thread, and afterwards the previous one.
 
     Pinning acts on the current context, or makes one: 600 MiB on a GPU that wasn't meant
@@ -182,67 +174,64 @@ def on_device(index: int) -> Iterator[None]:
     push and a pop make a context on ``index`` and nowhere else. ``torch.cuda.device`` would not do: it only compares
     with what torch takes for current, and does not always go back.
     """
-    bindings = _loaded()
-    driver = bindings.driver
+    bindings = require()
     if index not in bindings.contexts:
-        bindings.contexts[index] = _call(driver, "cuDevicePrimaryCtxRetain", _call(driver, "cuDeviceGet", index))
-    _call(driver, "cuCtxPushCurrent", bindings.contexts[index])
+        bindings.contexts[index] = bindings.call("cuDevicePrimaryCtxRetain", bindings.call("cuDeviceGet", index))
+    bindings.call("cuCtxPushCurrent", bindings.contexts[index])
     try:
-        yield
+        yield bindings
     finally:
-        driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
+        bindings.driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
 
 
 def has_context(index: int) -> bool:
     """Whether this process has a primary context on a device. Makes none."""
-    driver = _loaded().driver
-    code, _, is_active = driver.cuDevicePrimaryCtxGetState(_call(driver, "cuDeviceGet", index))
-    if code:
-        raise _cleared(driver, "cuDevicePrimaryCtxGetState", code, None)
-    return bool(is_active)
+    bindings = require()
+    return bool(bindings.call("cuDevicePrimaryCtxGetState", bindings.call("cuDeviceGet", index)))
 
 
-def _loaded() -> Bindings:
-    if _bindings is None:
-        require("page-locked memory")
-    assert _bindings is not None
-    return _bindings
+def who_registers(device: Device) -> tuple[int, str]:
+    """Say which device can page-lock memory, -1 for none; and why registering wouldn't do that, empty if it would.
 
-
-def registers_well(index: int) -> bool:
-    """Whether registering memory of one's own page-locks it for this device as ``cudaHostAlloc`` would.
-
-    Not where the device cannot register, and not where it uses the host's page tables (Grace Hopper): there
-    registering does not page-lock. Makes no context.
+    Registering doesn't page-lock as ``cudaHostAlloc`` does under WSL2, where the device cannot register, and where it
+    uses the host's page tables (Grace Hopper). Makes no context. Warns as `is_usable` does.
     """
-    driver = _loaded().driver
-    device = _call(driver, "cuDeviceGet", index)
+    if is_not_cuda(device):
+        return -1, f"the device is {device}"
+    if not is_usable(stacklevel=4):
+        return -1, str(why_unusable())
+    index = device_index(device)
+    bindings = require()
+    number, attributes = bindings.call("cuDeviceGet", index), bindings.driver.CUdevice_attribute
     supported, host_page_tables = (
-        _call(driver, "cuDeviceGetAttribute", getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)
+        bindings.call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), number)
         for name in ("HOST_REGISTER_SUPPORTED", "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
     )
-    return bool(supported) and not host_page_tables
+    if _host.is_wsl() or not supported or host_page_tables:
+        return index, f"registering doesn't page-lock memory for cuda:{index} on this system"
+    return index, ""
 
 
 def pci_address(index: int) -> str:
     """Where a device is on the PCI bus, as in ``"0000:1b:00.0"``. Makes no context."""
-    driver = _loaded().driver
-    text = _call(driver, "cuDeviceGetPCIBusId", 32, _call(driver, "cuDeviceGet", index))
+    bindings = require()
+    text = bindings.call("cuDeviceGetPCIBusId", 32, bindings.call("cuDeviceGet", index))
     return bytes(text).split(b"\0")[0].decode().lower()
 
 
 def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
     """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its address."""
-    runtime = _loaded().runtime
-    flags = runtime.cudaHostAllocPortable | (runtime.cudaHostAllocWriteCombined if write_combined else 0)
-    with on_device(device):
-        return int(_call(runtime, "cudaHostAlloc", nbytes, flags, nbytes=nbytes))
+    with in_context_of(device) as bindings:
+        flags = bindings.runtime.cudaHostAllocPortable
+        if write_combined:
+            flags |= bindings.runtime.cudaHostAllocWriteCombined
+        return int(bindings.call("cudaHostAlloc", nbytes, flags, nbytes=nbytes))
 
 
 def free_host(address: int, device: int) -> None:
     """``cudaFreeHost``: waits for the device."""
-    with on_device(device):
-        _call(_loaded().runtime, "cudaFreeHost", address)
+    with in_context_of(device) as bindings:
+        bindings.call("cudaFreeHost", address)
 
 
 def register(address: int, nbytes: int, device: int) -> None:
@@ -250,23 +239,22 @@ def register(address: int, nbytes: int, device: int) -> None:
 
     One call for all of it: CUDA refuses a copy that begins in one registered range and ends in another.
     """
-    runtime = _loaded().runtime
-    with on_device(device):
-        _call(runtime, "cudaHostRegister", address, nbytes, runtime.cudaHostRegisterPortable, nbytes=nbytes)
+    with in_context_of(device) as bindings:
+        bindings.call("cudaHostRegister", address, nbytes, bindings.runtime.cudaHostRegisterPortable, nbytes=nbytes)
 
 
 def unregister(address: int, device: int) -> None:
     """``cudaHostUnregister``: waits for the device. The address is where a registered range begins."""
-    with on_device(device):
-        _call(_loaded().runtime, "cudaHostUnregister", address)
+    with in_context_of(device) as bindings:
+        bindings.call("cudaHostUnregister", address)
 
 
 def copy_error(code: int) -> RuntimeError:
     """Return the exception for an error of the driver's copies."""
-    driver, call = _loaded().driver, "cuMemcpyHtoDAsync"
-    return RuntimeError(f"{call} {_described(driver, call, driver.CUresult(code))[1]}")
+    bindings, call = require(), "cuMemcpyHtoDAsync"
+    return RuntimeError(f"{call} {bindings.describe(call, bindings.driver.CUresult(code))[1]}")
 
 
 def make_current(index: int) -> None:
     """``cudaSetDevice``: make a device current in this thread, for the driver too."""
-    _call(_loaded().runtime, "cudaSetDevice", index)
+    require().call("cudaSetDevice", index)

@@ -23,21 +23,20 @@ class HostAllocMemory(Resource):
     """
 
     def __init__(self, device: _cuda.Device = None, *, write_combined: bool = False) -> None:
-        super().__init__(pinned=True, device=_cuda.check_device(device))
+        super().__init__(pinned=True, device=device)
         self._write_combined = write_combined
         _cuda.require(type(self).__name__)
 
-    def _take(self, nbytes: int) -> Block:
-        device = _cuda.device_index(self._device)
+    def _take(self, nbytes: int, device: int) -> Block:
         # The driver may cut a small request out of a chunk of its own, at any 512 bytes. One page more makes room for a
         # page-aligned address; it is not counted, as the rest of the driver's chunk is not.
         slack = PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else 0
         raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
-        block = Block(round_up(raw, PAGE_BYTES), nbytes, _raw=raw, _device=device)
-        if block.ptr + nbytes > raw + nbytes + slack:
-            self._free(block)
+        address = round_up(raw, PAGE_BYTES)
+        if address > raw + slack:
+            _cuda.free_host(raw, device)
             raise RuntimeError(f"cudaHostAlloc returned {raw:#x} for {nbytes} bytes, which is not page-aligned")
-        return block
+        return Block(address, nbytes, _raw=raw, _device=device)
 
     def _give(self, block: Block) -> None:
         _cuda.free_host(block._raw, block._device)

@@ -1,26 +1,18 @@
-"""Which NUMA node host memory should be on, and how pages get there.
+"""Which NUMA node host memory should be on.
 
 A host with several sockets has several nodes, and a GPU hangs on one of them: copies from the other node's memory cross
-the link between the sockets. Pages come to a node in two ways, both used: a policy for the mapping (``mbind``), and
-threads of that node that touch it first, which is all that is left where a container forbids the first. The policy is
-"preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
+the link between the sockets. Pages come to a node in two ways, both used: a policy for the mapping (`_pages.prefer`),
+and threads of that node that touch it first, which is all that is left where a container forbids the first.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import platform
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .. import _host
 
 Asked = int | Literal["auto"] | None
-
-_MPOL_PREFERRED = 1  # linux/mempolicy.h
-_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call; glibc has no function for it
-_MASK_BITS = 1024
 
 
 class Placement(NamedTuple):
@@ -75,22 +67,3 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
         )
     cpus = _host.node_cpus(node, root) & _host.affinity()
     return Placement(node, cpus, reason if cpus else f"{reason} (this process may use none of its CPUs)")
-
-
-def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Let pages of a mapping that are not touched yet come from a node; say whether the system took it."""
-    number = _MBIND.get(platform.machine())
-    if number is None:
-        return False
-    mask = (1 << node).to_bytes(_MASK_BITS // 8, "little")  # as both architectures of `_MBIND` are
-    done: int = _syscall()(number, address, nbytes, _MPOL_PREFERRED, mask, _MASK_BITS, 0)
-    return done == 0
-
-
-@functools.cache
-def _syscall() -> Any:
-    function: Any = ctypes.CDLL(None, use_errno=True).syscall
-    function.restype = ctypes.c_long
-    function.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.argtypes += [ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint]
-    return function

@@ -1,6 +1,6 @@
 """Plain memory."""
 
-from ._pages import map_anonymous, unmap
+from ._pages import map_pages
 from ._resource import Block, Resource
 
 
@@ -19,8 +19,5 @@ class PageableMemory(Resource):
         """The allocation unit: single bytes. ``Block.nbytes`` is exactly the requested size."""
         return 1
 
-    def _take(self, nbytes: int) -> Block:
-        return Block(map_anonymous(nbytes), nbytes)
-
-    def _give(self, block: Block) -> None:
-        unmap(block.ptr, block.nbytes)
+    def _take(self, nbytes: int, device: int) -> Block:
+        return Block(map_pages(nbytes), nbytes, _device=device)

@@ -10,8 +10,12 @@ import fcntl
 import functools
 import mmap
 import os
+import platform
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from .._host import usable_cpus
 from .._sizes import format_bytes, round_up
@@ -21,11 +25,7 @@ PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
 """Size and alignment of a transparent huge page on x86-64, and on arm64 with 4 KiB pages."""
 
-# Not all of these are in Python's mmap module; the numbers are the same on every Linux that CUDA runs on.
-MADV_DONTFORK = 10
-MADV_HUGEPAGE = 14
-MADV_NOHUGEPAGE = 15
-MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap module
 
 POPULATE_PIECE_BYTES = 16 << 20
 """Bytes that one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough
@@ -36,18 +36,23 @@ POPULATE_THREADS = 8
 is limited by memory bandwidth."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call; glibc has no function for it
+_MASK_BITS = 1024
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL:
-    # Calls through CDLL release the interpreter lock.
-    libc = ctypes.CDLL(None, use_errno=True)
+def libc() -> Any:
+    """Return the functions that the kernel is called by. Their calls release the interpreter lock."""
+    found = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype = address
-    libc.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
-    libc.munmap.argtypes = [address, size]
-    libc.madvise.argtypes = [address, size, number]
-    return libc
+    found.mmap.restype = address
+    found.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
+    found.munmap.argtypes = [address, size]
+    found.madvise.argtypes = [address, size, number]
+    found.syscall.restype = ctypes.c_long
+    found.syscall.argtypes = [ctypes.c_long, address, size, number, address, ctypes.c_ulong, ctypes.c_uint]  # mbind
+    return found
 
 
 def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:
@@ -57,35 +62,27 @@ def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:
     return OSError(number, text)
 
 
-def _map(nbytes: int, flags: int, fd: int) -> int:
-    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        raise _error("mmap", nbytes, ctypes.get_errno())
-    return int(address)
+def map_pages(nbytes: int, fd: int | None = None, *, alignment: int = PAGE_BYTES) -> int:
+    """Map pages, still untouched, and return the address; `unmap` gives all of it back.
 
-
-def map_anonymous(nbytes: int, *, alignment: int = PAGE_BYTES) -> int:
-    """Map private zeroed pages, still untouched, and return the address; `unmap` gives all of it back.
-
-    ``alignment`` is a multiple of the page size. Beyond a page, more is mapped and the ends cut off.
+    They are private and zeroed, or with ``fd`` the first of a file, shared with every other mapping of it.
+    ``alignment`` is a multiple of the page size, for private pages only. Beyond a page, more is mapped and the ends cut
+    off.
 
     Raises:
         MemoryError: the kernel refused to map that much.
         OSError: it refused for another reason.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    flags, fd = (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1) if fd is None else (mmap.MAP_SHARED, fd)
     slack = alignment - PAGE_BYTES
-    start = _map(nbytes + slack, flags, -1)
+    start = libc().mmap(None, nbytes + slack, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if start == _MAP_FAILED:
+        raise _error("mmap", nbytes, ctypes.get_errno())
     address = round_up(start, alignment)
     for end_address, end_nbytes in ((start, address - start), (address + nbytes, start + slack - address)):
         if end_nbytes:
             unmap(end_address, end_nbytes)
     return address
-
-
-def map_shared(fd: int, nbytes: int) -> int:
-    """Map the first ``nbytes`` of a file, shared with every other mapping of it; raises as ``map_anonymous`` does."""
-    return _map(nbytes, mmap.MAP_SHARED, fd)
 
 
 def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
@@ -110,15 +107,60 @@ def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
     return fd
 
 
+@contextmanager
+def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int | None = None) -> Iterator[int]:
+    """Map pages that are to be page-locked; if the block raises, unmap them and close the descriptor.
+
+    Private pages aren't inherited by forked children: Linux 5.9 and later would copy them in every fork.
+
+    Args:
+        nbytes: whole pages.
+        fd: a memfd to be mapped; None for private pages.
+        huge: advise the kernel to join pages to huge ones, if there is room for one. It does so for a memfd only where
+            ``shmem_enabled`` is "advise"; elsewhere small pages, which several threads touch faster.
+        node: the NUMA node that the pages come from; None for the kernel's choice.
+
+    Yields:
+        The address of the first byte.
+    """
+    with ExitStack() as undo:
+        if fd is not None:
+            undo.callback(os.close, fd)
+        huge = huge and nbytes >= HUGE_PAGE_BYTES
+        address = map_pages(nbytes, fd, alignment=HUGE_PAGE_BYTES if huge and fd is None else PAGE_BYTES)
+        undo.callback(unmap, address, nbytes)
+        if huge:
+            advise(address, nbytes, mmap.MADV_HUGEPAGE)
+        if fd is None:
+            advise(address, nbytes, mmap.MADV_DONTFORK)
+        if node is not None:
+            prefer(address, nbytes, node)  # where this is forbidden, the threads' first touch does it
+        yield address
+        undo.pop_all()
+
+
+def prefer(address: int, nbytes: int, node: int) -> bool:
+    """Let pages of a mapping that are not touched yet come from a NUMA node; say whether the system took it.
+
+    The policy is "preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    mask = (1 << node).to_bytes(_MASK_BITS // 8, "little")  # as both architectures of `_MBIND` are
+    done: int = libc().syscall(number, address, nbytes, _MPOL_PREFERRED, mask, _MASK_BITS, 0)
+    return done == 0
+
+
 def unmap(address: int, nbytes: int) -> None:
     """Unmap; no CUDA registration may be left in the range. After an ``OSError`` it stays mapped."""
-    if _libc().munmap(address, nbytes):
+    if libc().munmap(address, nbytes):
         raise _error("munmap", nbytes, ctypes.get_errno())
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
     """Give the kernel advice; returns whether it took it. A kernel that doesn't know the advice isn't an error."""
-    return not _libc().madvise(address, nbytes, advice)
+    return not libc().madvise(address, nbytes, advice)
 
 
 def populate(
@@ -144,23 +186,21 @@ def populate(
         raise MemoryError(
             f"{format_bytes(nbytes)} asked, {format_bytes(most)} exist ({whose}); ask for less than the limit"
         )
-    end, size = address + nbytes, POPULATE_PIECE_BYTES
-    pieces = [(start, min(size, end - start), is_fresh) for start in range(address, end, size)]
-    workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(pieces))
+    end = address + nbytes
+    starts = range(address, end, POPULATE_PIECE_BYTES)
+
+    def touch(start: int) -> None:
+        _populate_piece(start, min(POPULATE_PIECE_BYTES, end - start), is_fresh)
+
+    workers = min(threads or min(POPULATE_THREADS, usable_cpus()), len(starts))
     if workers == 1 and not cpus:
-        for piece in pieces:
-            _populate_piece(*piece)
+        for start in starts:
+            touch(start)
         return
     # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
     keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
     with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
-        touching = [pool.submit(_populate_piece, *piece) for piece in pieces]
-        try:
-            for future in touching:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        list(pool.map(touch, starts))  # raises the first error, after which no piece is begun
 
 
 def _populate_piece(address: int, nbytes: int, is_fresh: bool) -> None:

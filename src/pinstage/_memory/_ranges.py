@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 
-from .. import _host
 from .._sizes import format_bytes, round_up
 from ..errors import PinningError
 from . import _cuda, _numa, _pages
+from ._host_alloc import HostAllocMemory
 from ._limits import check_is_left
 from ._resource import Block, leak
 
@@ -26,7 +29,7 @@ class HostRange:
         nbytes: the size; rounded up to whole pages.
         shared: whether other processes may map it, by `fd`. Else a forked child doesn't have it.
         huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may join.
-        fd: a memfd to be mapped, which the range owns from now on; None makes one if needed.
+        fd: a memfd to be mapped, by a duplicate; None makes one if needed.
         device: whose context page-locks.
         numa_node: where its pages come from, as in `RegisteredMemory`.
 
@@ -52,33 +55,27 @@ class HostRange:
         fd: int | None = None,
     ) -> None:
         self.nbytes = round_up(nbytes, huge_page_bytes or _pages.PAGE_BYTES)
-        self.fd, self.is_shared, self._raw = fd, shared, 0
+        self.is_shared = shared
+        self.device, self.reason = _cuda.who_registers(device)
+        pci_address = _cuda.pci_address(self.device) if self.device >= 0 else ""
+        node, self._cpus, _ = _numa.placement(_numa.check(numa_node), pci_address)
+        if fd is None and not huge_page_bytes:
+            check_is_left(self.nbytes)
         try:
-            self.device, self.reason = _who_registers(device)
-            address = _cuda.pci_address(self.device) if numa_node == "auto" and self.device >= 0 else ""
-            asked = None if numa_node == "auto" and not address else _numa.check(numa_node)
-            node, self._cpus, _ = _numa.placement(asked, address)
-            if fd is None and not huge_page_bytes:
-                check_is_left(self.nbytes)
-            if fd is None and (shared or huge_page_bytes):
-                self.fd = _pages.make_shared_file(self.nbytes, huge_page_bytes)
-            if self.fd is None:
-                alignment = _pages.HUGE_PAGE_BYTES if self.nbytes >= _pages.HUGE_PAGE_BYTES else _pages.PAGE_BYTES
-                self.address = _pages.map_anonymous(self.nbytes, alignment=alignment)
-            else:
-                self.address = _pages.map_shared(self.fd, self.nbytes)
-        except BaseException as error:
-            if self.fd is not None:
-                os.close(self.fd)
-            if huge_page_bytes and isinstance(error, MemoryError | OSError):
+            if fd is not None:
+                fd = os.dup(fd)
+            elif shared or huge_page_bytes:
+                fd = _pages.make_shared_file(self.nbytes, huge_page_bytes)
+            with _pages.mapped(self.nbytes, fd, node=node) as address:
+                self.address, self.fd = address, fd
+        except (MemoryError, OSError) as error:
+            if huge_page_bytes:
                 folder = f"/sys/kernel/mm/hugepages/hugepages-{huge_page_bytes >> 10}kB"
                 error.add_note(f"{self.nbytes // huge_page_bytes} pages have to be free: see {folder}/nr_hugepages")
             raise
-        _pages.advise(self.address, self.nbytes, _pages.MADV_HUGEPAGE)
-        if not shared:
-            _pages.advise(self.address, self.nbytes, _pages.MADV_DONTFORK)
-        if node is not None:
-            _numa.prefer(self.address, self.nbytes, node)
+        if not shared:  # explicit huge pages are a memfd's, too
+            _pages.advise(self.address, self.nbytes, mmap.MADV_DONTFORK)
+        self._give: Callable[[], None] = partial(_pages.unmap, self.address, self.nbytes)
 
     def touch(self, start: int, end: int) -> None:
         """Give bytes their memory, by several threads. Blocks."""
@@ -90,7 +87,7 @@ class HostRange:
         self.touch(0, timed)
         seconds, found = time.perf_counter() - began, ""
         if self.fd is None and timed == _TIMED_BYTES and seconds > timed / _CRAWL_BYTES_PER_SECOND:
-            _pages.advise(self.address, self.nbytes, _pages.MADV_NOHUGEPAGE)
+            _pages.advise(self.address, self.nbytes, mmap.MADV_NOHUGEPAGE)
             found = (
                 f"{format_bytes(timed)} of huge pages took {seconds:.1f} s, so the rest of a region has ordinary pages"
             )
@@ -113,29 +110,14 @@ class HostRange:
 
     def allocate(self) -> None:
         """Take the driver's page-locked memory in place of the range's. Blocks. If it fails, nothing changed."""
-        raw = _cuda.host_alloc(self.nbytes + _pages.PAGE_BYTES, self.device, write_combined=False)
+        memory = HostAllocMemory(self.device)
+        block = memory.allocate(self.nbytes)
         self.free()
-        self._raw, self.address = raw, round_up(raw, _pages.PAGE_BYTES)
+        self.address, self._give = block.ptr, partial(memory.deallocate, block)
 
     def free(self) -> None:
         """Give the memory back; none of it is registered."""
-        try:
-            if self._raw:
-                _cuda.free_host(self._raw, self.device)
-            else:
-                _pages.unmap(self.address, self.nbytes)
-        except PinningError as error:
-            leak(Block(self._raw, self.nbytes), error)
+        self._give()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-
-
-def _who_registers(device: _cuda.Device) -> tuple[int, str]:
-    """Return the device that page-locks, -1 for none; and why it doesn't register memory, if so."""
-    if _cuda.is_not_cuda(device) or not _cuda.is_usable():
-        return -1, f"the device is {device}" if _cuda.is_not_cuda(device) else str(_cuda.why_unusable())
-    index = _cuda.device_index(device)
-    if _host.is_wsl() or not _cuda.registers_well(index):
-        return index, f"registering doesn't page-lock memory for cuda:{index} on this system"
-    return index, ""

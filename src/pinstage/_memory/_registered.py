@@ -1,7 +1,6 @@
 """Memory of one's own, page-locked afterwards."""
 
 import logging
-from contextlib import ExitStack
 from typing import Literal
 
 from . import _cuda, _numa, _pages
@@ -46,7 +45,7 @@ class RegisteredMemory(Resource):
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be 1 or more: {threads}")
-        super().__init__(pinned=True, device=_cuda.check_device(device))
+        super().__init__(pinned=True, device=device)
         self._huge_pages = huge_pages
         self._threads = threads
         self._numa_node = _numa.check(numa_node)
@@ -62,28 +61,13 @@ class RegisteredMemory(Resource):
         if self._numa_node is None:
             return _numa.ANYWHERE
         if device not in self._placements:
-            address = _cuda.pci_address(device) if self._numa_node == "auto" else ""
-            self._placements[device] = _numa.placement(self._numa_node, address)
+            self._placements[device] = _numa.placement(self._numa_node, _cuda.pci_address(device))
             _log.info("RegisteredMemory for cuda:%d: %s", device, self._placements[device].reason)
         return self._placements[device]
 
-    def _take(self, nbytes: int) -> Block:
-        device = _cuda.device_index(self._device)
+    def _take(self, nbytes: int, device: int) -> Block:
         node, cpus, _ = self._placement(device)
-        huge = self._huge_pages and nbytes >= _pages.HUGE_PAGE_BYTES
-        with ExitStack() as undo:
-            address = _pages.map_anonymous(nbytes, alignment=_pages.HUGE_PAGE_BYTES if huge else _pages.PAGE_BYTES)
-            undo.callback(_pages.unmap, address, nbytes)
-            if huge:
-                _pages.advise(address, nbytes, _pages.MADV_HUGEPAGE)
-            _pages.advise(address, nbytes, _pages.MADV_DONTFORK)
-            if node is not None:
-                _numa.prefer(address, nbytes, node)  # where this is forbidden, the threads' first touch does it
+        with _pages.mapped(nbytes, huge=self._huge_pages, node=node) as address:
             _pages.populate(address, nbytes, threads=self._threads, cpus=cpus)
             _cuda.register(address, nbytes, device)
-            undo.pop_all()
         return Block(address, nbytes, _device=device)
-
-    def _give(self, block: Block) -> None:
-        _cuda.unregister(block.ptr, block._device)
-        _pages.unmap(block.ptr, block.nbytes)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from .._sizes import format_bytes, parse_bytes, round_up
 from ..errors import PinningError, StagingWarning
 from . import _cuda
-from ._pages import PAGE_BYTES
+from ._pages import PAGE_BYTES, unmap
 
 LEAKED: "list[Block]" = []
 """Blocks that CUDA would not give up: still mapped, on purpose, until the process ends."""
@@ -48,31 +48,28 @@ class MemoryResource(Protocol):
     @property
     def is_pinned(self) -> bool:
         """Whether blocks are page-locked for CUDA, so that copies from them are asynchronous."""
-        ...
 
     @property
     def is_shared(self) -> bool:
         """Whether another process can map the same bytes."""
-        ...
 
     @property
     def granularity(self) -> int:
         """The allocation unit in bytes."""
-        ...
 
     def allocate(self, nbytes: int) -> Block:
         """Hold at least ``nbytes`` more; the caller owns the block. A failed call changes nothing."""
-        ...
 
     def deallocate(self, block: Block) -> None:
         """Take a block back; no pointer into it may be used afterwards."""
-        ...
 
 
 class Resource(ABC):
     """The base of all kinds: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
 
     def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
+        if _cuda.is_not_cuda(device):
+            raise ValueError(f"page-locked memory belongs to a CUDA device, not {str(device)!r}; use PageableMemory()")
         self._pinned = pinned
         self._device = device
         self._pid = os.getpid()
@@ -116,12 +113,13 @@ class Resource(ABC):
         size = parse_bytes(nbytes)
         if size == 0:
             raise ValueError("a block cannot be empty: 0 bytes asked; ask for 1 or more")
-        if self._pinned and self._is_forked():
+        if self._is_inherited():
             raise RuntimeError(
                 f"{type(self).__name__} belongs to process {self._pid}, and this is {os.getpid()}, forked from it: "
                 "CUDA cannot pin here; allocate before the fork, or use PageableMemory()"
             )
-        block = self._take(round_up(size, self.granularity))
+        device = _cuda.device_index(self._device) if self._pinned else -1
+        block = self._take(round_up(size, self.granularity), device)
         self._live.add(block)
         return block
 
@@ -142,7 +140,7 @@ class Resource(ABC):
         Raises:
             ValueError: the block is not this resource's, or was taken back before. Nothing is freed.
         """
-        if sys.is_finalizing() or (self._pinned and self._is_forked()):
+        if sys.is_finalizing() or self._is_inherited():
             return
         try:
             self._live.remove(block)
@@ -150,9 +148,6 @@ class Resource(ABC):
             raise ValueError(
                 f"not a block that {self!r} holds: it came from another resource, or was deallocated before"
             ) from None
-        self._free(block)
-
-    def _free(self, block: Block) -> None:
         try:
             self._give(block)
         except PinningError as error:
@@ -163,15 +158,20 @@ class Resource(ABC):
         return f"<{type(self).__name__}: {len(live)} blocks, {format_bytes(sum(block.nbytes for block in live))}>"
 
     @abstractmethod
-    def _take(self, nbytes: int) -> Block:
-        """Make a block of exactly ``nbytes``, or raise and leave nothing."""
+    def _take(self, nbytes: int, device: int) -> Block:
+        """Make a block of exactly ``nbytes``, page-locked for a device unless it is -1; or raise and leave nothing."""
 
-    @abstractmethod
     def _give(self, block: Block) -> None:
         """Undo ``_take``; a ``PinningError`` comes before anything is unmapped."""
+        if block._device >= 0:
+            _cuda.unregister(block.ptr, block._device)
+        unmap(block.ptr, block.nbytes)
+        if block.fd is not None:
+            os.close(block.fd)
 
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
+    def _is_inherited(self) -> bool:
+        """Say whether the blocks are page-locked by the process that this one was forked from."""
+        return self._pinned and os.getpid() != self._pid
 
 
 def leak(block: Block, error: PinningError) -> None:
@@ -182,5 +182,5 @@ def leak(block: Block, error: PinningError) -> None:
             f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
             f"{error}; this is said once",
             StagingWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

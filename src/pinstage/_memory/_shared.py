@@ -1,8 +1,6 @@
 """Memory that other processes can map, page-locked in this one."""
 
 import os
-from contextlib import ExitStack
-from typing import Self
 
 from . import _cuda, _pages
 from ._resource import Block, Resource
@@ -29,12 +27,6 @@ class SharedMapping:
             self._is_open = False
             _pages.unmap(self.ptr, self.nbytes)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
 
 class SharedMemory(Resource):
     """Pages of a ``memfd``, mapped shared and registered. Another process maps the same bytes by ``Block.fd``.
@@ -55,7 +47,6 @@ class SharedMemory(Resource):
     """
 
     def __init__(self, device: _cuda.Device = None, *, register: bool = True) -> None:
-        _cuda.check_device(device)
         super().__init__(pinned=register and _cuda.is_usable(), device=device)
 
     @property
@@ -63,27 +54,13 @@ class SharedMemory(Resource):
         """Whether another process can map the same bytes: yes."""
         return True
 
-    def _take(self, nbytes: int) -> Block:
-        device = _cuda.device_index(self._device) if self._pinned else -1
-        with ExitStack() as undo:
-            fd = _pages.make_shared_file(nbytes)
-            undo.callback(os.close, fd)
-            address = _pages.map_shared(fd, nbytes)
-            undo.callback(_pages.unmap, address, nbytes)
-            if self._pinned:
-                # Taken only where shmem_enabled is "advise"; elsewhere small pages, which several threads touch faster.
-                _pages.advise(address, nbytes, _pages.MADV_HUGEPAGE)
+    def _take(self, nbytes: int, device: int) -> Block:
+        fd = _pages.make_shared_file(nbytes)
+        with _pages.mapped(nbytes, fd, huge=self._pinned) as address:
+            if device >= 0:
                 _pages.populate(address, nbytes)
                 _cuda.register(address, nbytes, device)
-            undo.pop_all()
         return Block(address, nbytes, fd, _device=device)
-
-    def _give(self, block: Block) -> None:
-        assert block.fd is not None
-        if self._pinned:
-            _cuda.unregister(block.ptr, block._device)
-        _pages.unmap(block.ptr, block.nbytes)
-        os.close(block.fd)
 
 
 def attach(fd: int, nbytes: int) -> SharedMapping:
@@ -103,4 +80,4 @@ def attach(fd: int, nbytes: int) -> SharedMapping:
     size = os.fstat(fd).st_size
     if not 0 < nbytes <= size:
         raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
-    return SharedMapping(_pages.map_shared(fd, nbytes), nbytes)
+    return SharedMapping(_pages.map_pages(nbytes, fd), nbytes)

@@ -77,7 +77,11 @@ class Chunks:
         """
         reaper.start()
         try:
-            _thread.start_new_thread(self._run, ())
+            try:
+                _thread.start_new_thread(self._run, ())
+            except RuntimeError:
+                self._is_over = True  # else the memory would wait for the thread
+                raise
             with self._news:
                 self._news.wait_for(lambda: self.kind or self._is_over)
             if self._error is not None and not self.kind:
@@ -165,7 +169,7 @@ class Chunks:
             except PinningError as error:
                 self.reason = f"{error}; {remedy(memory.nbytes)}"
         if kind == "pageable" and memory.device >= 0 and not memory.is_shared:
-            with contextlib.suppress(PinningError):
+            with contextlib.suppress(RuntimeError):
                 memory.allocate()
                 kind, end = "allocated", self.ends[-1]
         if kind == "pageable" and memory.device >= 0:

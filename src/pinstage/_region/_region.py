@@ -155,8 +155,8 @@ class HostRegion:
             OSError: this process may open or map no more files.
         """
         region = cls.__new__(cls)
-        plan, fd = handle._plan, os.dup(handle._fd)
-        memory = HostRange(plan.nbytes, device, None, shared=True, huge_page_bytes=plan.huge_page_bytes, fd=fd)
+        plan, page = handle._plan, handle._plan.huge_page_bytes
+        memory = HostRange(plan.nbytes, device, None, shared=True, huge_page_bytes=page, fd=handle._fd)
         region._begin(plan, memory, handle._ends, None)
         return region
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,10 @@ OWNER = "offload"
 ALIGNMENT = 512
 """Copies begin at a multiple of this in the storage, as CUDA's allocator aligns storages. So tensors keep their
 alignment, by which kernels choose their algorithm."""
+
+GAPS = 2
+"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a product of
+queries, keys and values, is sent without the gaps."""
 
 _leases: dict[int, Lease] = {}
 """By the id of a living `OffloadedBlock`. Not its attribute: in a cycle of garbage, the collector could report the
@@ -65,46 +69,58 @@ def drop_arrival(shuttle: Shuttle, arrival: Arrival) -> None:
         keep_until(arrival.event, arrival.there)
 
 
+class Load(NamedTuple):
+    source: torch.Tensor
+    """uint8 ``[n]``"""
+    begin: int
+    """Where it begins in the tensor's storage; 0 for elements alone."""
+    packed: tuple[int, ...] | None
+    """The strides of the elements, where they are sent alone."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Load:
+        """Return the tensor to send. Elements that are spread out are gathered, on the current stream."""
+        begin, end = range_of(tensor)
+        if end - begin > GAPS * tensor.nbytes:
+            elements = tensor.detach().clone()
+            return cls(bytes_of(elements.untyped_storage(), 0, elements.nbytes), 0, elements.stride())
+        begin = begin // ALIGNMENT * ALIGNMENT
+        return cls(bytes_of(tensor.untyped_storage(), begin, end), begin, None)
+
+
 class OffloadedBlock:
     """Bytes of one storage on the host; on the device too, while they leave and after their return.
 
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
 
     Args:
-        shuttle: of the device.
-        source: uint8 ``[n]``, the bytes there.
-        begin: where they begin in their storage.
+        shuttle: of the device that the bytes come from.
+        load: the bytes there.
         lease: of a slab for them, which is this object's from now on.
         after: what has to be waited for before the slab is written.
-        dropped: called when this ends with an arrival, of `ahead_for` and its bytes.
+        dropped: gets the number of bytes if this ends with an arrival.
 
     Attributes:
-        ahead_for: the number of the saved tensor for which it returned early; 0 for none.
+        ahead_for: the number of the saved tensor for which it last returned early; 0 for none.
         source: the bytes on the device, until the copy is done or that memory's stream waits for it.
         arrival: the bytes on the device again, while they are kept there.
-        device: that they come from.
         event: behind the last copy of the slab.
-        packed: strides of the elements of a tensor with gaps, where the bytes are these alone.
-        stream: the stream that was current.
         seqs: numbers of the saved tensors that are in it.
     """
 
     def __init__(
         self,
         shuttle: Shuttle,
-        source: torch.Tensor,
-        begin: int,
+        load: Load,
         lease: Lease,
         after: Fence | None,
-        dropped: deque[tuple[int, int]] | None = None,
+        dropped: deque[int] | None = None,
     ) -> None:
         self.arrival: Arrival | None = None
         self.ahead_for = 0
-        self.begin = begin
-        self.device = shuttle.device
-        self.nbytes = source.numel()
-        self.packed: tuple[int, ...] | None = None
-        self.stream = shuttle.stream()
+        self.begin, self.packed = load.begin, load.packed
+        self.nbytes = load.source.numel()
+        self.shuttle = shuttle
         self.seqs: list[int] = []
         self.dropped = dropped
         self.source: torch.Tensor | None = None
@@ -113,30 +129,30 @@ class OffloadedBlock:
         self.event: Fence | None = EventGroup(ends) if ends else None  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
-        self.event = shuttle.leave(source, self.here, after)
+        self.event = shuttle.leave(load.source, self.here, after)
         if self.event is not None:
-            self.source = source
+            self.source = load.source
 
-    def fetch(self, shuttle: Shuttle) -> Arrival:
+    def fetch(self) -> Arrival:
         assert self.here is not None
-        self.arrival = arrival = shuttle.fetch(self.here, self.event)
+        self.arrival = arrival = self.shuttle.fetch(self.here, self.event)
         self.event = arrival.event
         return arrival
 
-    def drop_arrival(self, shuttle: Shuttle) -> None:
+    def drop_arrival(self) -> None:
         """Free the device memory of bytes that were copied back."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
-            drop_arrival(shuttle, arrival)
+            drop_arrival(self.shuttle, arrival)
 
-    def let_source_go(self, shuttle: Shuttle, *, at_once: bool) -> None:
+    def let_source_go(self, *, at_once: bool) -> None:
         """Order the current stream behind the copy, and let go of the device's memory.
 
         At once where it is the current stream's, which may use it again behind the wait; else when the copy is done.
         """
         source, self.source = self.source, None
         if source is not None:
-            shuttle.wait(self.event)
+            self.shuttle.wait(self.event)
             if not at_once:
                 keep_until(self.event, source)
 
@@ -147,7 +163,7 @@ class OffloadedBlock:
         if arrival is not None:
             keep_until(arrival.event, arrival.there)
             if self.dropped is not None:
-                self.dropped.append((self.ahead_for, self.nbytes))
+                self.dropped.append(self.nbytes)
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:
@@ -158,6 +174,13 @@ class OffloadedBlock:
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Say whether a tensor's bytes and strides are all there is to it."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
+    """Say whether a tensor's bytes are of use in a pool: not a parameter's or subclass's, nor where there is no bus."""
+    if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
+        return False
+    return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:

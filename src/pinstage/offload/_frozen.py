@@ -3,9 +3,9 @@
 ::
 
     module's tensors --once--> slabs of the pool          outside the block, the module's tensors are views of them
-    onload            one copy per block, side stream --> device blocks
-    with handle:      the module's tensors are views of the blocks
-    end of the block  changed buffers are copied back;    the blocks are freed
+    onload            one copy per slab, side stream  --> device memory
+    with handle:      the module's tensors are views of the device memory
+    end of the block  changed buffers are copied back;    the device memory is freed
 
 Memory is copied by storage, not by tensor, so that tied weights, views and strides stay as they are.
 """
@@ -19,7 +19,7 @@ import torch
 
 from .._compat.storages import version_of
 from .._pool import SlabPool, check_pool
-from .._sizes import format_bytes
+from .._sizes import format_bytes, round_up
 from .._stage import Arrival, Shuttle, shuttle_for, target_for
 from ..errors import BudgetExceededError
 from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of, view_of
@@ -44,14 +44,14 @@ class Held(NamedTuple):
     path: str
     tensor: torch.Tensor
     """The module's own object."""
-    block: int
+    slab: int
     begin: int
-    """Byte offset in the block."""
+    """Byte offset in the slab, and in its copy on the device."""
     host: torch.Tensor
     """View of the slab: the tensor's content outside the ``with`` block."""
 
     def is_at(self, memory: torch.Tensor) -> bool:
-        """Say whether the tensor is this part of a slab or block."""
+        """Say whether the tensor is this part of a slab, or of its copy."""
         return not self.tensor.numel() or self.tensor.data_ptr() == memory.data_ptr() + self.begin
 
 
@@ -68,7 +68,7 @@ class FrozenModule(Offloaded):
         for path, tensor in tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._blocks, self._held = _move_to_slabs(tensors, pool)
+            self._slabs, self._held = _move_to_slabs(tensors, pool)
         self._keys = {id(held.tensor) for held in self._held}
         self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
         _holders.update(dict.fromkeys(self._keys, self))
@@ -76,7 +76,7 @@ class FrozenModule(Offloaded):
     def stats(self) -> OffloadedStats:
         """Return how many bytes are where. Doesn't block."""
         device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
-        return OffloadedStats(host_bytes=sum(block.numel() for block in self._blocks), device_bytes=device_bytes)
+        return OffloadedStats(host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes)
 
     def onload(self) -> None:
         """Start copying to the device, behind earlier work of the current stream. Doesn't block.
@@ -92,7 +92,7 @@ class FrozenModule(Offloaded):
             return
         now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
         moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
-        moved.update(held.path for held in self._held if not held.is_at(self._blocks[held.block]))
+        moved.update(held.path for held in self._held if not held.is_at(self._slabs[held.slab]))
         if moved:
             raise RuntimeError(
                 f"{min(moved)} of {self!r} isn't held: it was moved, replaced, added or removed outside the block, or "
@@ -100,10 +100,10 @@ class FrozenModule(Offloaded):
             )
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
-            for block in self._blocks:
-                arrival = self._shuttle.fetch(block, None)
+            for slab in self._slabs:
+                arrival = self._shuttle.fetch(slab, None)
                 self._arrivals.append(arrival)
-                keep_until(arrival.event, block)
+                keep_until(arrival.event, slab)
         except BaseException:
             self._drop()
             raise
@@ -119,7 +119,7 @@ class FrozenModule(Offloaded):
         self._inside = True
         with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
             for held in self._held:
-                storage = self._arrivals[held.block].there.untyped_storage()
+                storage = self._arrivals[held.slab].there.untyped_storage()
                 held.tensor.data = view_of(storage, held.begin, held.host.dtype, held.host.shape, held.host.stride())
         return self
 
@@ -137,16 +137,15 @@ class FrozenModule(Offloaded):
             return
         lost, changed = [], set()
         for held, version in zip(self._held, self._versions, strict=True):
-            is_there = held.is_at(self._arrivals[held.block].there)
-            if (is_there and version_of(held.tensor) == version) or held.is_at(self._blocks[held.block]):
+            is_there = held.is_at(self._arrivals[held.slab].there)
+            if (is_there and version_of(held.tensor) == version) or held.is_at(self._slabs[held.slab]):
                 continue  # as before, or back already by a call that an interrupt ended
             if is_there and not _is_parameter(held.tensor):
                 changed.add(held.owner)
             else:
                 lost.append(held.path)
-        for event in [
-            self._copy_back(held) for held in self._held if held.owner in changed and not _is_parameter(held.tensor)
-        ]:
+        buffers = [held for held in self._held if held.owner in changed and not _is_parameter(held.tensor)]
+        for event in [self._copy_back(held) for held in buffers]:
             if event is not None:
                 event.synchronize()
         for held in self._held:
@@ -167,13 +166,13 @@ class FrozenModule(Offloaded):
         self.offload()
         for key in self._keys:
             _holders.pop(key, None)
-        self._held, self._blocks = [], []
+        self._held, self._slabs = [], []
 
     def _copy_back(self, held: Held) -> Any:
         """Copy a buffer to its slab; return the event, None if it is done."""
         first, last = range_of(held.host) if held.host.numel() else (0, 0)
         part = slice(held.begin, held.begin + last - first)
-        return self._shuttle.leave(self._arrivals[held.block].there[part], self._blocks[held.block][part], None)
+        return self._shuttle.leave(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], None)
 
     def _drop(self) -> None:
         """Free the device memory of copies that no block has used."""
@@ -214,9 +213,9 @@ def _check(path: str, tensor: torch.Tensor) -> None:
 
 
 def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
-    """Move the memory of tensors to slabs, by storage; return the parts of slabs to copy, uint8 ``[n]``, and places.
+    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the places there.
 
-    Parameters share blocks, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
+    Parameters share slabs, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
     storage with tensors of other dtypes.
     """
     ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
@@ -228,19 +227,15 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
         ranges[address] = min(least, begin // ALIGNMENT * ALIGNMENT), max(most, end)
         kinds[address] = max(kinds.get(address, ""), "" if _is_parameter(tensor) else str(tensor.dtype))
     sizes: list[int] = []  # of slabs
-    blocks: list[list[int]] = []  # slab, first byte, bytes
-    places: dict[int, tuple[int, int]] = {}  # by the storage's address: block, and offset there
+    places: dict[int, tuple[int, int]] = {}  # by the storage's address: slab, and offset there
     last = ""
     for address in sorted(ranges, key=kinds.__getitem__):
         begin, end = ranges[address]
-        nbytes = max(ALIGNMENT, -((begin - end) // ALIGNMENT) * ALIGNMENT)
-        if not sizes or sizes[-1] + nbytes > SLAB_BYTES:
+        nbytes = max(ALIGNMENT, round_up(end - begin, ALIGNMENT))
+        if not sizes or sizes[-1] + nbytes > SLAB_BYTES or kinds[address] != last:
             sizes.append(0)
-        if not sizes[-1] or kinds[address] != last:
-            blocks.append([len(sizes) - 1, sizes[-1], 0])
             last = kinds[address]
-        places[address] = len(blocks) - 1, blocks[-1][2]
-        blocks[-1][2] += nbytes
+        places[address] = len(sizes) - 1, sizes[-1]
         sizes[-1] += nbytes
     if sum(sizes) > pool.max_bytes:
         raise BudgetExceededError(
@@ -252,23 +247,22 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
     slabs = []
     for nbytes in sizes:
         lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
-        slabs.append(lease.numpy())
+        slabs.append(torch.from_numpy(lease.numpy()))
         lease.release()  # the view keeps the slab
-    parts = [torch.from_numpy(slabs[slab][begin : begin + nbytes]) for slab, begin, nbytes in blocks]
     storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, else torch.save refuses unlike dtypes
     held = []
     for path, tensor in tensors.items():
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        (begin, end), (block, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
+        (begin, end), (slab, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
         if storage.data_ptr() not in storages:
-            own = parts[block][start : start + end - begin]
+            own = slabs[slab][start : start + end - begin]
             own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if end > begin else torch.empty_like(own)
             own.copy_(bytes_of(storage, begin, end))
             storages[storage.data_ptr()] = own.untyped_storage()
         host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
         tensor.data = host  # at once, so that its old memory can be freed
-        held.append(Held(path.rpartition(".")[0], path, tensor, block, start + offset - begin, host))
-    return parts, held
+        held.append(Held(path.rpartition(".")[0], path, tensor, slab, start + offset - begin, host))
+    return slabs, held
 
 
 def frozen_module(

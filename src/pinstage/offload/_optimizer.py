@@ -11,7 +11,7 @@ import torch
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
-from ._block import OffloadedBlock, bytes_of, keep_until, lease_now, view_of
+from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
 
 
@@ -22,7 +22,6 @@ class OffloadedOptimizer(Offloaded):
         self._pool = pool
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
-        self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
         self._blocks: dict[int, tuple[torch.Tensor, OffloadedBlock]] = {}  # by the id of the placeholder
         self._stayed_at_cap_bytes = 0
         self._hooks = [
@@ -49,7 +48,7 @@ class OffloadedOptimizer(Offloaded):
         """
         for _, block in self._blocks.values():
             if block.arrival is None:
-                block.fetch(shuttle_for(block.device))
+                block.fetch()
 
     def _put_in_place(self) -> None:
         """Replace the placeholders by the state, for the current stream."""
@@ -59,7 +58,7 @@ class OffloadedOptimizer(Offloaded):
                 block = self._blocks[id(value)][1]
                 arrival, block.arrival = block.arrival, None
                 assert arrival is not None
-                shuttle_for(block.device).hand_over(arrival)
+                block.shuttle.hand_over(arrival)
                 state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
         self._blocks.clear()
 
@@ -70,7 +69,7 @@ class OffloadedOptimizer(Offloaded):
         content, takes the place of each.
         """
         for _, block in self._blocks.values():  # since an `onload` that no step has used
-            block.drop_arrival(shuttle_for(block.device))
+            block.drop_arrival()
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
             leased = lease_now(self._pool, value.nbytes)
@@ -78,7 +77,7 @@ class OffloadedOptimizer(Offloaded):
                 self._stayed_at_cap_bytes += value.nbytes
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
-            block = OffloadedBlock(shuttle_for(value.device), source, 0, *leased)
+            block = OffloadedBlock(shuttle_for(value.device), Load(source, 0, None), *leased)
             placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             self._blocks[id(placeholder)] = placeholder, block
             state[key] = placeholder
@@ -122,9 +121,7 @@ class OffloadedOptimizer(Offloaded):
                 users[address] = users.get(address, 0) + 1
         for state, key, value in self._values():
             if (
-                type(value) is torch.Tensor
-                and value.device.type in self._devices
-                and value.layout is torch.strided
+                can_leave(value, self._pool)
                 and value.nbytes >= self._min_bytes
                 and value.untyped_storage().nbytes() == value.nbytes
                 and not value.requires_grad

@@ -16,8 +16,8 @@ from .._sizes import Size, parse_bytes
 from .._stage import shuttle_for
 from .._steps import step
 from ..errors import PinstageError
-from ._block import has_plain_memory, lease_now, range_of
-from ._scheduler import Load, OffloadScheduler, OffloadStats, Saved, Stayed
+from ._block import Load, can_leave, lease_now, range_of
+from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
 class Saving:
@@ -35,7 +35,6 @@ class Saving:
         self._min_bytes = min_bytes
         self._max_device_bytes = max_device_bytes
         self._keep_on_device = keep_on_device
-        self._devices = {"cuda"} if pool.memory.is_pinned else {"cuda", "cpu"}
         self._schedulers: dict[torch.device, OffloadScheduler] = {}
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
@@ -66,9 +65,9 @@ class Saving:
             scheduler.forget_storages()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type not in self._devices:
-            return True  # a parameter, a subclass, or where there is no bus to the pool
-        if not has_plain_memory(tensor) or tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+        if not can_leave(tensor, self._pool) or tensor.numel() == 0:
+            return True
+        if tensor.untyped_storage().nbytes() < self._min_bytes:
             return True
         begin, end = range_of(tensor)
         if end - begin < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):

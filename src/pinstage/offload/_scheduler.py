@@ -14,11 +14,7 @@ import torch
 from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Shuttle
-from ._block import ALIGNMENT, OffloadedBlock, bytes_of, range_of, view_of
-
-GAPS = 2
-"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a product of
-queries, keys and values, is sent without the gaps."""
+from ._block import ALIGNMENT, Load, OffloadedBlock, range_of, view_of
 
 
 class Saved:
@@ -69,25 +65,6 @@ class Stayed:
         if version_of(self._tensor) != self._version:
             raise changed(self._tensor.shape, self._tensor.dtype)
         return self._tensor
-
-
-class Load(NamedTuple):
-    source: torch.Tensor
-    """uint8 ``[n]``"""
-    begin: int
-    """Where it begins in the tensor's storage; 0 for elements alone."""
-    packed: tuple[int, ...] | None
-    """The strides of the elements, where they are sent alone."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Load:
-        """Return the tensor to send. Elements that are spread out are gathered, on the current stream."""
-        begin, end = range_of(tensor)
-        if end - begin > GAPS * tensor.nbytes:
-            elements = tensor.detach().clone()
-            return cls(bytes_of(elements.untyped_storage(), 0, elements.nbytes), 0, elements.stride())
-        begin = begin // ALIGNMENT * ALIGNMENT
-        return cls(bytes_of(tensor.untyped_storage(), begin, end), begin, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +119,12 @@ class OffloadScheduler:
         counters: of what happens.
 
     Attributes:
-        dropped: `OffloadedBlock.ahead_for` and bytes of arrivals that were freed unused; filled by finalisers.
+        dropped: bytes of arrivals that were freed with their blocks; filled by finalisers.
     """
 
     def __init__(self, shuttle: Shuttle, max_device_bytes: int, counters: Counter[str]) -> None:
         self.shuttle = shuttle
-        self.dropped: deque[tuple[int, int]] = deque()
+        self.dropped: deque[int] = deque()
         self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
@@ -155,11 +132,12 @@ class OffloadScheduler:
         self._count = 0
         self._seqs: list[int] = []  # ascending; freed ones are removed when they are met
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
-        self._streams: set[tuple[int, int, int]] = set()
+        self._is_default_alone = True  # no other stream than the default one was current at a save
         # with bytes, and whether made here
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
-        self._ahead: dict[int, weakref.ref[OffloadedBlock]] = {}  # returned early: no saved tensor has asked yet
+        # returned early, by the number of the saved tensor: none has asked yet
+        self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()
         self._ahead_bytes = 0  # of these, and of those that are asked for again
         self._top = self._next = 0  # saves from `_next` to `_top` were looked at; the next is below
         self._pass = 1
@@ -189,8 +167,7 @@ class OffloadScheduler:
         storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
-            block = OffloadedBlock(self.shuttle, load.source, load.begin, lease, after, self.dropped)
-            block.packed = load.packed
+            block = OffloadedBlock(self.shuttle, load, lease, after, self.dropped)
             self._counters["copies"] += 1
             self._counters["copied_bytes"] += block.nbytes
             begin, end = range_of(tensor)
@@ -198,7 +175,7 @@ class OffloadScheduler:
             self._known[storage.data_ptr()] = SavedMemory(
                 weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
             )
-            self._streams.add(block.stream)
+            self._is_default_alone &= self.shuttle.is_default(self.shuttle.stream())
             if block.source is not None:
                 is_made_here = tensor.grad_fn is not None or load.packed is not None
                 self._leaving.append((weakref.ref(block), block.nbytes, is_made_here))
@@ -233,9 +210,7 @@ class OffloadScheduler:
 
     def _count_dropped(self) -> None:
         while self.dropped:
-            seq, nbytes = self.dropped.popleft()
-            self._ahead.pop(seq, None)
-            self._ahead_bytes -= nbytes
+            self._ahead_bytes -= self.dropped.popleft()
 
     def _hold_back(self) -> None:
         """Let the current stream wait for copies until no more memory than allowed is leaving.
@@ -249,8 +224,7 @@ class OffloadScheduler:
             self._leaving_bytes -= nbytes
             block = reference()
             if block is not None:
-                is_alone = len(self._streams) == 1 and self.shuttle.is_default(block.stream)
-                block.let_source_go(self.shuttle, at_once=is_made_here and is_alone)
+                block.let_source_go(at_once=is_made_here and self._is_default_alone)
 
     # -- back
 
@@ -272,9 +246,7 @@ class OffloadScheduler:
                 self._counters["ahead"] += not is_late
                 self.shuttle.hand_over(arrival)
                 tensor = saved.on(arrival.there, block.begin)
-                if block.ahead_for:
-                    del self._ahead[block.ahead_for]
-                    block.ahead_for = 0
+                self._ahead.pop(block.ahead_for, None)
                 if not self._is_asked_again(saved):
                     block.arrival = None
                     self._ahead_bytes -= block.nbytes
@@ -292,10 +264,10 @@ class OffloadScheduler:
         if saved.seq < self._next:
             self._give_up(list(self._ahead))  # backward has passed them
         try:
-            arrival = saved.block.fetch(self.shuttle)
+            arrival = saved.block.fetch()
         except torch.OutOfMemoryError:
             self._give_up(list(self._ahead))
-            arrival = saved.block.fetch(self.shuttle)
+            arrival = saved.block.fetch()
         self._ahead_bytes += saved.block.nbytes
         return arrival
 
@@ -330,19 +302,18 @@ class OffloadScheduler:
         if self._ahead_bytes + block.nbytes > self._max_device_bytes:
             return False
         try:
-            block.fetch(self.shuttle)
+            block.fetch()
         except torch.OutOfMemoryError:
             return False  # when it is needed, there may be more
         block.ahead_for = saved.seq
-        self._ahead[saved.seq] = weakref.ref(block)
+        self._ahead[saved.seq] = block
         self._ahead_bytes += block.nbytes
         return True
 
     def _give_up(self, seqs: list[int]) -> None:
         """Drop blocks that returned and weren't asked for."""
         for seq in seqs:
-            block = self._ahead.pop(seq)()
+            block = self._ahead.pop(seq, None)
             if block is not None and block.arrival is not None:  # else its end is in `dropped`
-                block.ahead_for = 0
                 self._ahead_bytes -= block.nbytes
-                block.drop_arrival(self.shuttle)
+                block.drop_arrival()
