@@ -2,8 +2,8 @@
 
 CUDA refuses a copy that touches two registrations, so the ends of chunks are part of what a region is. One registration
 for all would do without, but it holds the driver's locks for as long as it takes: 48 GiB at once stop a neighbour's
-calls for 700 ms, and launches of this process for 1,300; chunks of 128 MiB for 11 to 16, and 24 to 44; chunks of 64 MiB,
-which take a fifth longer in all, for 3 to 7, and 13 to 22.
+calls for 700 ms, and launches of this process for 1,300; chunks of 128 MiB for 11 to 16, and 24 to 44; chunks of 64
+MiB, which take a fifth longer in all, for 3 to 7, and 13 to 22.
 
 The reaper calls `Chunks.reap` when the last view is gone.
 """

@@ -12,12 +12,11 @@ A few small leaves, and batches of at most 64 KiB, take no slab; see `Stager._se
 Here the pool, which counts bytes, and the layout, which knows shapes, meet.
 """
 
-from ._device import EventGroup, Target, Targets, target_for, wait_here
+from ._device import Arrival, EventGroup, HostCopy, Target, Targets, shared_targets, target_for, wait_here
 from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
-from ._shuttle import Arrival, Shuttle, shuttle_for
 from ._stager import Kept, Stager, StagerStats
 from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, fetch, landings
 from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
@@ -27,13 +26,13 @@ __all__ = [
     "Arrival",
     "EventGroup",
     "HandOver",
+    "HostCopy",
     "HostTransfer",
     "IncompatibleKeys",
     "Kept",
     "Landing",
     "Prefetcher",
     "RunAhead",
-    "Shuttle",
     "Stager",
     "StagerStats",
     "Target",
@@ -48,7 +47,7 @@ __all__ = [
     "landings",
     "packed_bytes_of",
     "send_packed",
-    "shuttle_for",
+    "shared_targets",
     "target_for",
     "wait_here",
 ]

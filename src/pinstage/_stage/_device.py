@@ -220,6 +220,10 @@ class Target:
         """Return the stream that is meant: the current one for None; None where there are no streams."""
         return None
 
+    def is_default(self) -> bool:
+        """Say whether the caller's current stream is the device's default one."""
+        return True
+
     def record(self, stream: Any) -> Fence | None:  # noqa: ARG002
         """Mark this point of a stream; None where there are no streams."""
         return None
@@ -369,6 +373,15 @@ class Target:
         ctypes.memmove(there.data_ptr(), here.data_ptr(), here.numel())
         return Arrival(there, None, None)
 
+    def take(self, arrival: Arrival) -> None:
+        """Order the caller's current stream behind a copy, and keep its memory while that stream uses it."""
+        consumer = self.consumer(None)
+        self.hand_over(arrival.event, [] if arrival.stream == consumer else [arrival.there], consumer)
+
+    def wait_for(self, event: Fence | None) -> None:
+        """Order the caller's current stream behind an event."""
+        self.wait(event, self.consumer(None))
+
 
 class CudaTarget(Target):
     """A GPU, with streams of its own for copies.
@@ -385,7 +398,7 @@ class CudaTarget(Target):
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self.stream, self.out_stream = (torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._cuda = cuda_calls()
+        self._cuda, self._default = cuda_calls(), ids_of(torch.cuda.default_stream(self.device))
         if not _native.core.find_driver():
             raise CudaUnavailableError(
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
@@ -425,6 +438,10 @@ class CudaTarget(Target):
             current = torch.cuda.current_stream(self.device.index)
             self._last_consumer = ids, current  # at once: threads may race for it
         return current
+
+    def is_default(self) -> bool:
+        """See `Target`."""
+        return self._cuda.stream(self.device.index) == self._default
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
         """See `Target`."""

@@ -8,7 +8,7 @@
 Where to look: `_saving` has the context manager and decides what stays; `_scheduler` what autograd keeps instead of a
 tensor, in which order tensors were saved, and which is copied back next; `_block` a piece of memory on the host;
 `_optimizer` keeps an optimizer's state on the host, `_frozen` a module, and `_offloaded` is their handle.
-`pinstage._stage._shuttle` has the streams.
+`pinstage._stage._device` has the streams.
 """
 
 from ._frozen import frozen_module

@@ -10,7 +10,7 @@ import torch
 
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
-from .._stage import Arrival, EventGroup, Kept, Shuttle
+from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
 from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
@@ -61,10 +61,10 @@ def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
         reaper.tasks.put(Kept(event, [memory]))
 
 
-def drop_arrival(shuttle: Shuttle, arrival: Arrival) -> None:
+def drop_arrival(target: Target, arrival: Arrival) -> None:
     """Free the device memory of a copy that isn't needed: behind the copy, on its own stream if that is current."""
-    if arrival.event is not None and arrival.stream == shuttle.stream():
-        shuttle.wait(arrival.event)
+    if arrival.event is not None and arrival.stream == target.consumer(None):
+        target.wait_for(arrival.event)
     else:
         keep_until(arrival.event, arrival.there)
 
@@ -94,7 +94,7 @@ class OffloadedBlock:
     Its end gives the slab back, behind the last copy. That may be in the garbage collector.
 
     Args:
-        shuttle: of the device that the bytes come from.
+        target: the device that the bytes come from.
         load: the bytes there.
         lease: of a slab for them, which is this object's from now on.
         after: what has to be waited for before the slab is written.
@@ -110,7 +110,7 @@ class OffloadedBlock:
 
     def __init__(
         self,
-        shuttle: Shuttle,
+        target: Target,
         load: Load,
         lease: Lease,
         after: Fence | None,
@@ -120,22 +120,22 @@ class OffloadedBlock:
         self.ahead_for = 0
         self.begin, self.packed = load.begin, load.packed
         self.nbytes = load.source.numel()
-        self.shuttle = shuttle
+        self.target = target
         self.seqs: list[int] = []
         self.dropped = dropped
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
-        ends = [event for event in (after, shuttle.all_leaving) if event is not None]
+        ends = [event for event in (after, target.out_stream) if event is not None]
         self.event: Fence | None = EventGroup(ends) if ends else None  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
-        self.event = shuttle.leave(load.source, self.here, after)
+        self.event = target.to_host([HostCopy(load.source, self.here, owned=False)], hold=False, after=after)
         if self.event is not None:
             self.source = load.source
 
     def fetch(self) -> Arrival:
         assert self.here is not None
-        self.arrival = arrival = self.shuttle.fetch(self.here, self.event)
+        self.arrival = arrival = self.target.bring_back(self.here, self.event)
         self.event = arrival.event
         return arrival
 
@@ -143,7 +143,7 @@ class OffloadedBlock:
         """Free the device memory of bytes that were copied back."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
-            drop_arrival(self.shuttle, arrival)
+            drop_arrival(self.target, arrival)
 
     def let_source_go(self, *, at_once: bool) -> None:
         """Order the current stream behind the copy, and let go of the device's memory.
@@ -152,7 +152,7 @@ class OffloadedBlock:
         """
         source, self.source = self.source, None
         if source is not None:
-            self.shuttle.wait(self.event)
+            self.target.wait_for(self.event)
             if not at_once:
                 keep_until(self.event, source)
 

@@ -20,7 +20,7 @@ import torch
 from .._compat.storages import version_of
 from .._pool import SlabPool, check_pool
 from .._sizes import format_bytes, round_up
-from .._stage import Arrival, Shuttle, shuttle_for, target_for
+from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
 from ..errors import BudgetExceededError
 from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of, view_of
 from ._offloaded import Offloaded, OffloadedStats
@@ -58,9 +58,9 @@ class Held(NamedTuple):
 class FrozenModule(Offloaded):
     """A module on the host, unless its block is entered."""
 
-    def __init__(self, module: torch.nn.Module, pool: SlabPool, shuttle: Shuttle) -> None:
+    def __init__(self, module: torch.nn.Module, pool: SlabPool, target: Target) -> None:
         self._module = module
-        self._shuttle = shuttle
+        self._target = target
         self._arrivals: list[Arrival] = []
         self._versions: list[int] = []
         self._inside = False
@@ -101,7 +101,7 @@ class FrozenModule(Offloaded):
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
             for slab in self._slabs:
-                arrival = self._shuttle.fetch(slab, None)
+                arrival = self._target.bring_back(slab, None)
                 self._arrivals.append(arrival)
                 keep_until(arrival.event, slab)
         except BaseException:
@@ -115,7 +115,7 @@ class FrozenModule(Offloaded):
             self._drop()  # changed on the host since `onload`
         self.onload()
         for arrival in self._arrivals:
-            self._shuttle.hand_over(arrival)
+            self._target.take(arrival)
         self._inside = True
         with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
             for held in self._held:
@@ -172,20 +172,21 @@ class FrozenModule(Offloaded):
         """Copy a buffer to its slab; return the event, None if it is done."""
         first, last = range_of(held.host) if held.host.numel() else (0, 0)
         part = slice(held.begin, held.begin + last - first)
-        return self._shuttle.leave(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], None)
+        copy = HostCopy(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], owned=False)
+        return self._target.to_host([copy], hold=False)
 
     def _drop(self) -> None:
         """Free the device memory of copies that no block has used."""
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
-            drop_arrival(self._shuttle, arrival)
+            drop_arrival(self._target, arrival)
 
     def __del__(self) -> None:
         for arrival in self._arrivals:
             keep_until(arrival.event, arrival.there)
 
     def __repr__(self) -> str:
-        return f"<{type(self._module).__name__} in frozen_module, to {self._shuttle.device}>"
+        return f"<{type(self._module).__name__} in frozen_module, to {self._target.device}>"
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -309,4 +310,4 @@ def frozen_module(
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module: {module!r}")
     check_pool(pool)
-    return FrozenModule(module, pool, shuttle_for(target_for(device).device))
+    return FrozenModule(module, pool, shared_targets.of(target_for(device).device))

@@ -10,7 +10,7 @@ import torch
 
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
-from .._stage import shuttle_for
+from .._stage import shared_targets
 from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now, view_of
 from ._offloaded import Offloaded, OffloadedStats
 
@@ -58,7 +58,7 @@ class OffloadedOptimizer(Offloaded):
                 block = self._blocks[id(value)][1]
                 arrival, block.arrival = block.arrival, None
                 assert arrival is not None
-                block.shuttle.hand_over(arrival)
+                block.target.take(arrival)
                 state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
         self._blocks.clear()
 
@@ -77,7 +77,7 @@ class OffloadedOptimizer(Offloaded):
                 self._stayed_at_cap_bytes += value.nbytes
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
-            block = OffloadedBlock(shuttle_for(value.device), Load(source, 0, None), *leased)
+            block = OffloadedBlock(shared_targets.of(value.device), Load(source, 0, None), *leased)
             placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             self._blocks[id(placeholder)] = placeholder, block
             state[key] = placeholder

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._compat.storages import base_of, check_changes_are_seen
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
-from .._stage import shuttle_for
+from .._stage import shared_targets
 from .._steps import step
 from ..errors import PinstageError
 from ._block import Load, can_leave, lease_now, range_of
@@ -39,7 +39,7 @@ class Saving:
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
         scheduler = None if self._stays(tensor) else self._scheduler(tensor.device)
-        if scheduler is None or scheduler.shuttle.is_capturing():
+        if scheduler is None or scheduler.target.is_capturing():
             self.counters["stayed"] += 1
             return Stayed(tensor)
         with step("offload"):
@@ -78,7 +78,7 @@ class Saving:
         scheduler = self._schedulers.get(device)
         if scheduler is None:  # no lock: if two threads make one, one of them is used
             scheduler = self._schedulers.setdefault(
-                device, OffloadScheduler(shuttle_for(device), self._max_device_bytes, self.counters)
+                device, OffloadScheduler(shared_targets.of(device), self._max_device_bytes, self.counters)
             )
         return scheduler
 

@@ -13,7 +13,7 @@ import torch
 
 from .._compat.storages import Changes, version_of
 from .._pool import Fence, Lease
-from .._stage import Arrival, Shuttle
+from .._stage import Arrival, Target
 from ._block import ALIGNMENT, Load, OffloadedBlock, range_of, view_of
 
 
@@ -113,7 +113,7 @@ class OffloadScheduler:
     May be used by several threads: autograd has one for each device, and the user's call it.
 
     Args:
-        shuttle: of the device.
+        target: the device.
         max_device_bytes: device memory that copies may hold: this much that is leaving, and as much that returned
             ahead.
         counters: of what happens.
@@ -122,8 +122,8 @@ class OffloadScheduler:
         dropped: bytes of arrivals that were freed with their blocks; filled by finalisers.
     """
 
-    def __init__(self, shuttle: Shuttle, max_device_bytes: int, counters: Counter[str]) -> None:
-        self.shuttle = shuttle
+    def __init__(self, target: Target, max_device_bytes: int, counters: Counter[str]) -> None:
+        self.target = target
         self.dropped: deque[int] = deque()
         self._max_device_bytes = max_device_bytes
         self._counters = counters
@@ -167,7 +167,7 @@ class OffloadScheduler:
         storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
-            block = OffloadedBlock(self.shuttle, load, lease, after, self.dropped)
+            block = OffloadedBlock(self.target, load, lease, after, self.dropped)
             self._counters["copies"] += 1
             self._counters["copied_bytes"] += block.nbytes
             begin, end = range_of(tensor)
@@ -175,7 +175,7 @@ class OffloadScheduler:
             self._known[storage.data_ptr()] = SavedMemory(
                 weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
             )
-            self._is_default_alone &= self.shuttle.is_default(self.shuttle.stream())
+            self._is_default_alone &= self.target.is_default()
             if block.source is not None:
                 is_made_here = tensor.grad_fn is not None or load.packed is not None
                 self._leaving.append((weakref.ref(block), block.nbytes, is_made_here))
@@ -244,7 +244,7 @@ class OffloadScheduler:
                 arrival = block.arrival or self._fetch_now(saved)
                 self._counters["late"] += is_late
                 self._counters["ahead"] += not is_late
-                self.shuttle.hand_over(arrival)
+                self.target.take(arrival)
                 tensor = saved.on(arrival.there, block.begin)
                 self._ahead.pop(block.ahead_for, None)
                 if not self._is_asked_again(saved):
