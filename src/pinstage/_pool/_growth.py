@@ -67,29 +67,25 @@ class Growth:
         self._decide = decide
         self._found: Any = None
         self._error: BaseException | None = None
-        self.is_over = False
-        self._news: SimpleQueue[object] = SimpleQueue()  # after the decision, and at the end
+        self._is_over = False
+        self._news: SimpleQueue[object] = SimpleQueue()  # at the end
         self._surroundings = as_called_here()
 
-    def start(self) -> None:
-        """Begin, and wait for the decision."""
-        run = partial(self.run)
-        # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant for
-        # its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
-        self._thread = weakref.ref(run, self._news.put)
-        try:
-            _thread.start_new_thread(run, ())
-        finally:
-            del run  # who keeps an error has the names of this function
-        self._news.get()
-
     def result(self) -> Any:
-        """Wait for the end. Return the lease, or the answer instead of a plan; None if the thread never began.
+        """Do the work, unless that is done, and wait for the end. Return the lease, or the answer instead of a plan.
 
         Raises:
             BaseException: what ended the work. Then nothing was allocated.
         """
-        while not self.is_over and self._thread() is not None:
+        while not self._is_over:
+            run = partial(self.run)
+            # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant
+            # for its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
+            self._thread = weakref.ref(run, self._news.put)
+            try:
+                _thread.start_new_thread(run, ())
+            finally:
+                del run  # who keeps an error has the names of this function
             self._news.get()
         found, self._found = self._found, None
         error, self._error = self._error, None  # or it and its traceback would keep one another
@@ -115,20 +111,20 @@ class Growth:
                     found = self._decide()
                     if isinstance(found, GrowthPlan):
                         if self.waiter is not None:
-                            state.line.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
+                            state.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
                         for slab in found.victims:
                             slab.doomed = True
                         self.plan = found
                         state.growths[self] = None
-                self._news.put(None)
+                state.wake_first()  # the waiter has left the line
                 self._found = self._carry_out(found) if isinstance(found, GrowthPlan) else found
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         finally:
-            self.is_over = True
+            self._is_over = True
             self._news.put(None)
             running.pop(self, None)
-            state.line.wake_first()
+            state.wake_first()
 
     def _carry_out(self, plan: GrowthPlan) -> Lease | None:
         state, blocks = self._state, list[Block]()
@@ -164,7 +160,6 @@ class Growth:
         finally:  # a slab that could not be freed is never used again
             with state.lock:
                 del state.slabs[slab]
-                state.held_bytes -= slab.capacity
                 slab.stack.pop(slab, None)
                 self.freed += slab.capacity
                 state.trims += 1
@@ -177,7 +172,6 @@ class Growth:
         for block in blocks:
             slab = Slab(block, state.stacks, next(state.clock))
             state.slabs[slab] = None
-            state.held_bytes += slab.capacity
             state.total_held_bytes += slab.capacity
             state.total_held_slabs += 1
             if self.waiter is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from .._memory import Block, MemoryResource
 from .._reaper import reaper
 from ._host_budget import LimitedMemory
 from ._refusals import Refusal
-from ._waiting import Account, Accounts, WaitQueue
+from ._waiting import Account, Accounts, Waiter
 
 
 class Fence(Protocol):
@@ -120,7 +122,8 @@ class Holdings:
         user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
         forgotten: leases that weren't released: bytes requested, and of the slab.
-        slabs: all that are held, of `held_bytes` together; written by growths.
+        waiters: requests that wait, ordered by age, the oldest first.
+        slabs: all that are held; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
@@ -145,7 +148,7 @@ class Holdings:
         has_lock = ownership(self.lock)
         self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.line = WaitQueue(self.accounts)
+        self.waiters: deque[Waiter] = deque()
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}
@@ -154,7 +157,7 @@ class Holdings:
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
         self.refusal: Refusal | None = None
-        self.hits = self.misses = self.trims = self.held_bytes = 0
+        self.hits = self.misses = self.trims = 0
         self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
         _all.add(self)
         # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
@@ -164,6 +167,23 @@ class Holdings:
     def tidy_later(self) -> None:
         """Have the slabs freed that were returned to a closed pool. Finalisers call this."""
         reaper.tasks.put(self)
+
+    def wake_first(self) -> None:
+        """Let the first in line look again. Finalisers call this."""
+        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
+            self.waiters[0].wake()
+        except (IndexError, RuntimeError):
+            pass  # no thread waits, or it is awake
+
+    def wake_all(self) -> None:
+        """Let all in line look again."""
+        for waiter in list(self.waiters):
+            with contextlib.suppress(RuntimeError):
+                waiter.wake()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slab.capacity for slab in list(self.slabs))
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or promised to growths."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
@@ -19,12 +20,15 @@ from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
 from ._growth import Growth, GrowthPlan
-from ._host_budget import held_bytes
+from ._host_budget import LEND_SECONDS, HostIsFull, held_bytes
 from ._lease import Lease
 from ._refusals import Figures, Refusal
 from ._slab import Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
 from ._waiting import Account, Waiter
+
+_PAUSE_SECONDS = 0.02
+"""Interval at which a reservation tries again while other processes hold too much."""
 
 _HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
 
@@ -55,10 +59,9 @@ class PoolState(Holdings):
         """
         if (error := self.why_never(account, nbytes)) is not None:
             raise error
-        room, idle = account.largest, self.scan()
+        room, idle = self.accounts.room(account, self.max_bytes), self.scan()
         if ahead or self.accounts.have_quotas:
-            self._count_busy(idle)
-            room = self.accounts.room(account, ahead, self._whole())
+            room = self.accounts.room(account, self._whole(), self._busy(), ahead)
         capacity = min(size_class(nbytes, self.granularity), room)
         may_grow = nbytes <= room and not self.frozen
         slab = _best(idle, nbytes, min(reuse_limit(nbytes, self.granularity), room))
@@ -94,7 +97,7 @@ class PoolState(Holdings):
         Not while anybody waits: then it is for whose turn it is.
         """
         account = self.accounts[owner]
-        if self.line.waiters:
+        if self.waiters:
             return None
         limit = reuse_limit(nbytes, self.granularity)
         for size in self.sizes[bisect_left(self.sizes, nbytes) : bisect_right(self.sizes, limit)]:
@@ -121,12 +124,13 @@ class PoolState(Holdings):
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
-        if nbytes > account.largest:
-            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None)
+        largest = self.accounts.room(account, self.max_bytes)
+        if nbytes > largest:
+            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None, largest)
         refusal = just_now or self._standing_refusal()
         if not self.frozen and refusal is None:
             return None
-        largest = self.accounts.largest(account, self._whole())
+        largest = self.accounts.room(account, self._whole())
         sizes = [size for size in self.sizes if size <= largest]
         if any(size >= nbytes for size in sizes):
             return None
@@ -154,7 +158,7 @@ class PoolState(Holdings):
             return None
         if self.frozen:
             raise _refusals.frozen(self.figures(), nbytes, max(self.sizes, default=0))
-        if missing * capacity > self._headroom():
+        if missing * capacity > self.max_bytes - self.promised():
             raise _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
         return GrowthPlan((), capacity, missing)
 
@@ -187,20 +191,18 @@ class PoolState(Holdings):
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
 
-    def _count_busy(self, idle: Collection[Slab]) -> None:
-        for account in self.accounts.values():
-            account.busy_bytes = 0
+    def _busy(self) -> Counter[Account | None]:
+        """Return the bytes that owners have: leased, in flight as of the last scan, or being allocated for them."""
+        leased, in_flight, _ = self._parts()
+        busy = _by_owner(leased) + _by_owner(in_flight)
         for growth in self.growths:
             if growth.waiter is not None:
-                growth.waiter.account.busy_bytes += growth.plan.capacity
-        for slabs, sign in ((self.slabs, 1), (idle, -1)):
-            for slab in slabs:
-                if slab.account is not None and not slab.doomed:
-                    slab.account.busy_bytes += sign * slab.capacity
+                busy[growth.waiter.account] += growth.plan.capacity
+        return busy
 
     def snapshot(self) -> PoolStats:
         """Look at all slabs, and count."""
-        self._count_busy(self.scan())
+        self.scan()
         leased, in_flight, free = self._parts()
         return PoolStats(
             **_sums("held", [*leased, *in_flight, *free]),
@@ -211,18 +213,21 @@ class PoolState(Holdings):
             max_bytes_reason=self.reason,
             waits=sum(account.waits for account in self.accounts.values()),
             wait_seconds=sum((account.wait_seconds for account in self.accounts.values()), 0.0),
-            owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
+            owners=self._owners(_by_owner(leased), _by_owner(in_flight)),
         )
 
-    def _of_owner(self, account: Account, *parts: Sequence[Slab]) -> OwnerStats:
-        leased, in_flight = (sum(slab.capacity for slab in slabs if slab.account is account) for slabs in parts)
-        return OwnerStats(
-            held_bytes=leased + in_flight,
-            leased_bytes=leased,
-            in_flight_bytes=in_flight,
-            available_bytes=max(0, self.accounts.room(account, (), self._whole())),
-            **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
-        )
+    def _owners(self, leased: Counter[Account | None], in_flight: Counter[Account | None]) -> dict[str, OwnerStats]:
+        whole, busy = self._whole(), self._busy()
+        return {
+            name: OwnerStats(
+                held_bytes=leased[account] + in_flight[account],
+                leased_bytes=leased[account],
+                in_flight_bytes=in_flight[account],
+                available_bytes=max(0, self.accounts.room(account, whole, busy)),
+                **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
+            )
+            for name, account in self.accounts.items()
+        }
 
     # -- without the lock
 
@@ -244,17 +249,27 @@ class PoolState(Holdings):
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def run(self, decide: Callable[[], GrowthPlan | None]) -> int:
-        """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed."""
+        """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed.
+
+        If others hold too much of the `HostBudget`, they get time to give idle slabs back.
+
+        Raises:
+            BudgetExceededError: they didn't.
+        """
+        deadline = time.monotonic() + LEND_SECONDS
         while True:
             with self.lock:
                 plan = decide()
             if plan is None:
                 return 0
             growth = Growth(self, decide)
-            growth.start()
-            growth.result()
-            if growth.is_over:
+            try:
+                growth.result()
                 return growth.freed
+            except HostIsFull:
+                if time.monotonic() >= deadline:
+                    raise _refusals.reserve_does_not_fit(self.figures(), plan.capacity, plan.count) from None
+            time.sleep(_PAUSE_SECONDS)
 
     def reap(self) -> bool:
         """Free the slabs returned to a closed pool; for the reaper. Say whether no event will return more."""
@@ -272,7 +287,7 @@ class PoolState(Holdings):
         growth.result()
 
     def is_waited_for(self) -> bool:
-        return bool(self.line.waiters)
+        return bool(self.waiters)
 
     def report(self) -> dict[str, Any]:
         """Return the fields of `PoolUsage` from ``leased_bytes`` on."""
@@ -309,6 +324,13 @@ def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
         taken.append(slab)
         nbytes -= slab.capacity
     return taken if nbytes <= 0 else None
+
+
+def _by_owner(slabs: Sequence[Slab]) -> Counter[Account | None]:
+    found: Counter[Account | None] = Counter()
+    for slab in slabs:
+        found[slab.account] += slab.capacity
+    return found
 
 
 def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
