@@ -19,13 +19,17 @@ from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
+from ._host_budget import LEND_SECONDS, HostIsFull
 from ._lease import Lease
-from ._refusals import Refusal
+from ._refusals import Refusal, reserve_does_not_fit
 from ._slab import Holdings, Slab
 from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
-"""Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""
+"""Interval at which `Growth.synchronize` looks. A reservation takes milliseconds at least."""
+
+_RETRY_PAUSE_SECONDS = 0.02
+"""Interval at which a reservation tries again while other processes hold too much of a `HostBudget`."""
 
 RETRY_SECONDS = 60.0
 """Seconds for which a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
@@ -42,7 +46,7 @@ class GrowthPlan:
 
 
 class Growth:
-    """Carries out a plan in a thread of its own.
+    """Carries out a plan in a thread of its own; the fence of `SlabPool.reserve`.
 
     That thread makes the decision again, under the pool's lock, so that an abandoned plan leaves nothing
     behind. Until the end, `Growth` says which bytes are promised to it.
@@ -55,14 +59,14 @@ class Growth:
     Attributes:
         plan: the steps; empty until the decision.
         freed: bytes given back to the system.
-        refusal: why the platform refused memory; empty if it did not.
+        refusal: of memory, by the platform; None if there was none.
     """
 
     def __init__(self, state: Holdings, decide: Callable[[], Any], waiter: Waiter | None = None) -> None:
         self.plan = GrowthPlan()
         self.waiter = waiter
         self.freed = 0
-        self.refusal = ""
+        self.refusal: Refusal | None = None
         self._state = state
         self._decide = decide
         self._found: Any = None
@@ -101,30 +105,55 @@ class Growth:
         plan = self.plan
         return max(0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed)
 
+    def query(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        while not self._is_over:
+            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
+        if self._error is not None:
+            raise self._error
+
     def run(self) -> None:
-        """Do all of it in this thread."""
-        state = self._state
+        """Do all of it in this thread. A reservation waits a moment for other processes to give back idle slabs."""
+        state, deadline = self._state, time.monotonic() + LEND_SECONDS
         try:
             running[self] = None
             with self._surroundings():
-                with state.lock:
-                    found = self._decide()
-                    if isinstance(found, GrowthPlan):
+                while True:
+                    try:
+                        self._found = self._attempt()
+                        break
+                    except HostIsFull:
+                        plan = self.plan
                         if self.waiter is not None:
-                            state.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
-                        for slab in found.victims:
-                            slab.doomed = True
-                        self.plan = found
-                        state.growths[self] = None
-                state.wake_first()  # the waiter has left the line
-                self._found = self._carry_out(found) if isinstance(found, GrowthPlan) else found
+                            raise
+                        if time.monotonic() >= deadline:
+                            raise reserve_does_not_fit(state.figures(), plan.capacity, plan.count) from None
+                    time.sleep(_RETRY_PAUSE_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         finally:
+            del self._state, self._decide  # a fence that is kept doesn't keep the pool
             self._is_over = True
             self._news.put(None)
             running.pop(self, None)
             state.wake_first()
+
+    def _attempt(self) -> Any:
+        """Decide, and carry out the plan. Return the lease, or the answer instead of a plan."""
+        state = self._state
+        with state.lock:
+            found = self._decide()
+            if isinstance(found, GrowthPlan):
+                if self.waiter is not None:
+                    state.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
+                for slab in found.victims:
+                    slab.doomed = True
+                self.plan = found
+                state.growths[self] = None
+        state.wake_first()  # the waiter has left the line
+        return self._carry_out(found) if isinstance(found, GrowthPlan) else found
 
     def _carry_out(self, plan: GrowthPlan) -> Lease | None:
         state, blocks = self._state, list[Block]()
@@ -147,10 +176,13 @@ class Growth:
         return lease
 
     def _allocate(self, nbytes: int) -> Block:
+        state = self._state
         try:
-            return self._state.memory.allocate(nbytes)
+            return state.memory.allocate(nbytes)
         except REFUSALS as error:
-            self.refusal = f"{error}; {remedy(nbytes)}"
+            total, until = state.promised(), time.monotonic() + RETRY_SECONDS
+            before = total - nbytes * self.plan.count
+            self.refusal = state.refusal = Refusal(f"{error}; {remedy(nbytes)}", total, before, until)
             raise
 
     def _free(self, slab: Slab) -> None:
@@ -173,43 +205,14 @@ class Growth:
             slab = Slab(block, state.stacks, next(state.clock))
             state.slabs[slab] = None
             state.total_held_bytes += slab.capacity
-            state.total_held_slabs += 1
             if self.waiter is not None:
                 state.misses += 1
                 lease = Lease(state, slab, self.waiter.nbytes, self.waiter.account)
             else:
                 slab.put(None)
-        if self.refusal:
-            before = state.promised()
-            total = before + self.plan.capacity * self.plan.count
-            state.refusal = Refusal(self.refusal, total, before, time.monotonic() + RETRY_SECONDS)
+        if blocks and state.closed:
+            state.tidy_later()
         state.sizes = sorted({slab.capacity for slab in state.slabs})
         state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
         state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))
         return lease
-
-
-class Reservation:
-    """The fence of `SlabPool.reserve`."""
-
-    def __init__(self, *, is_over: bool) -> None:
-        self._is_over = is_over
-        self._error: BaseException | None = None
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work in this thread."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by `synchronize`
-            self._error = error
-        finally:
-            self._is_over = True
-
-    def query(self) -> bool:
-        return self._is_over
-
-    def synchronize(self) -> None:
-        while not self._is_over:
-            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
-        if self._error is not None:
-            raise self._error

@@ -17,7 +17,7 @@ from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
-from ._growth import Growth, GrowthPlan, Reservation
+from ._growth import Growth, GrowthPlan
 from ._host_budget import HostBudget, HostIsFull, LimitedMemory
 from ._lease import Lease
 from ._slab import Fence, take_free
@@ -259,20 +259,18 @@ class SlabPool:
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
         self._check_entry()
+        state = self._state
+        missing = partial(state.reserve, nbytes, count)
+        with state.lock:
+            missing()  # an error has its caller
+        growth = Growth(state, missing)
         if background:
-            with self._state.lock:
-                self._state.reserve(nbytes, count)
-        reservation = Reservation(is_over=not background)
-        if background:
-            _thread.start_new_thread(reservation.run, (partial(self._reserve, nbytes, count),))
-        else:
-            self._reserve(nbytes, count)
-        return reservation
-
-    def _reserve(self, nbytes: int, count: int) -> None:
-        self._state.run(partial(self._state.reserve, nbytes, count))
-        if self._state.closed:
+            _thread.start_new_thread(growth.run, ())
+            return growth
+        growth.result()
+        if state.closed:
             self.trim()
+        return growth
 
     def trim(self, to_bytes: Size = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -287,7 +285,7 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        freed = self._state.run(partial(self._state.trim, target))
+        freed = self._state.trim(target)
         self._warn_of_forgotten()
         return freed
 
@@ -391,13 +389,13 @@ class SlabPool:
         except HostIsFull:
             return None
         except REFUSALS:
-            if not growth.refusal or self._state.why_never(account, nbytes, self._state.refusal) is not None:
+            if growth.refusal is None or self._state.why_never(account, nbytes, growth.refusal) is not None:
                 raise
         if not self._has_told:
             self._has_told = True
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
-                f"{self._state.figures()}; {growth.refusal}; this is said once",
+                f"{self._state.figures()}; {growth.refusal.reason}; this is said once",
                 StagingWarning,
                 stacklevel=5,
             )

@@ -44,8 +44,7 @@ class Figures(NamedTuple):
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
         """Return an error with these figures. They take the place of ``{}`` in its text."""
-        numbers = (self.held_bytes, self.leased_bytes, self.in_flight_bytes, self.max_bytes)
-        named = dict(zip(self._fields, numbers, strict=False))
+        named = {name: getattr(self, name) for name in ("held_bytes", "leased_bytes", "in_flight_bytes", "max_bytes")}
         return kind(text.replace("{}", str(self)), requested_bytes=nbytes, **named)
 
 

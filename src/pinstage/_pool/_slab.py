@@ -17,8 +17,8 @@ import numpy as np
 from .._compat.calls import ownership
 from .._memory import Block, MemoryResource
 from .._reaper import reaper
-from ._host_budget import LimitedMemory
-from ._refusals import Refusal
+from ._host_budget import LimitedMemory, held_bytes
+from ._refusals import Figures, Refusal
 from ._waiting import Account, Accounts, Waiter
 
 
@@ -158,7 +158,7 @@ class Holdings:
         self.forgotten: list[tuple[int, int]] = []
         self.refusal: Refusal | None = None
         self.hits = self.misses = self.trims = 0
-        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
+        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = 0
         _all.add(self)
         # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
         self._life = np.empty(0)
@@ -189,6 +189,34 @@ class Holdings:
         """Return the bytes of the cap that are taken: held, or promised to growths."""
         promised: int = sum(growth.promised() for growth in list(self.growths))
         return self.held_bytes + promised
+
+    def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
+        """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
+        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
+        for slab in list(self.slabs):
+            if slab.lease is not None and slab.lease() is not None:
+                leased.append(slab)
+            elif slab.doomed or not (slab.fences() or slab.has_views()):
+                free.append(slab)
+            else:
+                in_flight.append(slab)
+        return parts
+
+    def pending(self) -> list[Fence]:
+        """Return the events that slabs without lease and views wait for."""
+        _, in_flight, _ = self.parts()
+        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
+
+    @property
+    def reason(self) -> str:
+        """Where the cap comes from, and what others had of it when it was asked for last."""
+        return self._reason + ("" if self.host is None else self.host.holders())
+
+    def figures(self) -> Figures:
+        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
+        host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
+        others = None if host is None else held_bytes(host.others)
+        return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
