@@ -19,7 +19,7 @@ from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
-from ._host_budget import LEND_SECONDS, HostIsFull
+from ._host_budget import LEND_SECONDS, HostIsFull, retry
 from ._lease import Lease
 from ._refusals import Refusal, reserve_does_not_fit
 from ._slab import Holdings, Slab
@@ -116,23 +116,16 @@ class Growth:
 
     def run(self) -> None:
         """Do all of it in this thread. A reservation waits a moment for other processes to give back idle slabs."""
-        state, deadline = self._state, time.monotonic() + LEND_SECONDS
+        state, is_reservation = self._state, self.waiter is None
         try:
             running[self] = None
             with self._surroundings():
-                while True:
-                    try:
-                        self._found = self._attempt()
-                        break
-                    except HostIsFull:
-                        plan = self.plan
-                        if self.waiter is not None:
-                            raise
-                        if time.monotonic() >= deadline:
-                            raise reserve_does_not_fit(state.figures(), plan.capacity, plan.count) from None
-                    time.sleep(_RETRY_PAUSE_SECONDS)
+                patience = LEND_SECONDS if is_reservation else 0.0
+                self._found = retry(self._attempt, HostIsFull, patience, _RETRY_PAUSE_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
+            if is_reservation and isinstance(error, HostIsFull):
+                self._error = reserve_does_not_fit(state.figures(), self.plan.capacity, self.plan.count)
         finally:
             del self._state, self._decide  # a fence that is kept doesn't keep the pool
             self._is_over = True

@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -154,6 +155,18 @@ class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns int
     """There is no room now under the budget."""
 
 
+def retry(work: Callable[[], Any], refusal: type[Exception], seconds: float, pause: float) -> Any:
+    """Do work again and again while it is refused, for a time; then raise the refusal. Blocks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return work()
+        except refusal:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause)
+
+
 class LimitedMemory:
     """A memory resource that allocates within a `HostBudget`, for one pool. With `inode`, all of it is that memory.
 
@@ -166,7 +179,7 @@ class LimitedMemory:
     """
 
     def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
-        self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
+        self.granularity = memory.granularity
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as the last look found them."""
         self.is_entered = ownership(_turn)
@@ -327,20 +340,16 @@ class Claim:
 
     def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
         self._nbytes, self._memory = nbytes, LimitedMemory(PageableMemory(), budget, inode)
-        deadline = time.monotonic() + LEND_SECONDS
-        while True:
-            try:
-                self._memory.check_room(nbytes, take=True)
-                break
-            except HostIsFull:
-                never_fits = nbytes > budget.max_bytes
-                if never_fits or time.monotonic() > deadline:
-                    self._memory.end()
-                    asked = f"{format_bytes(nbytes)} asked of {budget!r}{self._memory.holders()}"
-                    text = f"{asked}; ask for less, or raise the budget"
-                    error = BudgetExceededError if never_fits else AcquireTimeoutError
-                    raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
-            time.sleep(_WAIT_SECONDS)
+        may_fit = nbytes <= budget.max_bytes
+        take = partial(self._memory.check_room, nbytes, take=True)
+        try:
+            retry(take, HostIsFull, LEND_SECONDS if may_fit else 0.0, _WAIT_SECONDS)
+        except HostIsFull:
+            self._memory.end()
+            holders = self._memory.holders()
+            text = f"{format_bytes(nbytes)} asked of {budget!r}{holders}; ask for less, or raise the budget"
+            error = AcquireTimeoutError if may_fit else BudgetExceededError
+            raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
         self._memory.serve(self)
 
     def release(self) -> None:
@@ -388,13 +397,10 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _lock(folder: int) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?")
-        time.sleep(0.0005)
+    try:
+        retry(lambda: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, _BUSY_SECONDS, 0.0005)
+    except BlockingIOError:
+        raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?") from None
 
 
 def _living(folder: int, but: str = "") -> list[PoolUsage]:

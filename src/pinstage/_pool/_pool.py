@@ -11,14 +11,14 @@ from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
+from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
 from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, HostIsFull, LimitedMemory
+from ._host_budget import HostBudget, HostIsFull
 from ._lease import Lease
 from ._slab import Fence, take_free
 from ._state import PoolState
@@ -132,21 +132,17 @@ class SlabPool:
         cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()")
-        self._memory: MemoryResource = default_memory() if memory is None else memory
-        # A copy from pageable memory has read it when the call returns.
-        record = record_current_streams if self._memory.is_pinned else None
-        self._host = None if budget is None else LimitedMemory(self._memory, budget)
-        self._state = PoolState(self._host or self._memory, cap, reason, record)
+        self._state = PoolState(default_memory() if memory is None else memory, cap, reason, budget)
         self._has_told = False
-        if self._host is not None:
-            self._host.serve(self._state)
+        if self._state.host is not None:
+            self._state.host.serve(self._state)
 
     # -- the public verbs
 
     @property
     def memory(self) -> MemoryResource:
         """The memory resource that slabs come from."""
-        return self._memory
+        return self._state.resource
 
     @property
     def max_bytes(self) -> int:
@@ -312,8 +308,8 @@ class SlabPool:
             for event in state.pending():
                 event.synchronize()
             self.trim()
-        if self._host is not None:
-            self._host.end()
+        if state.host is not None:
+            state.host.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after a look at events. Does not block."""
@@ -435,4 +431,4 @@ class SlabPool:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
-        return f"<SlabPool {state} {type(self._memory).__name__} {self._state.figures()}>"
+        return f"<SlabPool {state} {type(self.memory).__name__} {self._state.figures()}>"

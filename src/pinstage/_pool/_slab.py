@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource
+from .._memory import Block, MemoryResource, record_current_streams
 from .._reaper import reaper
-from ._host_budget import LimitedMemory, held_bytes
+from ._host_budget import HostBudget, LimitedMemory, held_bytes
 from ._refusals import Figures, Refusal
 from ._waiting import Account, Accounts, Waiter
 
@@ -117,7 +117,9 @@ class Holdings:
             finaliser.
         is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
         is_forked: whether this is a forked child's copy, which must not be used.
-        host: `memory`, if it allocates within a budget for the host.
+        resource: where slabs come from.
+        host: `resource` within the budget for the host; None without a budget.
+        memory: the one of these that slabs are allocated from.
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
         user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
@@ -132,15 +134,12 @@ class Holdings:
 
     reap: Callable[[], bool]
 
-    def __init__(
-        self,
-        memory: MemoryResource | LimitedMemory,
-        max_bytes: int,
-        reason: str,
-        record: Callable[[], tuple[Fence, ...]] | None,
-    ) -> None:
-        self.memory, self.max_bytes, self.record, self._reason = memory, max_bytes, record, reason
-        self.host = host = memory if isinstance(memory, LimitedMemory) else None
+    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, budget: HostBudget | None) -> None:
+        self.resource, self.max_bytes, self._reason = memory, max_bytes, reason
+        self.host = host = None if budget is None else LimitedMemory(memory, budget)
+        self.memory: MemoryResource | LimitedMemory = host or memory
+        # A copy from pageable memory has read it when the call returns.
+        self.record = record_current_streams if memory.is_pinned else None
         self.granularity = memory.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
@@ -162,7 +161,7 @@ class Holdings:
         _all.add(self)
         # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
         self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self.slabs, memory))
+        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
     def tidy_later(self) -> None:
         """Have the slabs freed that were returned to a closed pool. Finalisers call this."""
