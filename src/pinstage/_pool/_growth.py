@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
@@ -45,6 +44,9 @@ class GrowthPlan:
     count: int = 0
 
 
+Decision = Lease | GrowthPlan | None
+
+
 class Growth:
     """Carries out a plan in a thread of its own; the fence of `SlabPool.reserve`.
 
@@ -53,7 +55,7 @@ class Growth:
 
     Args:
         state: of the pool.
-        decide: returns the plan, or whatever else there is then.
+        decide: returns the plan, or a lease that needs none, or None.
         waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
 
     Attributes:
@@ -62,21 +64,21 @@ class Growth:
         refusal: of memory, by the platform; None if there was none.
     """
 
-    def __init__(self, state: Holdings, decide: Callable[[], Any], waiter: Waiter | None = None) -> None:
+    def __init__(self, state: Holdings, decide: Callable[[], Decision], waiter: Waiter | None = None) -> None:
         self.plan = GrowthPlan()
         self.waiter = waiter
         self.freed = 0
         self.refusal: Refusal | None = None
         self._state = state
         self._decide = decide
-        self._found: Any = None
+        self._found: Lease | None = None
         self._error: BaseException | None = None
         self._is_over = False
         self._news: SimpleQueue[object] = SimpleQueue()  # at the end
         self._surroundings = as_called_here()
 
-    def result(self) -> Any:
-        """Do the work, unless that is done, and wait for the end. Return the lease, or the answer instead of a plan.
+    def result(self) -> Lease | None:
+        """Do the work, unless that is done, and wait for the end. Return the lease, if there is one.
 
         Raises:
             BaseException: what ended the work. Then nothing was allocated.
@@ -133,8 +135,8 @@ class Growth:
             running.pop(self, None)
             state.wake_first()
 
-    def _attempt(self) -> Any:
-        """Decide, and carry out the plan. Return the lease, or the answer instead of a plan."""
+    def _attempt(self) -> Lease | None:
+        """Decide, and carry out the plan. Return the lease, if there is one."""
         state = self._state
         with state.lock:
             found = self._decide()
@@ -166,6 +168,8 @@ class Growth:
             with state.lock:
                 del state.growths[self]
                 lease = self._settle(blocks)
+        if plan.count and state.closed:
+            state.reap()
         return lease
 
     def _allocate(self, nbytes: int) -> Block:
@@ -203,8 +207,6 @@ class Growth:
                 lease = Lease(state, slab, self.waiter.nbytes, self.waiter.account)
             else:
                 slab.put(None)
-        if blocks and state.closed:
-            state.tidy_later()
         state.sizes = sorted({slab.capacity for slab in state.slabs})
         state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
         state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))

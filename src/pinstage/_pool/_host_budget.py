@@ -252,8 +252,8 @@ class LimitedMemory:
         """Begin to write a pool's usage, and to lend its idle slabs. The pool isn't kept alive.
 
         Args:
-            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on; and
-                `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
+            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on,
+                among others; and `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
         """
         _thread.start_new_thread(self._serve, (weakref.ref(pool),))
 
@@ -310,7 +310,7 @@ class LimitedMemory:
         who = {"budget": self._budget.name, "max_bytes": self._budget.max_bytes, "pid": os.getpid()}
         what = {"program": _program(), "pool": self._key, "held_bytes": held, "wanted_bytes": self._wanted}
         shared = {self._inode: held} if self._inode and held else {}
-        text = json.dumps(who | what | self._told | {"shared": shared}).encode()
+        text = json.dumps(self._told | who | what | {"shared": shared}).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
         self._held = held

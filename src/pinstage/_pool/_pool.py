@@ -262,10 +262,8 @@ class SlabPool:
         growth = Growth(state, missing)
         if background:
             _thread.start_new_thread(growth.run, ())
-            return growth
-        growth.result()
-        if state.closed:
-            self.trim()
+        else:
+            growth.result()
         return growth
 
     def trim(self, to_bytes: Size = 0) -> int:
@@ -380,8 +378,7 @@ class SlabPool:
     def _grow(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
         """Grow. Return the lease that this is for; None if there is none, and the request has to wait."""
         try:
-            lease: Lease | None = growth.result()
-            return lease
+            return growth.result()
         except HostIsFull:
             return None
         except REFUSALS:
@@ -393,7 +390,7 @@ class SlabPool:
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
                 f"{self._state.figures()}; {growth.refusal.reason}; this is said once",
                 StagingWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return None
 

@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._growth import Growth, GrowthPlan
+from ._growth import Decision, Growth, GrowthPlan
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Fence, Holdings, Slab
@@ -35,7 +35,7 @@ class PoolState(Holdings):
 
     # -- decisions
 
-    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | GrowthPlan | None:
+    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Decision:
         """Serve a request from free slabs, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
@@ -255,12 +255,9 @@ class PoolState(Holdings):
         return bool(self.waiters)
 
     def report(self) -> dict[str, Any]:
-        """Return the fields of `PoolUsage` from ``leased_bytes`` on."""
+        """Return the fields of `PoolUsage` from ``leased_bytes`` on, among others."""
         with self.lock:
-            stats = self.snapshot()
-        owners = {name: asdict(owner) for name, owner in stats.owners.items()}
-        names = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
-        return {name: getattr(stats, name) for name in names} | {"owners": owners}
+            return asdict(self.snapshot())
 
 
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
