@@ -212,7 +212,7 @@ def test_a_reservation_is_done_when_it_returns(pool):
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_reservation_is_made_on_the_caller_s_device(pool, memory, monkeypatch, in_background):
+def test_reservations_use_the_caller_s_device(pool, memory, monkeypatch, in_background):
     here, devices = threading.local(), []
 
     def as_called_here():
