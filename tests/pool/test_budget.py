@@ -1,11 +1,13 @@
 """The cap, and what changes the bytes held: growth, trim, reserve, freeze; also when memory fails."""
 
 import contextlib
+import threading
 
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import SlabPool
+from pinstage._pool import _growth
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
 from pinstage.memory import PageableMemory
 
@@ -207,6 +209,30 @@ def test_a_reservation_in_the_background_is_done_later(pool, memory):
 
 def test_a_reservation_is_done_when_it_returns(pool):
     assert pool.reserve(200).query()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_reservations_use_the_caller_s_device(pool, memory, monkeypatch, in_background):
+    here, devices = threading.local(), []
+
+    def as_called_here():
+        device = getattr(here, "device", 0)
+        return lambda: contextlib.nullcontext(setattr(here, "device", device))
+
+    allocate = memory.allocate
+    monkeypatch.setattr(_growth, "as_called_here", as_called_here)
+    monkeypatch.setattr(memory, "allocate", lambda nbytes: devices.append(here.device) or allocate(nbytes))
+    here.device = 1
+    pool.reserve(200, background=in_background).synchronize()
+    assert devices == [1]
+
+
+def test_a_kept_fence_keeps_no_pool(memory):
+    pool = SlabPool(1000, memory=memory)
+    fence = pool.reserve(200)
+    del pool
+    wait_until(lambda: memory.live_bytes == 0)
+    assert fence.query()
 
 
 @pytest.mark.parametrize("count", [0, 1])

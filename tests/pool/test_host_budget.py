@@ -608,7 +608,7 @@ def test_fields_of_other_versions_are_ignored(pools, folder):
 def test_shared_memory_counts_once_by_its_inode(pools, folder):
     first, _, third = pools(), pools(), pools()
     for path in folder.iterdir():
-        if first._host._key not in path.name and third._host._key not in path.name:
+        if first._state.host._key not in path.name and third._state.host._key not in path.name:
             continue
         record = json.loads(path.read_text()) | {"held_bytes": 5 * MIB, "shared": {"7": 4 * MIB}}
         path.write_text(json.dumps(record))

@@ -68,7 +68,7 @@ class PinnedMemory(CountingMemory):
 def test_an_interrupted_block_end_waits_for_its_work(monkeypatch):
     for number in itertools.count(1):
         event = ManualEvent()
-        monkeypatch.setattr("pinstage._pool._pool.record_current_streams", lambda event=event: (event,))
+        monkeypatch.setattr("pinstage._pool._slab.record_current_streams", lambda event=event: (event,))
         with SlabPool(1000, memory=PinnedMemory()) as pool:
             leases = [pool.acquire(1000).__enter__()]
             interrupted = Interrupts(number, *FILES).during(

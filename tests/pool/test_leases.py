@@ -409,7 +409,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr("pinstage._pool._pool.record_current_streams", recorder)
+    monkeypatch.setattr("pinstage._pool._slab.record_current_streams", recorder)
     return recorder
 
 

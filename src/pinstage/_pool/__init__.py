@@ -15,7 +15,7 @@ A *slab* is one host allocation and lives as long as the pool keeps it; a *lease
 stacks of free slabs are a cache of that, which may be rebuilt at any time.
 
 Where to look: `_pool` has the public verbs; `_state` every decision; `_slab` what keeps a slab busy; `_lease` the lease
-and its views; `_growth` slow work in threads of its own; `_waiting` owners, their quotas and the line of requests;
+and its views; `_growth` slow work in threads of its own; `_waiting` owners, their quotas and waiting requests;
 `_refusals` the errors; `_classes` the sizes; `_stats` the counters.
 
 Three things may break into any line of Python: a finaliser that the garbage collector runs in the middle of it, an

@@ -15,17 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
+from ._host_budget import LEND_SECONDS, HostIsFull, retry
 from ._lease import Lease
-from ._refusals import Refusal
+from ._refusals import Refusal, reserve_does_not_fit
 from ._slab import Holdings, Slab
 from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
-"""Interval at which `Reservation.synchronize` looks. A reservation takes milliseconds at least."""
+"""Interval at which `Growth.synchronize` looks. A reservation takes milliseconds at least."""
+
+_RETRY_PAUSE_SECONDS = 0.02
+"""Interval at which a reservation tries again while other processes hold too much of a `HostBudget`."""
 
 RETRY_SECONDS = 60.0
 """Seconds for which a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
@@ -41,55 +44,54 @@ class GrowthPlan:
     count: int = 0
 
 
+Decision = Lease | GrowthPlan | None
+
+
 class Growth:
-    """Carries out a plan in a thread of its own.
+    """Carries out a plan in a thread of its own; the fence of `SlabPool.reserve`.
 
     That thread makes the decision again, under the pool's lock, so that an abandoned plan leaves nothing
     behind. Until the end, `Growth` says which bytes are promised to it.
 
     Args:
         state: of the pool.
-        decide: returns the plan, or whatever else there is then.
+        decide: returns the plan, or a lease that needs none, or None.
         waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
 
     Attributes:
         plan: the steps; empty until the decision.
         freed: bytes given back to the system.
-        refusal: why the platform refused memory; empty if it did not.
+        refusal: of memory, by the platform; None if there was none.
     """
 
-    def __init__(self, state: Holdings, decide: Callable[[], Any], waiter: Waiter | None = None) -> None:
+    def __init__(self, state: Holdings, decide: Callable[[], Decision], waiter: Waiter | None = None) -> None:
         self.plan = GrowthPlan()
         self.waiter = waiter
         self.freed = 0
-        self.refusal = ""
+        self.refusal: Refusal | None = None
         self._state = state
         self._decide = decide
-        self._found: Any = None
+        self._found: Lease | None = None
         self._error: BaseException | None = None
-        self.is_over = False
-        self._news: SimpleQueue[object] = SimpleQueue()  # after the decision, and at the end
+        self._is_over = False
+        self._news: SimpleQueue[object] = SimpleQueue()  # at the end
         self._surroundings = as_called_here()
 
-    def start(self) -> None:
-        """Begin, and wait for the decision."""
-        run = partial(self.run)
-        # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant for
-        # its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
-        self._thread = weakref.ref(run, self._news.put)
-        try:
-            _thread.start_new_thread(run, ())
-        finally:
-            del run  # who keeps an error has the names of this function
-        self._news.get()
-
-    def result(self) -> Any:
-        """Wait for the end. Return the lease, or the answer instead of a plan; None if the thread never began.
+    def result(self) -> Lease | None:
+        """Do the work, unless that is done, and wait for the end. Return the lease, if there is one.
 
         Raises:
             BaseException: what ended the work. Then nothing was allocated.
         """
-        while not self.is_over and self._thread() is not None:
+        while not self._is_over:
+            run = partial(self.run)
+            # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant
+            # for its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
+            self._thread = weakref.ref(run, self._news.put)
+            try:
+                _thread.start_new_thread(run, ())
+            finally:
+                del run  # who keeps an error has the names of this function
             self._news.get()
         found, self._found = self._found, None
         error, self._error = self._error, None  # or it and its traceback would keep one another
@@ -105,30 +107,48 @@ class Growth:
         plan = self.plan
         return max(0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed)
 
+    def query(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        while not self._is_over:
+            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
+        if self._error is not None:
+            raise self._error
+
     def run(self) -> None:
-        """Do all of it in this thread."""
-        state = self._state
+        """Do all of it in this thread. A reservation waits a moment for other processes to give back idle slabs."""
+        state, is_reservation = self._state, self.waiter is None
         try:
             running[self] = None
             with self._surroundings():
-                with state.lock:
-                    found = self._decide()
-                    if isinstance(found, GrowthPlan):
-                        if self.waiter is not None:
-                            state.line.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
-                        for slab in found.victims:
-                            slab.doomed = True
-                        self.plan = found
-                        state.growths[self] = None
-                self._news.put(None)
-                self._found = self._carry_out(found) if isinstance(found, GrowthPlan) else found
+                patience = LEND_SECONDS if is_reservation else 0.0
+                self._found = retry(self._attempt, HostIsFull, patience, _RETRY_PAUSE_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
+            if is_reservation and isinstance(error, HostIsFull):
+                self._error = reserve_does_not_fit(state.figures(), self.plan.capacity, self.plan.count)
         finally:
-            self.is_over = True
+            del self._state, self._decide  # a fence that is kept doesn't keep the pool
+            self._is_over = True
             self._news.put(None)
             running.pop(self, None)
-            state.line.wake_first()
+            state.wake_first()
+
+    def _attempt(self) -> Lease | None:
+        """Decide, and carry out the plan. Return the lease, if there is one."""
+        state = self._state
+        with state.lock:
+            found = self._decide()
+            if isinstance(found, GrowthPlan):
+                if self.waiter is not None:
+                    state.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait
+                for slab in found.victims:
+                    slab.doomed = True
+                self.plan = found
+                state.growths[self] = None
+        state.wake_first()  # the waiter has left the line
+        return self._carry_out(found) if isinstance(found, GrowthPlan) else found
 
     def _carry_out(self, plan: GrowthPlan) -> Lease | None:
         state, blocks = self._state, list[Block]()
@@ -148,13 +168,18 @@ class Growth:
             with state.lock:
                 del state.growths[self]
                 lease = self._settle(blocks)
+        if plan.count and state.closed:
+            state.reap()
         return lease
 
     def _allocate(self, nbytes: int) -> Block:
+        state = self._state
         try:
-            return self._state.memory.allocate(nbytes)
+            return state.memory.allocate(nbytes)
         except REFUSALS as error:
-            self.refusal = f"{error}; {remedy(nbytes)}"
+            total, until = state.promised(), time.monotonic() + RETRY_SECONDS
+            before = total - nbytes * self.plan.count
+            self.refusal = state.refusal = Refusal(f"{error}; {remedy(nbytes)}", total, before, until)
             raise
 
     def _free(self, slab: Slab) -> None:
@@ -164,7 +189,6 @@ class Growth:
         finally:  # a slab that could not be freed is never used again
             with state.lock:
                 del state.slabs[slab]
-                state.held_bytes -= slab.capacity
                 slab.stack.pop(slab, None)
                 self.freed += slab.capacity
                 state.trims += 1
@@ -177,45 +201,13 @@ class Growth:
         for block in blocks:
             slab = Slab(block, state.stacks, next(state.clock))
             state.slabs[slab] = None
-            state.held_bytes += slab.capacity
             state.total_held_bytes += slab.capacity
-            state.total_held_slabs += 1
             if self.waiter is not None:
                 state.misses += 1
                 lease = Lease(state, slab, self.waiter.nbytes, self.waiter.account)
             else:
                 slab.put(None)
-        if self.refusal:
-            before = state.promised()
-            total = before + self.plan.capacity * self.plan.count
-            state.refusal = Refusal(self.refusal, total, before, time.monotonic() + RETRY_SECONDS)
         state.sizes = sorted({slab.capacity for slab in state.slabs})
         state.peak_held_bytes = max(state.peak_held_bytes, state.held_bytes)
         state.peak_held_slabs = max(state.peak_held_slabs, len(state.slabs))
         return lease
-
-
-class Reservation:
-    """The fence of `SlabPool.reserve`."""
-
-    def __init__(self, *, is_over: bool) -> None:
-        self._is_over = is_over
-        self._error: BaseException | None = None
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work in this thread."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised by `synchronize`
-            self._error = error
-        finally:
-            self._is_over = True
-
-    def query(self) -> bool:
-        return self._is_over
-
-    def synchronize(self) -> None:
-        while not self._is_over:
-            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
-        if self._error is not None:
-            raise self._error

@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -154,8 +155,20 @@ class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns int
     """There is no room now under the budget."""
 
 
+def retry(work: Callable[[], Any], refusal: type[Exception], seconds: float, pause: float) -> Any:
+    """Do work again and again while it is refused, for a time; then raise the refusal. Blocks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return work()
+        except refusal:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause)
+
+
 class LimitedMemory:
-    """A memory resource that allocates within a `HostBudget`, for one pool.
+    """A memory resource that allocates within a `HostBudget`, for one pool. With `inode`, all of it is that memory.
 
     `allocate` raises `HostIsFull` while there is no room. It and `deallocate` block for the folder's lock, so only the
     threads that do the pool's slow work call them.
@@ -165,13 +178,14 @@ class LimitedMemory:
         HostBudgetError: the folder cannot be used.
     """
 
-    def __init__(self, memory: MemoryResource, budget: HostBudget) -> None:
-        self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
+    def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
+        self.granularity = memory.granularity
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as the last look found them."""
         self.is_entered = ownership(_turn)
         """Says whether the calling thread is reading or writing the files."""
         self._memory, self._budget, self._path, self._key = memory, budget, _path(), secrets.token_hex(8)
+        self._inode = "" if inode is None else str(inode)
         self._told: dict[str, Any] = {}
         self._held, self._wanted, self._refused_at, self._file = 0, 0, 0.0, -1
         self._refusals: SimpleQueue[None] = SimpleQueue()
@@ -216,17 +230,18 @@ class LimitedMemory:
         try:
             block = self._memory.allocate(nbytes)
         except BaseException:
-            self._give(nbytes)
+            self.give(nbytes)
             raise
         if block.nbytes != nbytes:
-            self._give(nbytes - block.nbytes)
+            self.give(nbytes - block.nbytes)
         return block
 
     def deallocate(self, block: Block) -> None:
         self._memory.deallocate(block)
-        self._give(block.nbytes)
+        self.give(block.nbytes)
 
-    def _give(self, nbytes: int) -> None:
+    def give(self, nbytes: int) -> None:
+        """Count bytes as free again; fewer than none are taken."""
         with _turn:
             self._held -= nbytes
             # Freeing doesn't fail because of the folder: the next look writes the file.
@@ -237,8 +252,8 @@ class LimitedMemory:
         """Begin to write a pool's usage, and to lend its idle slabs. The pool isn't kept alive.
 
         Args:
-            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on; and
-                `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
+            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on,
+                among others; and `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
         """
         _thread.start_new_thread(self._serve, (weakref.ref(pool),))
 
@@ -281,6 +296,8 @@ class LimitedMemory:
     def _room(self, folder: int) -> int:
         """Look at the others; return by how much the pool may grow."""
         self.others = [pool for pool in _living(folder, self._key) if pool.budget == self._budget.name]
+        if any(self._inode in other.shared for other in self.others):
+            return self._budget.max_bytes  # that memory is counted already
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
     def _write(self, folder: int, held: int) -> None:
@@ -292,7 +309,8 @@ class LimitedMemory:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         who = {"budget": self._budget.name, "max_bytes": self._budget.max_bytes, "pid": os.getpid()}
         what = {"program": _program(), "pool": self._key, "held_bytes": held, "wanted_bytes": self._wanted}
-        text = json.dumps(who | what | self._told).encode()
+        shared = {self._inode: held} if self._inode and held else {}
+        text = json.dumps(self._told | who | what | {"shared": shared}).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
         self._held = held
@@ -303,7 +321,7 @@ class LimitedMemory:
             os.close(file)
 
 
-class Claim(LimitedMemory):
+class Claim:
     """Bytes of a budget that are taken at once and held until `release`: a region's.
 
     Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
@@ -318,42 +336,29 @@ class Claim(LimitedMemory):
         AcquireTimeoutError: the rest of the budget is in use.
     """
 
-    closed = True  # for `_serve`, which ends when nothing is held
+    closed = True  # for `LimitedMemory.serve`, which ends when nothing is held
 
     def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
-        self._nbytes, self._inode = nbytes, inode
-        super().__init__(PageableMemory(), budget)
-        deadline = time.monotonic() + LEND_SECONDS
-        while not self._holds():
-            never_fits = nbytes > budget.max_bytes
-            if never_fits or time.monotonic() > deadline:
-                self.end()
-                text = f"{format_bytes(nbytes)} asked of {budget!r}{self.holders()}; ask for less, or raise the budget"
-                error = BudgetExceededError if never_fits else AcquireTimeoutError
-                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
-            time.sleep(_WAIT_SECONDS)
-        _thread.start_new_thread(self._serve, (weakref.ref(self),))
+        self._nbytes, self._memory = nbytes, LimitedMemory(PageableMemory(), budget, inode)
+        may_fit = nbytes <= budget.max_bytes
+        take = partial(self._memory.check_room, nbytes, take=True)
+        try:
+            retry(take, HostIsFull, LEND_SECONDS if may_fit else 0.0, _WAIT_SECONDS)
+        except HostIsFull:
+            self._memory.end()
+            holders = self._memory.holders()
+            text = f"{format_bytes(nbytes)} asked of {budget!r}{holders}; ask for less, or raise the budget"
+            error = AcquireTimeoutError if may_fit else BudgetExceededError
+            raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
+        self._memory.serve(self)
 
     def release(self) -> None:
         """Give the bytes back."""
-        self._give(self._nbytes)
+        self._memory.give(self._nbytes)
 
-    def _holds(self) -> bool:
-        with contextlib.suppress(HostIsFull):
-            self.check_room(self._nbytes, take=True)
-        return self._held > 0
-
-    def _room(self, folder: int) -> int:
-        room = super()._room(folder)
-        return self._nbytes if any(str(self._inode) in other.shared for other in self.others) else room
-
-    def _look(self, pool: Any) -> None:  # noqa: ARG002 - it has nothing to lend
-        with _folder(self._path) as folder:
-            self._write(folder, self._held)
-
-    def _write(self, folder: int, held: int) -> None:
-        self._told = {"leased_bytes": held, "shared": {str(self._inode): held} if held and self._inode else {}}
-        super()._write(folder, held)
+    def report(self) -> dict[str, Any]:
+        """Return the field of `PoolUsage` that says how much of it is in use: all."""
+        return {"leased_bytes": self._nbytes}
 
 
 def _path() -> Path:
@@ -392,13 +397,10 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _lock(folder: int) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?")
-        time.sleep(0.0005)
+    try:
+        retry(lambda: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, _BUSY_SECONDS, 0.0005)
+    except BlockingIOError:
+        raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?") from None
 
 
 def _living(folder: int, but: str = "") -> list[PoolUsage]:

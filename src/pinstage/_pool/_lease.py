@@ -188,8 +188,8 @@ class Lease:
         slab.put(None)
         if state.unrecorded:
             state.unrecorded.pop(self, None)
-        if state.line.waiters:
-            state.line.wake_first()
+        if state.waiters:
+            state.wake_first()
         if state.closed:
             state.tidy_later()
 

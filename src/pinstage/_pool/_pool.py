@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
+import threading
 import time
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory, record_current_streams
+from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
-from ..errors import BudgetExceededError, StagingWarning, UnreleasedLeaseWarning
+from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
-from ._growth import Growth, GrowthPlan, Reservation
-from ._host_budget import LEND_SECONDS, HostBudget, HostIsFull, LimitedMemory
+from ._growth import Growth, GrowthPlan
+from ._host_budget import HostBudget, HostIsFull
 from ._lease import Lease
 from ._slab import Fence, take_free
 from ._state import PoolState
 from ._stats import PoolStats
-from ._waiting import Account, Waiter, check_timeout
-
-_PAUSE_SECONDS = 0.02
-"""Poll interval of a reservation that waits for other processes."""
+from ._waiting import GIVE_UP_SECONDS, POLL_SECONDS, Account, Waiter, check_timeout, this_thread
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
@@ -134,21 +132,17 @@ class SlabPool:
         cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()")
-        self._memory: MemoryResource = default_memory() if memory is None else memory
-        # A copy from pageable memory has read it when the call returns.
-        record = record_current_streams if self._memory.is_pinned else None
-        self._host = None if budget is None else LimitedMemory(self._memory, budget)
-        self._state = PoolState(self._host or self._memory, cap, reason, record)
+        self._state = PoolState(default_memory() if memory is None else memory, cap, reason, budget)
         self._has_told = False
-        if self._host is not None:
-            self._host.serve(self._state)
+        if self._state.host is not None:
+            self._state.host.serve(self._state)
 
     # -- the public verbs
 
     @property
     def memory(self) -> MemoryResource:
         """The memory resource that slabs come from."""
-        return self._memory
+        return self._state.resource
 
     @property
     def max_bytes(self) -> int:
@@ -200,9 +194,7 @@ class SlabPool:
         with step("acquire"):
             with state.lock:
                 account, sizes = state.accounts[owner], state.sizes
-                if not (
-                    state.closed or state.line.waiters or state.accounts.have_quotas
-                ):  # case 1 of `PoolState.serve`
+                if not (state.closed or state.waiters or state.accounts.have_quotas):  # case 1 of `PoolState.serve`
                     limit = reuse_limit(nbytes, state.granularity)
                     for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
                         slab = take_free(state.stacks[size])
@@ -236,7 +228,7 @@ class SlabPool:
         with self._state.lock:
             self._state.check_open()
             self._state.accounts.set_quota(owner, least, most)
-        self._state.line.wake_all()
+        self._state.wake_all()
 
     def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -263,40 +255,16 @@ class SlabPool:
         if nbytes <= 0 or count < 0:
             raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
         self._check_entry()
-        if background and self._host is None:  # else others may make room for it
-            with self._state.lock:
-                self._state.reserve(nbytes, count)
-        reservation = Reservation(is_over=not background)
+        state = self._state
+        missing = partial(state.reserve, nbytes, count)
+        with state.lock:
+            missing()  # an error has its caller
+        growth = Growth(state, missing)
         if background:
-            _thread.start_new_thread(reservation.run, (partial(self._reserve, nbytes, count),))
+            _thread.start_new_thread(growth.run, ())
         else:
-            self._reserve(nbytes, count)
-        return reservation
-
-    def _reserve(self, nbytes: int, count: int) -> None:
-        state, plan = self._state, None
-
-        def missing() -> GrowthPlan | None:
-            nonlocal plan
-            plan = state.reserve(nbytes, count)
-            return plan
-
-        deadline = time.monotonic() + LEND_SECONDS
-        while True:
-            try:
-                state.run(missing)
-                break
-            except HostIsFull:
-                if time.monotonic() >= deadline:
-                    assert plan is not None
-                    raise _refusals.reserve_does_not_fit(state.figures(), plan.capacity, plan.count) from None
-            except BudgetExceededError:
-                is_full = self._host is not None and self._host.allowed < state.max_bytes
-                if time.monotonic() >= deadline or not is_full:
-                    raise
-            time.sleep(_PAUSE_SECONDS)
-        if state.closed:
-            self.trim()
+            growth.result()
+        return growth
 
     def trim(self, to_bytes: Size = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
@@ -311,7 +279,7 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        freed = self._state.run(partial(self._state.trim, target))
+        freed = self._state.trim(target)
         self._warn_of_forgotten()
         return freed
 
@@ -319,7 +287,7 @@ class SlabPool:
         """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
         self._check_entry()
         self._state.frozen = True
-        self._state.line.wake_all()
+        self._state.wake_all()
 
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
@@ -331,15 +299,15 @@ class SlabPool:
         if state.is_forked:
             return
         state.closed = True
-        state.line.wake_all()
+        state.wake_all()
         if state.is_entered():  # by a finaliser, in the middle of a call of this thread: another thread has to wait
             state.tidy_later()
         else:
             for event in state.pending():
                 event.synchronize()
             self.trim()
-        if self._host is not None:
-            self._host.end()
+        if state.host is not None:
+            state.host.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after a look at events. Does not block."""
@@ -355,50 +323,74 @@ class SlabPool:
     # -- waiting
 
     def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
-        state = self._state
+        """Serve a request: first come, first served, within what quotas allow.
 
-        def attempt(me: Waiter, ahead: Sequence[Waiter]) -> Lease | Growth | None:
-            serve = partial(state.serve, account, nbytes, ahead)
-            with state.lock:
-                found = serve()
-            if not isinstance(found, GrowthPlan):
-                return found
-            growth = Growth(state, serve, me)
-            growth.start()
-            return growth if growth.plan.count else self._end_of(growth, account, nbytes)
-
-        def timed_out(others: int) -> Exception:
-            return _refusals.timed_out(state.figures(), nbytes, timeout, others)
-
-        found: Lease | Growth | None = None
-        while not isinstance(found, Lease):
-            # A request that grows is in the line too, until that is decided, so that no request overtakes it.
-            found = state.line.wait(Waiter(account, nbytes), attempt, timeout, timed_out)
-            if isinstance(found, Growth):
-                found = self._end_of(found, account, nbytes)
+        Each request looks for itself, with those before it in mind. A release wakes the first; where there are quotas,
+        which may let another one pass, each that finds nothing wakes the next. A request that grows is in the line too,
+        until that is decided, so that no request overtakes it.
+        """
+        state, waiters, me = self._state, self._state.waiters, Waiter(account, nbytes)
+        start, waits = time.monotonic(), 0
+        pause, longest_pause = POLL_SECONDS
+        gives_up = this_thread.gives_up
+        longest_in_line = threading.TIMEOUT_MAX if gives_up is None else GIVE_UP_SECONDS
+        try:
+            while True:
+                if me not in waiters:
+                    waiters.append(me)
+                line = list(waiters)
+                ahead = line[: line.index(me)]
+                serve = partial(state.serve, account, nbytes, ahead)
+                with state.lock:
+                    found = serve()
+                if isinstance(found, GrowthPlan):
+                    began = time.monotonic()
+                    found = self._grow(Growth(state, serve, me), account, nbytes)
+                    start += time.monotonic() - began  # it didn't wait meanwhile
+                    if found is None:
+                        continue
+                if found is not None:
+                    break
+                if not waits:
+                    waits = 1
+                    account.waits += 1
+                behind = line[len(ahead) + 1 :]
+                if state.accounts.have_quotas and behind:
+                    with contextlib.suppress(RuntimeError):
+                        behind[0].wake()
+                left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
+                if left <= 0 or (gives_up is not None and gives_up()):
+                    raise _refusals.timed_out(state.figures(), nbytes, timeout, len(waiters) - 1)
+                me.sleep(timeout=min(left, longest_in_line if ahead else pause))
+                if not ahead:
+                    pause = min(2 * pause, longest_pause)
+        finally:
+            if me in waiters:  # not, if an interrupt came before it was; the next line is one call of C
+                waiters.remove(me)
+            state.wake_first()
+            account.wait_seconds += waits * (time.monotonic() - start)
         if state.closed:
             found.release()
             self.trim()
             state.check_open()
         return found
 
-    def _end_of(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
-        """Return the lease that a growth was for; None if there is none, and the request has to wait."""
+    def _grow(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
+        """Grow. Return the lease that this is for; None if there is none, and the request has to wait."""
         try:
-            lease: Lease | None = growth.result()
-            return lease
+            return growth.result()
         except HostIsFull:
             return None
         except REFUSALS:
-            if not growth.refusal or self._state.why_never(account, nbytes, self._state.refusal) is not None:
+            if growth.refusal is None or self._state.why_never(account, nbytes, growth.refusal) is not None:
                 raise
         if not self._has_told:
             self._has_told = True
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
-                f"{self._state.figures()}; {growth.refusal}; this is said once",
+                f"{self._state.figures()}; {growth.refusal.reason}; this is said once",
                 StagingWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return None
 
@@ -436,4 +428,4 @@ class SlabPool:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
-        return f"<SlabPool {state} {type(self._memory).__name__} {self._state.figures()}>"
+        return f"<SlabPool {state} {type(self.memory).__name__} {self._state.figures()}>"

@@ -44,8 +44,7 @@ class Figures(NamedTuple):
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
         """Return an error with these figures. They take the place of ``{}`` in its text."""
-        numbers = (self.held_bytes, self.leased_bytes, self.in_flight_bytes, self.max_bytes)
-        named = dict(zip(self._fields, numbers, strict=False))
+        named = {name: getattr(self, name) for name in ("held_bytes", "leased_bytes", "in_flight_bytes", "max_bytes")}
         return kind(text.replace("{}", str(self)), requested_bytes=nbytes, **named)
 
 
@@ -55,10 +54,10 @@ def closed(figures: Figures, user: str | None) -> PoolClosedError:
     return figures.error(PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}")
 
 
-def never_fits(figures: Figures, nbytes: int, account: Account | None = None) -> BudgetExceededError:
+def never_fits(figures: Figures, nbytes: int, account: Account | None = None, largest: int = 0) -> BudgetExceededError:
     quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     if account is not None:
-        quotas = f"quotas leave {account.name!r} at most {format_bytes(account.largest)}, "
+        quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
         remedy = "raise max_bytes, change set_quota(), or ask for less"
     text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
     return figures.error(BudgetExceededError, nbytes, text)

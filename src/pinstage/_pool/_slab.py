@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -13,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource
+from .._memory import Block, MemoryResource, record_current_streams
 from .._reaper import reaper
-from ._host_budget import LimitedMemory
-from ._refusals import Refusal
-from ._waiting import Account, Accounts, WaitQueue
+from ._host_budget import HostBudget, LimitedMemory, held_bytes
+from ._refusals import Figures, Refusal
+from ._waiting import Account, Accounts, Waiter
 
 
 class Fence(Protocol):
@@ -115,12 +117,15 @@ class Holdings:
             finaliser.
         is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
         is_forked: whether this is a forked child's copy, which must not be used.
-        host: `memory`, if it allocates within a budget for the host.
+        resource: where slabs come from.
+        host: `resource` within the budget for the host; None without a budget.
+        memory: the one of these that slabs are allocated from.
         record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
         user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
         unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
         forgotten: leases that weren't released: bytes requested, and of the slab.
-        slabs: all that are held, of `held_bytes` together; written by growths.
+        waiters: requests that wait, ordered by age, the oldest first.
+        slabs: all that are held; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
@@ -129,15 +134,12 @@ class Holdings:
 
     reap: Callable[[], bool]
 
-    def __init__(
-        self,
-        memory: MemoryResource | LimitedMemory,
-        max_bytes: int,
-        reason: str,
-        record: Callable[[], tuple[Fence, ...]] | None,
-    ) -> None:
-        self.memory, self.max_bytes, self.record, self._reason = memory, max_bytes, record, reason
-        self.host = host = memory if isinstance(memory, LimitedMemory) else None
+    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, budget: HostBudget | None) -> None:
+        self.resource, self.max_bytes, self._reason = memory, max_bytes, reason
+        self.host = host = None if budget is None else LimitedMemory(memory, budget)
+        self.memory: MemoryResource | LimitedMemory = host or memory
+        # A copy from pageable memory has read it when the call returns.
+        self.record = record_current_streams if memory.is_pinned else None
         self.granularity = memory.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
@@ -145,7 +147,7 @@ class Holdings:
         has_lock = ownership(self.lock)
         self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.line = WaitQueue(self.accounts)
+        self.waiters: deque[Waiter] = deque()
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}
@@ -154,21 +156,66 @@ class Holdings:
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
         self.refusal: Refusal | None = None
-        self.hits = self.misses = self.trims = self.held_bytes = 0
-        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = self.total_held_slabs = 0
+        self.hits = self.misses = self.trims = 0
+        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = 0
         _all.add(self)
         # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
         self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self.slabs, memory))
+        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
     def tidy_later(self) -> None:
         """Have the slabs freed that were returned to a closed pool. Finalisers call this."""
         reaper.tasks.put(self)
 
+    def wake_first(self) -> None:
+        """Let the first in line look again. Finalisers call this."""
+        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
+            self.waiters[0].wake()
+        except (IndexError, RuntimeError):
+            pass  # no thread waits, or it is awake
+
+    def wake_all(self) -> None:
+        """Let all in line look again."""
+        for waiter in list(self.waiters):
+            with contextlib.suppress(RuntimeError):
+                waiter.wake()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slab.capacity for slab in list(self.slabs))
+
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or promised to growths."""
         promised: int = sum(growth.promised() for growth in list(self.growths))
         return self.held_bytes + promised
+
+    def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
+        """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
+        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
+        for slab in list(self.slabs):
+            if slab.lease is not None and slab.lease() is not None:
+                leased.append(slab)
+            elif slab.doomed or not (slab.fences() or slab.has_views()):
+                free.append(slab)
+            else:
+                in_flight.append(slab)
+        return parts
+
+    def pending(self) -> list[Fence]:
+        """Return the events that slabs without lease and views wait for."""
+        _, in_flight, _ = self.parts()
+        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
+
+    @property
+    def reason(self) -> str:
+        """Where the cap comes from, and what others had of it when it was asked for last."""
+        return self._reason + ("" if self.host is None else self.host.holders())
+
+    def figures(self) -> Figures:
+        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
+        host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
+        others = None if host is None else held_bytes(host.others)
+        return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._growth import Growth, GrowthPlan
-from ._host_budget import held_bytes
+from ._growth import Decision, Growth, GrowthPlan
 from ._lease import Lease
-from ._refusals import Figures, Refusal
+from ._refusals import Refusal
 from ._slab import Fence, Holdings, Slab
 from ._stats import OwnerStats, PoolStats
 from ._waiting import Account, Waiter
 
-_HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes", "total_held_slabs")
+_HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes")
 
 
 class PoolState(Holdings):
@@ -34,7 +35,7 @@ class PoolState(Holdings):
 
     # -- decisions
 
-    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Lease | GrowthPlan | None:
+    def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Decision:
         """Serve a request from free slabs, or plan to grow, or return None: wait.
 
         What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
@@ -55,10 +56,9 @@ class PoolState(Holdings):
         """
         if (error := self.why_never(account, nbytes)) is not None:
             raise error
-        room, idle = account.largest, self.scan()
+        room, idle = self.accounts.room(account, self.max_bytes), self.scan()
         if ahead or self.accounts.have_quotas:
-            self._count_busy(idle)
-            room = self.accounts.room(account, ahead, self._whole())
+            room = self.accounts.room(account, self._whole(), self._busy(), ahead)
         capacity = min(size_class(nbytes, self.granularity), room)
         may_grow = nbytes <= room and not self.frozen
         slab = _best(idle, nbytes, min(reuse_limit(nbytes, self.granularity), room))
@@ -69,8 +69,9 @@ class PoolState(Holdings):
             slab.stack.pop(slab, None)
             self.hits += 1
             return Lease(self, slab, nbytes, account)
-        if may_grow and (victims := _oldest(idle, capacity - self._headroom(by_freeing=True))) is not None:
-            return GrowthPlan(victims, capacity, 1)
+        missing = capacity - self._headroom(by_freeing=True)
+        if may_grow and missing <= sum(slab.capacity for slab in idle):
+            return GrowthPlan(_oldest(idle, missing), capacity, 1)
         return None
 
     def scan(self) -> list[Slab]:
@@ -94,7 +95,7 @@ class PoolState(Holdings):
         Not while anybody waits: then it is for whose turn it is.
         """
         account = self.accounts[owner]
-        if self.line.waiters:
+        if self.waiters:
             return None
         limit = reuse_limit(nbytes, self.granularity)
         for size in self.sizes[bisect_left(self.sizes, nbytes) : bisect_right(self.sizes, limit)]:
@@ -121,19 +122,18 @@ class PoolState(Holdings):
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
-        if nbytes > account.largest:
-            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None)
-        refusal = just_now or self._standing_refusal()
-        if not self.frozen and refusal is None:
-            return None
-        largest = self.accounts.largest(account, self._whole())
+        largest = self.accounts.room(account, self.max_bytes)
+        if nbytes > largest:
+            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None, largest)
+        largest = self.accounts.room(account, self._whole())
         sizes = [size for size in self.sizes if size <= largest]
         if any(size >= nbytes for size in sizes):
             return None
-        if self.frozen or refusal is None:
+        if self.frozen:
             return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+        refusal = just_now or self._standing_refusal()
         capacity = min(size_class(nbytes, self.granularity), largest)
-        if capacity <= refusal.held or self.promised() + capacity < refusal.total:
+        if refusal is None or capacity <= refusal.held or self.promised() + capacity < refusal.total:
             return None
         return _refusals.refused(self.figures(), nbytes, refusal)
 
@@ -154,18 +154,13 @@ class PoolState(Holdings):
             return None
         if self.frozen:
             raise _refusals.frozen(self.figures(), nbytes, max(self.sizes, default=0))
-        if missing * capacity > self._headroom():
+        if missing * capacity > self.max_bytes - self.promised():
             raise _refusals.reserve_does_not_fit(self.figures(), capacity, missing)
         return GrowthPlan((), capacity, missing)
 
-    def trim(self, to_bytes: int) -> GrowthPlan | None:
-        """Plan to free idle slabs, so that at most `to_bytes` are held; None if there is nothing to free."""
-        return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
-
     def free(self, nbytes: int) -> GrowthPlan | None:
         """Plan to free a number of bytes of idle slabs, or all; None if there is nothing to free."""
-        idle = self.scan()
-        victims = _oldest(idle, nbytes) if nbytes < sum(slab.capacity for slab in idle) else idle
+        victims = _oldest(self.scan(), nbytes)
         return GrowthPlan(victims) if victims else None
 
     def check_open(self) -> None:
@@ -187,21 +182,19 @@ class PoolState(Holdings):
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
 
-    def _count_busy(self, idle: Collection[Slab]) -> None:
-        for account in self.accounts.values():
-            account.busy_bytes = 0
+    def _busy(self) -> Counter[Account | None]:
+        """Return the bytes that owners have: leased, in flight as of the last scan, or being allocated for them."""
+        leased, in_flight, _ = self.parts()
+        busy = _by_owner(leased) + _by_owner(in_flight)
         for growth in self.growths:
             if growth.waiter is not None:
-                growth.waiter.account.busy_bytes += growth.plan.capacity
-        for slabs, sign in ((self.slabs, 1), (idle, -1)):
-            for slab in slabs:
-                if slab.account is not None and not slab.doomed:
-                    slab.account.busy_bytes += sign * slab.capacity
+                busy[growth.waiter.account] += growth.plan.capacity
+        return busy
 
     def snapshot(self) -> PoolStats:
         """Look at all slabs, and count."""
-        self._count_busy(self.scan())
-        leased, in_flight, free = self._parts()
+        self.scan()
+        leased, in_flight, free = self.parts()
         return PoolStats(
             **_sums("held", [*leased, *in_flight, *free]),
             **_sums("leased", leased),
@@ -209,52 +202,39 @@ class PoolState(Holdings):
             **_sums("free", free),
             **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
             max_bytes_reason=self.reason,
+            total_held_slabs=len(self.slabs) + self.trims,
             waits=sum(account.waits for account in self.accounts.values()),
             wait_seconds=sum((account.wait_seconds for account in self.accounts.values()), 0.0),
-            owners={name: self._of_owner(owner, leased, in_flight) for name, owner in self.accounts.items()},
+            owners=self._owners(_by_owner(leased), _by_owner(in_flight)),
         )
 
-    def _of_owner(self, account: Account, *parts: Sequence[Slab]) -> OwnerStats:
-        leased, in_flight = (sum(slab.capacity for slab in slabs if slab.account is account) for slabs in parts)
-        return OwnerStats(
-            held_bytes=leased + in_flight,
-            leased_bytes=leased,
-            in_flight_bytes=in_flight,
-            available_bytes=max(0, self.accounts.room(account, (), self._whole())),
-            **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
-        )
+    def _owners(self, leased: Counter[Account | None], in_flight: Counter[Account | None]) -> dict[str, OwnerStats]:
+        whole, busy = self._whole(), self._busy()
+        return {
+            name: OwnerStats(
+                held_bytes=leased[account] + in_flight[account],
+                leased_bytes=leased[account],
+                in_flight_bytes=in_flight[account],
+                available_bytes=max(0, self.accounts.room(account, whole, busy)),
+                **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
+            )
+            for name, account in self.accounts.items()
+        }
 
     # -- without the lock
 
-    def _parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
-        """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
-        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
-        for slab in list(self.slabs):
-            if slab.lease is not None and slab.lease() is not None:
-                leased.append(slab)
-            elif slab.doomed or not (slab.fences() or slab.has_views()):
-                free.append(slab)
-            else:
-                in_flight.append(slab)
-        return parts
+    def trim(self, to_bytes: int) -> int:
+        """Free idle slabs, so that at most `to_bytes` are held. Return the bytes freed. Blocks."""
 
-    def pending(self) -> list[Fence]:
-        """Return the events that slabs without lease and views wait for."""
-        _, in_flight, _ = self._parts()
-        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
+        def surplus() -> GrowthPlan | None:
+            return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
 
-    def run(self, decide: Callable[[], GrowthPlan | None]) -> int:
-        """Carry out the decision, in a thread of its own, and wait for the end. Return the bytes freed."""
-        while True:
-            with self.lock:
-                plan = decide()
-            if plan is None:
+        with self.lock:
+            if surplus() is None:
                 return 0
-            growth = Growth(self, decide)
-            growth.start()
-            growth.result()
-            if growth.is_over:
-                return growth.freed
+        growth = Growth(self, surplus)
+        growth.result()
+        return growth.freed
 
     def reap(self) -> bool:
         """Free the slabs returned to a closed pool; for the reaper. Say whether no event will return more."""
@@ -272,26 +252,12 @@ class PoolState(Holdings):
         growth.result()
 
     def is_waited_for(self) -> bool:
-        return bool(self.line.waiters)
+        return bool(self.waiters)
 
     def report(self) -> dict[str, Any]:
-        """Return the fields of `PoolUsage` from ``leased_bytes`` on."""
+        """Return the fields of `PoolUsage` from ``leased_bytes`` on, among others."""
         with self.lock:
-            stats = self.snapshot()
-        owners = {name: asdict(owner) for name, owner in stats.owners.items()}
-        names = ("leased_bytes", "in_flight_bytes", "free_bytes", "waits", "wait_seconds")
-        return {name: getattr(stats, name) for name in names} | {"owners": owners}
-
-    @property
-    def reason(self) -> str:
-        """Where the cap comes from, and what others had of it when it was asked for last."""
-        return self._reason + ("" if self.host is None else self.host.holders())
-
-    def figures(self) -> Figures:
-        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self._parts())
-        host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
-        others = None if host is None else held_bytes(host.others)
-        return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
+            return asdict(self.snapshot())
 
 
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
@@ -300,15 +266,17 @@ def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
     return min(fitting, key=attrgetter("capacity"), default=None)
 
 
-def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab] | None:
-    """Return the first slabs that have that many bytes together; None if all have less."""
-    taken = []
-    for slab in idle:
-        if nbytes <= 0:
-            break
-        taken.append(slab)
-        nbytes -= slab.capacity
-    return taken if nbytes <= 0 else None
+def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
+    """Return the first slabs that have that many bytes together, or all."""
+    before = accumulate([slab.capacity for slab in idle], initial=0)
+    return [slab for slab, earlier in zip(idle, before, strict=False) if earlier < nbytes]
+
+
+def _by_owner(slabs: Sequence[Slab]) -> Counter[Account | None]:
+    found: Counter[Account | None] = Counter()
+    for slab in slabs:
+        found[slab.account] += slab.capacity
+    return found
 
 
 def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:

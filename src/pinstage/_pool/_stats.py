@@ -87,7 +87,7 @@ class PoolStats:
 
     def __repr__(self) -> str:
         rows = []
-        for state in ("held", "leased", "in_flight", "free"):
+        for state in ("held", "leased", "in_flight", "free", "peak_held"):
             slabs = count(getattr(self, f"{state}_slabs"), "slab")
             rows.append((state.replace("_", " "), f"{format_bytes(getattr(self, f'{state}_bytes'))} in {slabs}"))
         return table_text(
@@ -95,7 +95,6 @@ class PoolStats:
             [
                 ("max_bytes", f"{format_bytes(self.max_bytes)} ({self.max_bytes_reason})"),
                 *rows,
-                ("peak held", f"{format_bytes(self.peak_held_bytes)} in {count(self.peak_held_slabs, 'slab')}"),
                 ("hits, misses", f"{self.hits:,}, {self.misses:,}"),
                 ("waits", f"{self.waits:,}, {self.wait_seconds:.3f} s"),
                 ("trims", f"{self.trims:,}"),
