@@ -869,7 +869,7 @@ def test_a_forked_child_can_drop_everything_anytime():
     held, ended = threading.Event(), threading.Event()
 
     def hold():
-        with broker._wake_lock:
+        with broker._lending:
             held.set()
             ended.wait(PATIENCE_SECONDS)
 

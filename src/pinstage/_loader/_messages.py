@@ -8,7 +8,7 @@ import pickle
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -146,7 +146,7 @@ def receive(
             )
     except BaseException as error:
         if slab is not None:
-            broker.lost(slab)
+            broker.give_back(slab, None)
         if isinstance(error, Exception) and not isinstance(error, OSError):
             return Failed(error)
         raise
@@ -185,6 +185,12 @@ def receive_descriptor(channel: Connection) -> int:
     if not fds:  # the kernel leaves out a descriptor that would be one too many
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return fds[0]
+
+
+def shut_down(channel: Connection) -> None:
+    """End a channel at both ends. Closing it isn't enough: workers that were forked later have this end, too."""
+    with suppress(OSError), _socket_of(channel) as end:  # it is closed already
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -23,14 +23,14 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     else:
         event = None
         try:
-            host = batch.broker.loan_of(None, batch.number).address
+            host = batch.broker.loan_of(None, batch.number).lease.data_ptr()
             transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=slabs.are_pinned)
             event = copy_event_of(transfer)
         except BaseException:
             event = slabs.target.record(slabs.target.stream)
             raise
         finally:
-            batch.broker.sent(batch.number, event)
+            batch.broker.give_back(batch.number, event)
     slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
     return transfer
 
