@@ -11,18 +11,16 @@ import os
 import queue
 import select
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running, warn
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
-from ._messages import BEGIN_AGAIN, BROKERS, PackedBatch, WorkerStructure, send_descriptor, shut_down
+from ._messages import BEGIN_AGAIN, BROKERS, WorkerStructure, send_descriptor, shut_down
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -30,14 +28,12 @@ _STARVED_MS = 1
 """Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread doesn't poll."""
 
 _IDLE_MS = 100
-"""Poll interval for events that may come without a wake-up: a batch was dropped, or an interrupt swallowed
-the wake-up. Only while a worker or a batch waits."""
+"""Poll interval in case an interrupt swallowed a wake-up. Only while a worker or a batch waits."""
 
 _tokens = itertools.count()
 
 
-@dataclass(eq=False, slots=True)
-class Loan:
+class Loan(NamedTuple):
     """A slab that one worker may write.
 
     First the worker has it. Then the batch that arrived in it has it, until that is sent or dropped. Then the copy has
@@ -47,7 +43,6 @@ class Loan:
     number: int
     worker: int
     lease: Lease
-    batch: weakref.ref[PackedBatch] | None = None
 
 
 class SlabBroker:
@@ -96,21 +91,13 @@ class SlabBroker:
 
     # -- for any thread
 
-    def start(self) -> None:
-        """Start to answer workers; a second call does nothing."""
-        if not self._claimed.locked():
-            _thread.start_new_thread(self._serve, ())
-
-    def serve(self, incoming: SendingQueue) -> None:
-        """Read this queue from now on, and send the batches in it."""
+    def start(self, incoming: SendingQueue | None = None) -> None:
+        """Answer workers from now on, and send the batches in a queue. A second call may add the queue."""
         self._incoming = incoming
-        self.wake()
-
-    def arrived(self, number: int, batch: PackedBatch) -> None:
-        """Note which batch a slab holds."""
-        loan = self._loans.get(number)
-        if loan is not None:
-            loan.batch = weakref.ref(batch)
+        if self._claimed.locked():
+            self.wake()
+        else:
+            _thread.start_new_thread(self._serve, ())
 
     def loan_of(self, worker: int | None, number: Any) -> Loan:
         """Return the loan of a slab, by what a worker sent.
@@ -129,10 +116,8 @@ class SlabBroker:
         return loan
 
     def give_back(self, number: int, event: Fence | None) -> None:
-        """Give a slab back to its worker when `event` is done. None: now, since no copy reads the slab."""
-        loan = self._loans.get(number)
-        if loan is not None:
-            loan.batch = None
+        """Give a slab back to its worker when `event` is done. None: no copy reads it. Finalisers may call this."""
+        if number in self._loans:  # else everything has ended
             self._copying.append((number, event))
             if event is None or self._starved:
                 self.wake()
@@ -283,19 +268,12 @@ class SlabBroker:
 
     def _sweep(self) -> None:
         """Tell the workers which of their slabs are free again."""
-        if self._starved:
-            for loan in list(self._loans.values()):
-                if loan.batch is not None and loan.batch() is None:  # it was dropped unsent
-                    self._free(loan.number)
         while self._copying and ((event := self._copying[0][1]) is None or event.query()):
-            self._free(self._copying.popleft()[0])
-
-    def _free(self, number: int) -> None:
-        loan = self._loans.get(number)
-        if loan is not None:
-            loan.batch = None
-            self._starved.pop(loan.worker, None)
-            self._send(loan.worker, ("free", number))
+            number, _ = self._copying.popleft()
+            loan = self._loans.get(number)
+            if loan is not None:
+                self._starved.pop(loan.worker, None)
+                self._send(loan.worker, ("free", number))
 
     def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
         channel = self._channels[worker]

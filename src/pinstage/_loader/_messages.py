@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from .._batch import Structure, Table, check_content
+from .._pool import Fence
 from ..errors import LayoutError
 
 BEGIN_AGAIN = "begin another pass, with new workers"
@@ -52,7 +53,7 @@ class Message:
         return receive, self.contents
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class PackedBatch:
     """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is free again."""
 
@@ -60,16 +61,21 @@ class PackedBatch:
     structure: Structure
     table: Table
     number: int | None
-    """Of the slab. None if the bytes are in `raw`, or if there are no bytes."""
+    """Of the slab, until it is given back. None if the bytes are in `raw`, or if there are no bytes."""
     raw: bytearray | None
     others: list[Any]
     """The leaves that are not packed."""
     waited: float
     """Seconds that the worker waited for a slab."""
 
-    def __post_init__(self) -> None:
-        if self.number is not None:
-            self.broker.arrived(self.number, self)
+    def give_back(self, event: Fence | None) -> None:
+        """Give the slab, if there is one, back to its worker when `event` is done. None: no copy reads it."""
+        number, self.number = self.number, None
+        if number is not None:
+            self.broker.give_back(number, event)
+
+    def __del__(self) -> None:
+        self.give_back(None)
 
 
 class Failed:
@@ -121,16 +127,14 @@ def receive(
         return None
     known = broker.known
     try:
-        if structure is not None or table is not None:
-            before = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
-            if structure is None and before is not None:
-                structure = before.structure
-            if structure is not None:
-                # even if it cannot be unpickled now
-                known[worker, number] = WorkerStructure(structure, Table.of_bytes(table))
-        found = known.get((worker, number))
-        if found is None:
+        found = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
+        if structure is not None:
+            found = WorkerStructure(structure, Table.of_bytes(table))
+        elif found is None:
             raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
+        elif table is not None:
+            found.table = Table.of_bytes(table)
+        known[worker, number] = found  # even if it cannot be unpickled now
         if isinstance(found.structure, bytes):
             found.structure = pickle.loads(found.structure)
         check_content(found.structure, found.table)
