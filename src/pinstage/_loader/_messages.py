@@ -1,4 +1,4 @@
-"""The messages that workers send, what each becomes in the main process, and descriptors, sent the other way."""
+"""The messages that workers send, what each becomes in the main process, and the channels for the other way."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ def receive(
     return PackedBatch(broker, found.structure, found.table, slab, raw, others, waited)
 
 
-# -- descriptors -------------------------------------------------------------------------------------------------------
-
-# To open ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
+# -- channels ----------------------------------------------------------------------------------------------------------
 
 _MARK = b"f"
 """A descriptor can't be sent without at least one byte."""
@@ -167,6 +165,8 @@ _MARK = b"f"
 
 def send_descriptor(channel: Connection, fd: int) -> None:
     """Send a duplicate of a descriptor. The next read at the other end must be `receive_descriptor`.
+
+    Opening ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
 
     Raises:
         OSError: the other end is closed.

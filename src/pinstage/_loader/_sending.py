@@ -164,9 +164,8 @@ class SendingQueue:
         batch = _batch_in(payload)
         if not isinstance(batch, PackedBatch):
             return payload
-        sent: Transfer | Failed
         try:
-            sent = self._send(batch)
+            sent: Transfer | Failed = self._send(batch)
             self._sent += 1
         except Exception as error:  # noqa: BLE001 - raised when its turn comes
             sent = Failed(error)
